@@ -1,0 +1,101 @@
+"""What every tier of memory promises: device memory, host memory, disk, and the simulated one.
+
+A tier holds whole storages as flat bytes: `put` takes a contiguous uint8 tensor on the fast device, `get` brings the
+same bytes back into another. Copies run beside compute: both return at once, and a `Copy` says when the bytes are
+there. No torch at import, so that plan/ can speak of tiers without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSpec:
+    """What a tier can do.
+
+    Attributes:
+        name: "vram", "ram" or "disk".
+        capacity_bytes: the budget for this tier.
+        write_bytes_per_s: speed of bytes that leave the fast device for this tier.
+        read_bytes_per_s: speed of bytes that come back.
+        latency_s: what each copy costs besides its bytes.
+    """
+
+    name: str
+    capacity_bytes: int
+    write_bytes_per_s: float = float("inf")
+    read_bytes_per_s: float = float("inf")
+    latency_s: float = 0.0
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Orders what the caller does next after the copy.
+
+        On CUDA the current stream waits and the host goes on; on CPU the host waits.
+
+        Raises:
+            StorageError: the copy failed.
+        """
+
+    def synchronize(self) -> None:
+        """Blocks the host until the copy has ended. Raises as `wait` does."""
+
+    def done(self) -> bool:
+        """Whether the copy has ended, well or not. Never blocks."""
+
+
+class Handle(Protocol):
+    """What a tier knows of one storage it holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were put."""
+
+    @property
+    def written(self) -> Copy:
+        """The copy into the tier; the source must stay alive and unchanged until it has ended."""
+
+
+class Tier(Protocol):
+    """A place that holds storages as flat bytes. Safe to call from several threads."""
+
+    spec: TierSpec
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes now taken, as the budget counts them."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest `used_bytes` since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Starts `peak_bytes` again from `used_bytes`."""
+
+    def put(self, source: torch.Tensor) -> Handle:
+        """Begins to copy a contiguous 1-D uint8 tensor into the tier.
+
+        Raises:
+            BudgetError: the tier has no room for it.
+            StorageError: the tier failed.
+        """
+
+    def get(self, handle: Handle, out: torch.Tensor) -> Copy:
+        """Begins to copy a storage back into `out`, a contiguous 1-D uint8 tensor of `handle.nbytes` bytes.
+
+        The handle stays valid: a storage can be fetched more than once. A `get` before the `put` has ended follows it.
+        """
+
+    def free(self, handle: Handle) -> None:
+        """Gives the storage's room back; copies still under way are let end first. Freeing twice does nothing."""
+
+    def close(self) -> None:
+        """Gives back everything: memory, threads, files. Closing twice does nothing."""
