@@ -80,8 +80,8 @@ class Tier(Protocol):
     def reset_peak(self) -> None:
         """Starts `peak_bytes` again from `used_bytes`."""
 
-    def put(self, source: torch.Tensor) -> Handle:
-        """Begins to copy a contiguous 1-D uint8 tensor into the tier.
+    def put(self, source: torch.Tensor, *, label: str = "") -> Handle:
+        """Begins to copy a contiguous 1-D uint8 tensor into the tier; `label` names it in errors.
 
         Raises:
             BudgetError: the tier has no room for it.

@@ -1,0 +1,82 @@
+# make train   makes .venv, installs, and trains a GPT under a memory budget, beside the same run without one
+# make test    the whole CPU test suite, with coverage
+# Needs nothing but make and Python >= 3.11. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What tests and tools run with. `make test-gpu RUN=python3` uses an interpreter that already has what they need.
+RUN ?= $(VENV)/bin/python
+TRAIN ?= train --compare --ram 64MiB --disk runs/spill
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# The variables hold what a build in isolation installs to the same versions, too.
+INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+	$(PIP) install --quiet --constraint constraints.txt
+
+ifeq ($(RUN),$(VENV)/bin/python)
+NEEDS_TEST := $(VENV)/.test
+else
+NEEDS_TEST :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help train test test-gpu lint format docs wheel clean
+
+help:
+	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
+	@echo "make test       the whole CPU test suite, with coverage"
+	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff put the files in shape"
+	@echo "make docs       docs/reference.md from the docstrings"
+	@echo "make wheel      a wheel in dist/"
+	@echo "make clean      remove what these made"
+
+train: $(VENV)/.package
+	$(VENV)/bin/torchstorm $(TRAIN)
+
+test: $(NEEDS_TEST)
+	$(RUN) -m pytest --cov --cov-report=term
+
+test-gpu: $(NEEDS_TEST)
+	$(RUN) -m pytest -m gpu --fail-on-skip
+
+lint: $(NEEDS_TEST)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy --strict
+
+format: $(NEEDS_TEST)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+docs: $(NEEDS_TEST)
+	$(RUN) docs/generate_reference.py
+
+wheel: $(NEEDS_TEST)
+	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+clean:
+	rm -rf $(VENV) dist build htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests docs examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A venv that breaks off half-way has no stamp, and is made anew.
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { echo "There is no '$(PYTHON)' here. Install Python 3.11 or newer, or name \
+	one: make PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "$(PYTHON) is Python %d.%d, but 3.11 or \
+	newer is needed. Name one: make PYTHON=/path/to/python3.12" % v[:2])'
+	@$(PYTHON) -m venv --clear $(VENV) || { echo "'$(PYTHON) -m venv' failed. Debian and Ubuntu keep it in a package \
+	of its own, python3-venv."; exit 1; }
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.package

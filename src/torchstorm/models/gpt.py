@@ -1,0 +1,296 @@
+"""GPT-2's architecture in plain PyTorch.
+
+    x_BTC = token embedding + learned position embedding, dropout
+    each block:  x_BTC = x_BTC + attention(LayerNorm(x_BTC))
+                 x_BTC = x_BTC + mlp(LayerNorm(x_BTC))
+    logits_BTV = LayerNorm(x_BTC) @ token embedding transposed (the head is tied to the embedding)
+
+Shape suffixes: B sequences in the batch, T tokens in a sequence, C width of the residual stream, V vocabulary,
+H attention heads, D = C / H width of one head, F = 4 C width inside the MLP. `x_BTC` is laid out (B, T, C).
+
+One `c_attn` makes q, k and v at once, as three views of one (B, T, 3 C) buffer. Attention is
+`scaled_dot_product_attention` with `is_causal=True`, so PyTorch picks the kernel; on CUDA without dropout no (T, T)
+matrix is ever stored. Module names follow GPT-2's own (wte, wpe, ln_1, c_attn, ...), with the blocks in `blocks`.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the released code's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchstorm.errors import ConfigError
+
+_INIT_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """A GPT's shape.
+
+    Attributes:
+        vocab_size: V, how many token ids there are.
+        max_seq_len: the largest T, one learned position each.
+        num_layers: how many blocks.
+        num_heads, width: H and C; H must divide C.
+        dropout: probability in [0, 1) of zeroing, on embeddings, attention weights and both residual branches.
+
+    Raises:
+        ConfigError: a count is below 1, `num_heads` does not divide `width`, or `dropout` is outside [0, 1).
+    """
+
+    vocab_size: int = 50257
+    max_seq_len: int = 1024
+    num_layers: int
+    num_heads: int
+    width: int
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}, but it must be at least 1.")
+        if self.width % self.num_heads:
+            raise ConfigError(
+                f"width={self.width} cannot be split over num_heads={self.num_heads}: each head would be "
+                f"{self.width / self.num_heads:.2f} wide. Use width="
+                f"{self.num_heads * math.ceil(self.width / self.num_heads)}, or another number of heads."
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout={self.dropout}, but it is a probability: 0 <= dropout < 1.")
+
+
+SIZES: dict[str, GPTConfig] = {
+    "gpt-nano": GPTConfig(num_layers=3, num_heads=3, width=48),
+    "gpt-micro": GPTConfig(num_layers=4, num_heads=4, width=128),
+    "gpt-mini": GPTConfig(num_layers=6, num_heads=6, width=192),
+    "gpt2": GPTConfig(num_layers=12, num_heads=12, width=768),
+    "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, width=1024),
+    "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),
+    "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),
+}
+"""The named sizes, all with GPT-2's vocabulary of 50257 and 1024 positions; `dataclasses.replace` changes the rest."""
+
+
+class GPTOutput(NamedTuple):
+    """A forward pass's logits (B, T, V), and the mean cross-entropy in nats, None where no targets were given."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.c_attn = nn.Linear(config.width, 3 * config.width)
+        self.c_proj = nn.Linear(config.width, config.width)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Maps (B, T, C) to (B, T, C); position t sees positions 0..t."""
+        B, T, C = x_BTC.shape
+        q_BHTD, k_BHTD, v_BHTD = (
+            part_BTC.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
+            for part_BTC in self.c_attn(x_BTC).split(C, dim=2)
+        )
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        y_BTC = y_BHTD.transpose(1, 2).reshape(B, T, C)
+        out_BTC: Tensor = self.resid_dropout(self.c_proj(y_BTC))
+        return out_BTC
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU (tanh form, as GPT-2 was trained) between."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.width, 4 * config.width)
+        self.c_proj = nn.Linear(4 * config.width, config.width)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Maps (B, T, C) to (B, T, C)."""
+        hidden_BTF = F.gelu(self.c_fc(x_BTC), approximate="tanh")
+        out_BTC: Tensor = self.resid_dropout(self.c_proj(hidden_BTF))
+        return out_BTC
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.width)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.width)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Maps (B, T, C) to (B, T, C)."""
+        x_BTC = x_BTC + self.attn(self.ln_1(x_BTC))
+        out_BTC: Tensor = x_BTC + self.mlp(self.ln_2(x_BTC))
+        return out_BTC
+
+
+class GPT(nn.Module):
+    """A GPT-2 language model.
+
+    Args:
+        config: its shape. Weights are drawn from PyTorch's global generator: normal with standard deviation 0.02,
+            the projections that write into the residual stream scaled by 1 / sqrt(2 * num_layers), biases zero.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.width)
+        self.wpe = nn.Embedding(config.max_seq_len, config.width)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.width)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight
+        # named_parameters gives the tied weight once, under wte, so it is drawn once.
+        residual_std = _INIT_STD / math.sqrt(2 * config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=residual_std if name.endswith("c_proj.weight") else _INIT_STD)
+
+    def forward(self, idx_BT: Tensor, targets_BT: Tensor | None = None) -> GPTOutput:
+        """Predicts the next token at each position.
+
+        Args:
+            idx_BT: int64 token ids (B, T), T at most `config.max_seq_len`.
+            targets_BT: int64 ids (B, T) to predict, -100 where none counts; None for no loss.
+
+        Returns:
+            Logits (B, T, V), and the mean cross-entropy in nats where targets were given.
+
+        Raises:
+            ConfigError: T is above `config.max_seq_len`.
+        """
+        _, T = idx_BT.shape
+        if self.config.max_seq_len < T:
+            raise ConfigError(
+                f"The input has {T} tokens, but this model has max_seq_len={self.config.max_seq_len} positions: "
+                f"cut the input, or build the model with max_seq_len={T}."
+            )
+        position_T = torch.arange(T, device=idx_BT.device)
+        x_BTC = self.drop(self.wte(idx_BT) + self.wpe(position_T))
+        for block in self.blocks:
+            x_BTC = block(x_BTC)
+        logits_BTV = self.lm_head(self.ln_f(x_BTC))
+        if targets_BT is None:
+            return GPTOutput(logits_BTV, None)
+        return GPTOutput(logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()))
+
+    def num_params(self, *, embeddings: bool = True) -> int:
+        """Counts parameters, the tied head once; without `embeddings`, leaves out wte (and so the head) and wpe."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        return total if embeddings else total - self.wte.weight.numel() - self.wpe.weight.numel()
+
+    @torch.no_grad()
+    def generate(
+        self,
+        idx_BT: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues each sequence by `num_tokens` tokens, drawn one at a time; nothing is cached between tokens.
+
+        Dropout is off meanwhile. Once a sequence is longer than `config.max_seq_len`, only its end is looked at.
+
+        Args:
+            idx_BT: int64 ids (B, T), T at least 1.
+            num_tokens: how many tokens to add.
+            temperature: logits are divided by it; 0 takes the likeliest token each time.
+            top_k: draw only from the k likeliest; None for all.
+            generator: source of the draws, on idx_BT's device; None for PyTorch's global one.
+
+        Returns:
+            int64 ids (B, T + num_tokens), idx_BT first.
+
+        Raises:
+            ConfigError: idx_BT is empty, `temperature` is negative or `top_k` below 1.
+        """
+        if idx_BT.shape[1] < 1:
+            raise ConfigError(f"idx_BT has shape {tuple(idx_BT.shape)}, but each sequence needs at least 1 token.")
+        if temperature < 0:
+            raise ConfigError(f"temperature={temperature}, but it must be 0 (the likeliest token) or above.")
+        if top_k is not None and top_k < 1:
+            raise ConfigError(f"top_k={top_k}, but it must be at least 1, or None for the whole vocabulary.")
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(num_tokens):
+                logits_BV = self(idx_BT[:, -self.config.max_seq_len :]).logits[:, -1].float()
+                next_B1 = _draw(logits_BV, temperature, top_k, generator)
+                idx_BT = torch.cat([idx_BT, next_B1], dim=1)
+        finally:
+            self.train(was_training)
+        return idx_BT
+
+
+def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits_BV.argmax(dim=-1, keepdim=True)
+    logits_BV = logits_BV / temperature
+    if top_k is not None and top_k < logits_BV.shape[-1]:
+        kept_BK, kept_id_BK = logits_BV.topk(top_k, dim=-1)
+        return kept_id_BK.gather(1, torch.multinomial(kept_BK.softmax(dim=-1), 1, generator=generator))
+    return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)
+
+
+def load_gpt2_weights(model: GPT, state_dict: Mapping[str, Tensor]) -> None:
+    """Copies the weights of a Hugging Face `GPT2LMHeadModel` (or `GPT2Model`) into `model`.
+
+    There the four projections of a block are `Conv1D`, whose weight is (in, out): they are transposed here. Masks
+    that old checkpoints carry (`attn.bias`, `attn.masked_bias`) and the tied `lm_head.weight` are left out.
+
+    Args:
+        model: a GPT of the same shape.
+        state_dict: what `GPT2LMHeadModel.state_dict()` gives.
+
+    Raises:
+        ConfigError: a weight is missing, left over, or of another shape; `model` is then unchanged.
+    """
+    theirs = {}
+    for name, tensor in state_dict.items():
+        name = name.removeprefix("transformer.")
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
+            continue
+        is_conv1d = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+        theirs[f"blocks.{name[2:]}" if name.startswith("h.") else name] = tensor.t() if is_conv1d else tensor
+    ours = dict(model.named_parameters())
+    if ours.keys() != theirs.keys():
+        missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+        raise ConfigError(
+            f"The weights do not fit a GPT of {model.config.num_layers} layers: {len(missing)} missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}."
+        )
+    for name, parameter in ours.items():
+        if parameter.shape != theirs[name].shape:
+            raise ConfigError(
+                f"{name} is {tuple(theirs[name].shape)} in the weights, but {tuple(parameter.shape)} in the model: "
+                "build the model with the GPTConfig that the weights were made with."
+            )
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            parameter.copy_(theirs[name])

@@ -1,0 +1,132 @@
+"""Measures what a plan needs to know of this machine: the link to the GPU, and the disk."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import shutil
+import statistics
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchstorm.memory.limits import total_ram_bytes
+from torchstorm.offload.record import seconds_between
+from torchstorm.plan.machine import Machine
+from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.measure import measure_disk
+from torchstorm.transfer.engine import Engine, StreamClock
+from torchstorm.transfer.pinned import pin_memory
+
+_LINK_BYTES = 64 * 2**20
+_NUM_COPIES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """How fast bytes move between a GPU and the host, one way at a time.
+
+    Attributes:
+        d2h_bytes_per_s: from the GPU to the host.
+        h2d_bytes_per_s: from the host to the GPU.
+        not_pinned: why the host memory was pageable, "" where it was pinned.
+    """
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    not_pinned: str = ""
+
+
+def measure_machine(device: torch.device, directory: str | None) -> Machine:
+    """Measures this machine, once in a process for each device and directory.
+
+    Args:
+        device: the fast device, CPU or CUDA.
+        directory: where spill files go; None for no disk.
+
+    Returns:
+        What was measured; zeros for a tier that is not there.
+
+    Raises:
+        StorageError: the directory cannot be written, or is full.
+    """
+    return _measure(str(device), None if directory is None else os.path.realpath(directory))
+
+
+def cpu_name() -> str:
+    """The processor as its maker calls it, else its architecture."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            named = re.search(r"^model name\s*: (.+)$", file.read(), re.MULTILINE)
+    except OSError:
+        named = None
+    return named[1] if named else platform.machine()
+
+
+@functools.cache
+def _measure(device: str, directory: str | None) -> Machine:
+    disk_bytes, write_bytes_per_s, read_bytes_per_s = 0, 0.0, 0.0
+    if directory is not None:
+        write_bytes_per_s, read_bytes_per_s = measure_disk(directory)
+        disk_bytes = shutil.disk_usage(directory).free
+    machine = Machine(
+        name=cpu_name(),
+        device=device,
+        ram_bytes=total_ram_bytes(),
+        disk_bytes=disk_bytes,
+        disk_write_bytes_per_s=write_bytes_per_s,
+        disk_read_bytes_per_s=read_bytes_per_s,
+    )
+    return machine if device == "cpu" else _with_gpu(machine)
+
+
+def _with_gpu(machine: Machine) -> Machine:  # pragma: gpu
+    device = torch.device(machine.device)
+    link = measure_link(device)
+    return replace(
+        machine,
+        name=torch.cuda.get_device_name(device),
+        vram_bytes=torch.cuda.get_device_properties(device).total_memory,
+        d2h_bytes_per_s=link.d2h_bytes_per_s,
+        h2d_bytes_per_s=link.h2d_bytes_per_s,
+    )
+
+
+def measure_link(device: torch.device) -> LinkSpeed:  # pragma: gpu
+    """Times copies of 64 MiB each way between a CUDA device and pinned host memory.
+
+    Takes 64 MiB on both for a moment. The median of five copies counts.
+
+    Returns:
+        The speeds; those of pageable memory, with the reason, where memory cannot be pinned.
+    """
+    engine, clock = Engine(device), StreamClock(device)
+    host = aligned_empty(_LINK_BYTES)
+    on_device = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
+    unpin, not_pinned = None, ""
+    try:
+        unpin = pin_memory(host)
+    except RuntimeError as error:
+        not_pinned = str(error)
+    try:
+        seconds: dict[str, list[float]] = {"out": [], "in": []}
+        for turn in range(_NUM_COPIES + 1):
+            for direction in ("out", "in"):
+                start = clock.mark()
+                copy = engine.copy_out(host, on_device) if direction == "out" else engine.copy_in(on_device, host)
+                copy.wait()
+                stop = clock.mark()
+                stop.synchronize()
+                if turn:  # the first copy each way warms up
+                    seconds[direction].append(seconds_between(start, stop))
+    finally:
+        engine.synchronize()
+        if unpin is not None:
+            unpin()
+    return LinkSpeed(
+        d2h_bytes_per_s=_LINK_BYTES / statistics.median(seconds["out"]),
+        h2d_bytes_per_s=_LINK_BYTES / statistics.median(seconds["in"]),
+        not_pinned=not_pinned,
+    )

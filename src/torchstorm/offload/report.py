@@ -1,0 +1,52 @@
+"""What a Session forecast and what it measured, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchstorm.plan.forecast import Figures
+from torchstorm.plan.plan import Budget
+from torchstorm.sizes import format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Frozen; prints as a table.
+
+    Attributes:
+        forecast: of the plan in force; None before the first step has ended, and for an unlimited Session.
+        measured: over the steps that followed that plan: peaks, and the median time. Before there are any, over all
+            steps; None before the first one has ended.
+        highest: the highest bytes of any step, the first one included, and the slowest step.
+        budget: what was allowed.
+        num_steps: steps run so far.
+        num_planned: those that followed the plan in force from start to end.
+        moved_bytes: bytes that left the fast tier in the last step.
+        notes: what the user should know: pageable memory, a disk without O_DIRECT.
+    """
+
+    forecast: Figures | None
+    measured: Figures | None
+    highest: Figures | None
+    budget: Budget
+    num_steps: int
+    num_planned: int
+    moved_bytes: int
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{'':<10}{'budget':>14}{'forecast':>14}{'measured':>14}{'highest':>14}"]
+        columns = (self.forecast, self.measured, self.highest)
+        for tier in ("vram", "ram", "disk"):
+            values = [getattr(figures, f"{tier}_bytes") if figures else None for figures in columns]
+            limit = getattr(self.budget, tier)
+            if limit or any(values):
+                cells = "".join(f"{'-' if value is None else format_size(value):>14}" for value in values)
+                lines.append(f"{tier:<10}{format_size(limit) if limit else '-':>14}{cells}")
+        times = "".join(f"{'-' if figures is None else f'{figures.step_ms:.1f} ms':>14}" for figures in columns)
+        lines.append(f"{'step':<10}{'':>14}{times}")
+        lines.append(
+            f"{self.num_steps} steps, {self.num_planned} by the plan in force; "
+            f"{format_size(self.moved_bytes)} moved away in the last one"
+        )
+        return "\n".join(lines + list(self.notes))

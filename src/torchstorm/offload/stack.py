@@ -1,0 +1,209 @@
+"""From the sizes that the user names to the tiers a Session works with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from torchstorm.errors import BudgetError, DeviceError, SizeError
+from torchstorm.memory.disk import DiskTier
+from torchstorm.memory.host import HostTier
+from torchstorm.memory.limits import available_ram_bytes
+from torchstorm.memory.tier import Tier, TierSpec
+from torchstorm.offload.measure import measure_machine
+from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget
+from torchstorm.sizes import format_size, parse_size
+from torchstorm.storage.direct import aligned_empty
+from torchstorm.transfer.engine import Engine
+from torchstorm.transfer.pinned import PinnedArena, pin_memory
+
+_UNLIMITED_BYTES = 1 << 62
+# The allocator rounds what it hands out, and a library may take a workspace after the measured step.
+_VRAM_SLACK = 250
+
+
+@dataclass(eq=False, kw_only=True)
+class Stack:
+    """The tiers of one Session, and what they may take.
+
+    Attributes:
+        device: the fast device.
+        budget: bytes per tier, as the user named them.
+        fast_bytes: what the Session may fill the fast device with.
+        tiers: where parcels can go.
+        default_tier: where they go without a plan.
+        staging_bytes: constant part of the fast tier's budget.
+    """
+
+    device: torch.device
+    budget: Budget
+    fast_bytes: int
+    tiers: dict[str, Tier] = field(default_factory=dict)
+    default_tier: str = KEEP
+    staging_bytes: int = 0
+    directory: str | None = None
+    arena: PinnedArena | None = None
+
+    @property
+    def empty(self) -> Callable[[int], torch.Tensor]:
+        """Allocates (nbytes,) uint8 on the fast device; on CPU page-aligned, so that a disk can fill it directly."""
+        if self.device.type == "cpu":
+            return aligned_empty
+        return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # pragma: gpu
+
+    def machine(self) -> Machine:
+        """Speeds of the link and the disk, measured on first use."""
+        return measure_machine(self.device, self.directory)
+
+    def ram_bytes(self) -> int:
+        """On CUDA, what the arena has taken from the machine."""
+        return self.arena.held_bytes if self.arena else 0
+
+    def disk_bytes(self) -> int:
+        """Peak of bytes in spill files since the step began."""
+        return self.tiers[DISK].peak_bytes if DISK in self.tiers else 0
+
+    def trim(self, forecast: Figures) -> None:
+        """Gives pinned memory back that the plan has no use for."""
+        if self.arena is not None:
+            self.arena.trim(forecast.ram_bytes)
+
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about the paths in use."""
+        notes = []
+        if self.arena is not None and self.arena.not_pinned:
+            notes.append(f"ram is pageable: {self.arena.not_pinned}")
+        disk = self.tiers.get(DISK)
+        if isinstance(disk, DiskTier):
+            info = disk.info()
+            notes.append(f"disk: {info.path} I/O ({info.reason})")
+        return tuple(notes)
+
+    def close(self) -> None:
+        """Closes every tier."""
+        for tier in self.tiers.values():
+            tier.close()
+
+
+def build_stack(
+    model: torch.nn.Module,
+    *,
+    vram: int | str | None,
+    ram: int | str | None,
+    disk: str | None,
+    check: bool,
+    unlimited: bool,
+) -> Stack:
+    """Reads the budgets and opens the tiers. Raises as `Session` does."""
+    device = model_device(model)
+    if device.type == "cpu" and vram is not None:
+        raise DeviceError(
+            f"vram={vram!r} was asked, but the model's parameters are on the CPU, where RAM is the fast tier. "
+            "Move the model to a GPU, or give ram= and disk= instead."
+        )
+    if unlimited:
+        if not (vram is ram is disk is None):
+            raise DeviceError(f"unlimited=True was asked together with vram={vram!r}, ram={ram!r}, disk={disk!r}.")
+        return Stack(device=device, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
+    ram_bytes = available_ram_bytes() // 2 if ram is None else parse_size(ram, name="ram")
+    directory, disk_bytes = parse_disk(disk)
+    if device.type == "cuda":  # pragma: gpu
+        return _cuda_stack(model, device, vram, ram_bytes, directory, disk_bytes, check)
+    stack = Stack(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
+    if directory is not None:
+        # Bounce buffers count as ram: a small budget gets small ones.
+        threads = 4 if ram_bytes >= 64 * 2**20 else 2
+        block = max(min(2**20, ram_bytes // 64 // threads // 4096 * 4096), 64 * 1024)
+        tier = DiskTier(directory, capacity_bytes=disk_bytes, check=check, threads=threads, block_bytes=block)
+        stack.tiers[DISK] = tier
+        stack.default_tier = DISK
+        stack.staging_bytes = threads * block  # once the disk is used
+        stack.budget = Budget(ram=ram_bytes, disk=tier.spec.capacity_bytes)
+    return stack
+
+
+def _cuda_stack(
+    model: torch.nn.Module,
+    device: torch.device,
+    vram: int | str | None,
+    ram_bytes: int,
+    directory: str | None,
+    disk_bytes: int | None,
+    check: bool,
+) -> Stack:  # pragma: gpu
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    room = free + torch.cuda.memory_reserved(device)
+    vram_bytes = room * 9 // 10 if vram is None else parse_size(vram, name="vram")
+    if vram_bytes > total:
+        raise BudgetError(
+            f"vram={format_size(vram_bytes)}, but {torch.cuda.get_device_name(device)} has {format_size(total)}, of "
+            f"which {format_size(room)} are free. Give at most vram={room}.",
+            tier="vram",
+            budget_bytes=vram_bytes,
+            needed_bytes=total,
+        )
+    if allocated >= vram_bytes:
+        raise BudgetError(
+            f"vram={format_size(vram_bytes)}, but {format_size(allocated)} are allocated before the first step (the "
+            "weights and what else this process holds). Give a larger vram=.",
+            tier="vram",
+            budget_bytes=vram_bytes,
+            needed_bytes=allocated,
+        )
+    engine = Engine(device)
+    arena = PinnedArena(
+        ram_bytes,
+        pin=pin_memory,
+        available_bytes=available_ram_bytes,
+        segment_bytes=max(min(2**28, ram_bytes // 64), 2**25),
+    )
+    stack = Stack(
+        device=device,
+        budget=Budget(vram=vram_bytes - max(vram_bytes // _VRAM_SLACK, 2**20), ram=ram_bytes),
+        fast_bytes=vram_bytes,
+        default_tier=RAM,
+        directory=directory,
+        arena=arena,
+    )
+    stack.tiers[RAM] = HostTier(
+        arena, engine=engine, spec=TierSpec(name="ram", capacity_bytes=ram_bytes), check=check
+    )
+    return stack
+
+
+def model_device(model: torch.nn.Module) -> torch.device:
+    """The one device that a model's parameters and buffers are on; the CPU for a model without any.
+
+    Raises:
+        DeviceError: they are on several, or on one that is neither CPU nor CUDA.
+    """
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]} or {torch.device("cpu")}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise DeviceError(
+            f"{type(model).__name__} has parameters on {names}, but a Session keeps the budget of one CPU or CUDA "
+            "device: move the model to one, or make a Session for each part."
+        )
+    return devices.pop()
+
+
+def parse_disk(disk: str | None) -> tuple[str | None, int | None]:
+    """Splits "DIR" or "DIR:SIZE" into directory and bytes.
+
+    Raises:
+        SizeError: the part after the last colon is neither a size nor part of an existing directory's name.
+    """
+    if disk is None:
+        return None, None
+    directory, colon, size = disk.rpartition(":")
+    if not colon or os.path.isdir(disk):
+        return disk, None
+    if not directory:
+        raise SizeError(f"disk={disk!r} names no directory: write DIR or DIR:SIZE.")
+    return directory, parse_size(size, name=f"disk={disk!r}: the size")

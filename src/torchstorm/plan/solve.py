@@ -1,0 +1,265 @@
+"""Chooses what to keep and what to move: (trace, machine, budget) -> Plan.
+
+Memory is a constraint in every interval. Which parcels leave is chosen by furthest next use, the rule that moves the
+fewest bytes for a given room (Belady, "A study of replacement algorithms", 1966): in a training step the first
+storages saved are needed last. Moving just enough leaves no room for copies under way, and then compute waits for
+them; moving more costs link time. So the choice is made for several rooms below the budget, each is scheduled within
+the whole budget and played forward, and the fastest wins.
+
+Recomputing instead of moving is not offered yet: a placement has room for it as one more tier.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from torchstorm.errors import BudgetError
+from torchstorm.plan.forecast import (
+    DISK,
+    KEEP,
+    RAM,
+    Figures,
+    Placement,
+    Profile,
+    channel_speed,
+    fast_profile,
+    forecast_s,
+    hops,
+    other_profile,
+    tier_peak,
+)
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.trace import Trace
+from torchstorm.sizes import format_size
+
+_ROOMS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
+# Copies are asked to arrive this much earlier than their bytes over the measured speed would need.
+_EARLY = 1.5
+
+
+def solve(trace: Trace, machine: Machine, budget: Budget, *, reserve_bytes: int = 0) -> Plan:
+    """Plans a step.
+
+    Args:
+        trace: the measured step.
+        machine: speeds of the link and the disk.
+        budget: bytes per tier.
+        reserve_bytes: bytes on the fast tier that the traced step did not have but later ones will (optimizer state).
+
+    Returns:
+        The fastest plan found whose forecast keeps to the budget on every tier.
+
+    Raises:
+        BudgetError: no plan does; names the block, its need and the smallest feasible budget.
+    """
+    fast = "ram" if trace.device == "cpu" else "vram"
+    limit = getattr(budget, fast)
+    fixed = other_profile(trace) + reserve_bytes
+    tier = _slow_tier(trace, budget)
+    everything = [_shortest(parcel.sealed, parcel.needed, tier) for parcel in trace.parcels]
+    _check_feasible(trace, everything, limit, fast, reserve_bytes, has_tier=tier != KEEP)
+    best: Plan | None = None
+    seen: set[tuple[bool, ...]] = set()
+    overflow: BudgetError | None = None
+    for room in _ROOMS:
+        moved = _furthest_first(trace, fixed, int(limit * room), tier)
+        if moved is None:  # not even everything moved fits into this room: move everything
+            moved = [tier != KEEP] * len(trace.parcels)
+        if tuple(moved) in seen:
+            continue
+        seen.add(tuple(moved))
+        try:
+            placements = _assign_tiers(trace, budget, _schedule(trace, machine, fixed, limit, moved, tier))
+        except BudgetError as error:  # too much for the slower tiers; a larger room moves less
+            overflow = error
+            continue
+        forecast = Figures(
+            step_ms=forecast_s(trace, placements, machine) * 1e3,
+            vram_bytes=0 if fast == "ram" else int(fast_profile(trace, placements).max()) + reserve_bytes,
+            ram_bytes=int(fast_profile(trace, placements).max()) if fast == "ram" else tier_peak(trace, placements, RAM),
+            disk_bytes=tier_peak(trace, placements, DISK),
+        )
+        plan = Plan(trace=trace, budget=budget, placements=tuple(placements), forecast=forecast)
+        # A fraction of a percent is inside the forecast's error, and fewer bytes moved is then the better plan.
+        if best is None or forecast.step_ms < best.forecast.step_ms * 0.998:
+            best = plan
+    if best is None:
+        assert overflow is not None
+        raise overflow
+    return best
+
+
+def smallest_fast_bytes(trace: Trace, *, reserve_bytes: int = 0, movable: bool = True) -> int:
+    """The smallest budget on the fast tier with which the traced step can run, given a tier to move to."""
+    tier = DISK if movable else KEEP
+    placements = [_shortest(parcel.sealed, parcel.needed, tier) for parcel in trace.parcels]
+    return int(fast_profile(trace, placements).max()) + reserve_bytes
+
+
+def shift_base(trace: Trace, delta_bytes: int) -> Trace:
+    """The same step with `delta_bytes` more memory that is not the Session's in every interval."""
+    moments = tuple(replace(moment, other_bytes=max(0, moment.other_bytes + delta_bytes)) for moment in trace.moments)
+    return replace(trace, moments=moments, base_bytes=trace.base_bytes + delta_bytes)
+
+
+def _slow_tier(trace: Trace, budget: Budget) -> str:
+    if trace.device == "cpu":
+        return DISK if budget.disk else KEEP
+    return RAM if budget.ram else DISK if budget.disk else KEEP
+
+
+def _shortest(sealed: int, needed: int, tier: str) -> Placement:
+    """Away for as long as possible: dropped at the first moment after the copy out began, fetched when needed."""
+    return Placement(tier=tier, drop=sealed + 1, fetch=max(needed, sealed + 1)) if tier != KEEP else Placement(tier=tier)
+
+
+def _check_feasible(
+    trace: Trace, everything: Sequence[Placement], limit: int, fast: str, reserve_bytes: int, *, has_tier: bool
+) -> None:
+    profile = fast_profile(trace, everything) + reserve_bytes
+    worst = int(profile.argmax())
+    needed = int(profile[worst])
+    if needed <= limit:
+        return
+    block = _block_at(trace, worst)
+    if has_tier:
+        way_out = f"Smallest feasible: {fast}={needed} ({format_size(needed)})."
+    else:
+        least = smallest_fast_bytes(trace, reserve_bytes=reserve_bytes)
+        target = 'disk="DIR:SIZE"' if fast == "ram" else "ram= or disk="
+        way_out = (
+            f"Smallest feasible without a tier to move to: {fast}={needed} ({format_size(needed)}); "
+            f"with {target}: {fast}={least} ({format_size(least)})."
+        )
+    raise BudgetError(
+        f"{fast}={format_size(limit)}, but block {block!r} alone needs {format_size(needed)} at once. {way_out}",
+        tier=fast,
+        budget_bytes=limit,
+        needed_bytes=needed,
+        smallest_bytes=needed,
+        block=block,
+    )
+
+
+def _block_at(trace: Trace, interval: int) -> str:
+    storage = trace.moments[interval].storage
+    if storage < 0:
+        # The entry or a weight: the nearest moment that belongs to a block says where we are.
+        near = sorted(range(trace.num_moments), key=lambda index: abs(index - interval))
+        storage = next((trace.moments[index].storage for index in near if trace.moments[index].storage >= 0), -1)
+    return trace.storages[storage].block if storage >= 0 else ""
+
+
+def _furthest_first(trace: Trace, fixed: Profile, room: int, tier: str) -> list[bool] | None:
+    """Moves parcels, furthest next use first, until the profile fits into `room`; None where it never does."""
+    num_parcels = len(trace.parcels)
+    moved = [False] * num_parcels
+    profile = fast_profile(trace, [Placement(tier=KEEP)] * num_parcels) - other_profile(trace) + fixed
+    if tier == KEEP:
+        return moved if not num_parcels or profile.max() <= room else None
+    sealed, needed = (np.array([getattr(p, name) for p in trace.parcels]) for name in ("sealed", "needed"))
+    waiting = np.ones(num_parcels, dtype=bool)
+    kept: list[list[tuple[int, int, int]]] = [[] for _ in range(num_parcels)]
+    for storage in trace.storages:
+        if storage.parcel >= 0:
+            kept[storage.parcel].append((storage.owned, storage.freed, storage.nbytes))
+    while True:
+        worst = int(profile.argmax())
+        if profile[worst] <= room:
+            return moved
+        helps = waiting & (sealed < worst) & (worst < needed)
+        if not helps.any():
+            return None
+        number = int(np.where(helps, needed, -1).argmax())
+        waiting[number] = False
+        moved[number] = True
+        parcel = trace.parcels[number]
+        for owned, freed, nbytes in kept[number]:
+            profile[owned:freed] -= nbytes
+        profile[parcel.owned : parcel.sealed + 1] += parcel.nbytes
+        profile[parcel.needed : parcel.freed] += parcel.nbytes
+
+
+def _schedule(
+    trace: Trace, machine: Machine, fixed: Profile, limit: int, moved: Sequence[bool], tier: str
+) -> list[Placement]:
+    """Gives every moved parcel a drop as late and a fetch as early as the budget and the clock have use for."""
+    placements = [
+        _shortest(parcel.sealed, parcel.needed, tier if goes else KEEP)
+        for parcel, goes in zip(trace.parcels, moved, strict=True)
+    ]
+    profile = fast_profile(trace, placements) - other_profile(trace) + fixed
+    starts = np.concatenate([[0.0], np.cumsum([moment.compute_s for moment in trace.moments])])[:-1]
+    clock = starts.tolist()
+    channels = hops(trace.device, tier) if tier != KEEP else ()
+    numbers = [number for number, goes in enumerate(moved) if goes]
+
+    def seconds(number: int, direction: str) -> float:
+        return max(trace.parcels[number].nbytes / channel_speed(machine, channel, direction) for channel in channels)
+
+    arrival = 0.0
+    for number in sorted(numbers, key=lambda number: trace.parcels[number].sealed):
+        parcel = trace.parcels[number]
+        arrival = max(arrival, clock[parcel.sealed]) + seconds(number, "out") * _EARLY
+        wanted = min(bisect_left(clock, arrival), parcel.needed)
+        # What the parcel's own user still holds takes no room of ours, so waiting for it costs nothing.
+        first = max(parcel.sealed + 1, min(parcel.owned, parcel.needed))
+        drop = _grow_forward(profile, first, max(first, wanted), parcel.nbytes, limit)
+        profile[max(parcel.sealed + 1, parcel.owned) : drop] += parcel.nbytes
+        placements[number] = replace(placements[number], drop=drop, fetch=max(parcel.needed, drop))
+    due = float("inf")
+    latest: dict[int, float] = {}
+    by_need = sorted(
+        (number for number in numbers if trace.parcels[number].needed < trace.num_moments),
+        key=lambda number: trace.parcels[number].needed,
+    )
+    for number in reversed(by_need):
+        due = min(due, clock[trace.parcels[number].needed]) - seconds(number, "back") * _EARLY
+        latest[number] = due
+    for number in by_need:
+        parcel, drop = trace.parcels[number], placements[number].drop
+        wanted = max(bisect_right(clock, latest[number]) - 1, drop)
+        fetch = parcel.needed
+        while fetch > wanted and profile[fetch - 1] + parcel.nbytes <= limit:
+            fetch -= 1
+        profile[fetch : parcel.needed] += parcel.nbytes
+        # A parcel with room all the way from its making to its need has no reason to travel.
+        stays = fetch <= drop
+        placements[number] = Placement(tier=KEEP) if stays else replace(placements[number], fetch=fetch)
+    return placements
+
+
+def _grow_forward(profile: Profile, first: int, wanted: int, nbytes: int, limit: int) -> int:
+    """The latest drop in [first, wanted] for which every interval before it has room."""
+    too_full = np.flatnonzero(profile[first:wanted] + nbytes > limit)
+    return first + int(too_full[0]) if too_full.size else wanted
+
+
+def _assign_tiers(trace: Trace, budget: Budget, placements: list[Placement]) -> list[Placement]:
+    """Sends to disk what does not fit in RAM: the parcels that have longest until they are needed."""
+    if trace.device == "cuda" and budget.ram and budget.disk:
+        order = sorted(range(len(placements)), key=lambda number: -trace.parcels[number].needed)
+        for number in order:
+            if tier_peak(trace, placements, RAM) <= budget.ram:
+                break
+            if placements[number].tier == RAM:
+                placements[number] = replace(placements[number], tier=DISK)
+    for tier in (RAM, DISK):
+        if tier == RAM and trace.device == "cpu":
+            continue
+        peak, limit = tier_peak(trace, placements, tier), getattr(budget, tier)
+        if peak > limit:
+            raise BudgetError(
+                f"{tier}={format_size(limit)}, but what leaves the fast tier takes {format_size(peak)} there at once. "
+                f"Give {tier}={peak} ({format_size(peak)}), or a larger budget on the fast tier.",
+                tier=tier,
+                budget_bytes=limit,
+                needed_bytes=peak,
+                smallest_bytes=peak,
+            )
+    return placements

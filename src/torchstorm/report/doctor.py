@@ -1,0 +1,352 @@
+"""What this machine has for torchstorm, measured, and which path is active and why.
+
+`examine` looks and measures; the `DoctorReport` that it returns is a value, which prints itself or goes to JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from torchstorm.errors import StorageError
+from torchstorm.memory.limits import available_ram_bytes, cgroup_limit_bytes, total_ram_bytes
+from torchstorm.offload.measure import LinkSpeed, cpu_name, measure_link
+from torchstorm.sizes import format_size
+from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.direct import DirectFile
+from torchstorm.storage.measure import measure_disk
+
+_PROBE_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReport:
+    """One GPU.
+
+    Attributes:
+        device: as `--device` takes it, "cuda:0".
+        name: as its maker calls it.
+        compute_capability: "9.0".
+        total_bytes: its memory.
+        free_bytes: what no process uses of it now.
+        link: its copies to and from the host, timed.
+        bus: how it is connected, where the `cuda` extra is installed to ask, else "".
+    """
+
+    device: str
+    name: str
+    compute_capability: str
+    total_bytes: int
+    free_bytes: int
+    link: LinkSpeed
+    bus: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamReport:
+    """Host memory.
+
+    Attributes:
+        total_bytes: what the process could use at most.
+        available_bytes: what it can still take.
+        cgroup_limit_bytes: the tightest limit of its cgroups, None without one.
+        memlock_bytes: RLIMIT_MEMLOCK (`ulimit -l`), None for no limit.
+        pinnable: what can be pinned for the GPU's copies, for people.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    cgroup_limit_bytes: int | None
+    memlock_bytes: int | None
+    pinnable: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskReport:
+    """Where spill files would go.
+
+    Attributes:
+        directory: which was measured.
+        free_bytes: what is free there.
+        write_bytes_per_s: measured, made durable.
+        read_bytes_per_s: measured.
+        path: "direct" (O_DIRECT, past the page cache), "buffered", or "" where the directory cannot be used.
+        reason: why.
+    """
+
+    directory: str
+    free_bytes: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorReport:
+    """All of it.
+
+    Attributes:
+        versions: what is installed -> its version, or that it is not.
+        cpu: the processor, and the threads that PyTorch uses of it.
+        gpus: every GPU that PyTorch sees.
+        why_no_gpu: why there is none, "" where there is one.
+        ram: host memory.
+        disk: the disk.
+        active: the paths that a Session takes here, and why, a sentence each.
+    """
+
+    versions: dict[str, str]
+    cpu: str
+    gpus: tuple[GpuReport, ...]
+    why_no_gpu: str
+    ram: RamReport
+    disk: DiskReport
+    active: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON takes it; sizes in bytes, speeds in bytes per second."""
+        return asdict(self)
+
+    def print_to(self, console: Console) -> None:
+        """Prints the report for people."""
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for title, lines in self._sections():
+            table.add_row(title, "\n".join(lines))
+        console.print(table, highlight=False, markup=False)
+
+    def _sections(self) -> list[tuple[str, list[str]]]:
+        ram, disk = self.ram, self.disk
+        limit = "no cgroup limit" if ram.cgroup_limit_bytes is None else f"cgroup {format_size(ram.cgroup_limit_bytes)}"
+        locked = "no limit" if ram.memlock_bytes is None else format_size(ram.memlock_bytes)
+        speed = f"writes {_speed(disk.write_bytes_per_s)}, reads {_speed(disk.read_bytes_per_s)}; " if disk.path else ""
+        return [
+            ("CPU", [self.cpu]),
+            *((gpu.device, _gpu_lines(gpu)) for gpu in self.gpus),
+            *([("GPU", [self.why_no_gpu])] if self.why_no_gpu else []),
+            (
+                "RAM",
+                [
+                    f"{format_size(ram.total_bytes)}, {format_size(ram.available_bytes)} available ({limit})",
+                    f"pinning: {ram.pinnable}; locked memory (ulimit -l): {locked}",
+                ],
+            ),
+            (
+                "disk",
+                [
+                    f"{disk.directory}: {format_size(disk.free_bytes)} free",
+                    f"{speed}{disk.path + ' I/O' if disk.path else 'cannot be used'}: {disk.reason}",
+                ],
+            ),
+            ("versions", [f"{name} {version}" for name, version in self.versions.items()]),
+            ("active", list(self.active)),
+        ]
+
+
+def doctor(console: Console, *, directory: str | os.PathLike[str] = ".") -> DoctorReport:
+    """Examines this machine and prints what was found.
+
+    Args:
+        console: where to print.
+        directory: where spill files would go; 64 MiB are written there for a moment, to measure.
+
+    Returns:
+        What was printed.
+    """
+    report = examine(directory)
+    report.print_to(console)
+    return report
+
+
+def examine(directory: str | os.PathLike[str] = ".") -> DoctorReport:
+    """Measures this machine: the link to every GPU, and the disk of a directory. What fails is told in the report."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(_examine_gpu(index) for index in range(num_gpus))
+    disk = _examine_disk(os.path.realpath(directory))
+    return DoctorReport(
+        versions=_versions(),
+        cpu=f"{cpu_name()}, {os.cpu_count()} cores; PyTorch uses {torch.get_num_threads()} threads",
+        gpus=gpus,
+        why_no_gpu="" if gpus else _why_no_gpu(),
+        ram=_examine_ram(gpus),
+        disk=disk,
+        active=_active(gpus, disk),
+    )
+
+
+def _examine_gpu(index: int) -> GpuReport:  # pragma: gpu
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return GpuReport(
+        device=str(device),
+        name=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        link=measure_link(device),
+        bus=_bus(str(properties.uuid)),
+    )
+
+
+def _bus(uuid: str) -> str:  # pragma: gpu
+    """Asked by UUID: NVML numbers the GPUs without regard to CUDA_VISIBLE_DEVICES."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or no driver library: the line is left out
+        return ""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        generation, width = (
+            nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
+            nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+        )
+        return f"PCIe {generation} x{width}"
+    except nvml.NVMLError:
+        return ""
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"none: this PyTorch ({torch.__version__}) is built without CUDA; `torchstorm train` runs on the CPU"
+    return (  # pragma: gpu
+        f"none: PyTorch {torch.__version__} is built for CUDA {torch.version.cuda} but finds no GPU; check the driver "
+        "with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _examine_ram(gpus: tuple[GpuReport, ...]) -> RamReport:
+    available_bytes = available_ram_bytes()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    refusals = [gpu.link.not_pinned for gpu in gpus if gpu.link.not_pinned]
+    if refusals:
+        pinnable = f"not possible, copies use pageable memory: {refusals[0]}"
+    elif gpus:
+        pinnable = f"works; up to {format_size(available_bytes)} before something else has to give"
+    else:
+        pinnable = "nothing to pin for, since there is no GPU"
+    return RamReport(
+        total_bytes=total_ram_bytes(),
+        available_bytes=available_bytes,
+        cgroup_limit_bytes=cgroup_limit_bytes(),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        pinnable=pinnable,
+    )
+
+
+def _examine_disk(directory: str) -> DiskReport:
+    try:
+        write_bytes_per_s, read_bytes_per_s = measure_disk(directory)
+        path, reason = _disk_path(directory)
+        free_bytes = shutil.disk_usage(directory).free
+    except StorageError as error:
+        return DiskReport(
+            directory=directory, free_bytes=0, write_bytes_per_s=0.0, read_bytes_per_s=0.0, path="", reason=str(error)
+        )
+    return DiskReport(
+        directory=directory,
+        free_bytes=free_bytes,
+        write_bytes_per_s=write_bytes_per_s,
+        read_bytes_per_s=read_bytes_per_s,
+        path=path,
+        reason=reason,
+    )
+
+
+def _disk_path(directory: str) -> tuple[str, str]:
+    """Writes a block and looks at the counters: a file system may accept O_DIRECT and then refuse the transfer."""
+    descriptor, name = tempfile.mkstemp(prefix="torchstorm-doctor-", dir=directory)
+    os.close(descriptor)
+    try:
+        file = DirectFile(name, threads=1)
+        try:
+            file.write_from(aligned_empty(_PROBE_BYTES), 0)
+            info = file.info()
+        finally:
+            file.close()
+    finally:
+        os.unlink(name)
+    direct = info.counters.direct_write_bytes
+    return info.path, f"{info.reason}; of a probe of {format_size(_PROBE_BYTES)}, {format_size(direct)} went direct"
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "torchstorm": _installed("torchstorm"),
+        "PyTorch": str(torch.__version__),
+        "CUDA": torch.version.cuda or "not in this PyTorch",
+        "Python": platform.python_version(),
+        "triton": _installed("triton"),
+        "nvcc": _nvcc(),
+        "C compiler": shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or "not found",
+    }
+    return versions
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _nvcc() -> str:
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        return "not found"
+    try:
+        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"does not run: {error}"
+    release = re.search(r"release ([0-9.]+)", told)
+    return f"{release[1] if release else 'of unknown version'} ({compiler})"
+
+
+def _active(gpus: tuple[GpuReport, ...], disk: DiskReport) -> tuple[str, ...]:
+    """What a Session does here."""
+    spill = f"{disk.path} I/O" if disk.path else f"no disk, because {disk.directory} cannot be used"
+    if not gpus:
+        return (
+            "fast tier: RAM (--ram), because there is no GPU; --vram is an error here",
+            f"next tier: disk (--disk DIR), by {spill}",
+            "kernels: PyTorch's own",
+        )
+    memory = "pageable" if any(gpu.link.not_pinned for gpu in gpus) else "pinned"
+    return (
+        "fast tier: GPU memory (--vram)",
+        f"next tier: {memory} RAM (--ram), copied on streams of their own beside the compute",
+        f"last tier: disk (--disk DIR), through {memory} RAM, by {spill}",
+        "kernels: PyTorch's own",
+    )
+
+
+def _gpu_lines(gpu: GpuReport) -> list[str]:
+    memory = "pageable" if gpu.link.not_pinned else "pinned"
+    return [
+        f"{gpu.name}, compute capability {gpu.compute_capability}: {format_size(gpu.total_bytes)}, "
+        f"{format_size(gpu.free_bytes)} free",
+        f"link ({memory}{', ' + gpu.bus if gpu.bus else ''}): {_speed(gpu.link.d2h_bytes_per_s)} to the host, "
+        f"{_speed(gpu.link.h2d_bytes_per_s)} back",
+    ]
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

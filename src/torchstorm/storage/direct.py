@@ -1,0 +1,346 @@
+"""O_DIRECT on any file with a few threads: the default backend.
+
+A request is cut at multiples of `block_bytes` of the file, and the blocks run in parallel. A block moves straight
+between the disk and the tensor where the tensor's address, the offset and the length are aligned. What is not goes
+through bounce buffers, one per thread at most:
+
+- Reads are always direct: the whole blocks around what is wanted are read into the bounce buffer.
+- Writes: the aligned body is direct. The head and tail that cover only a part of a page are written through the page
+  cache. Reading, changing and writing back the page ourselves would need a lock that another process (another rank,
+  a loader's worker) writing beside us does not take, and it would round the file's length up. The kernel has that lock
+  and keeps the length. Mixing both is safe here because no page ever gets both in one request, a direct read
+  writes back dirty pages in its range first, and a direct write drops cached ones.
+- A caller that owns whole pages of the file (a spill slot) says `whole_blocks=True`: the tail is padded and direct.
+
+Where the file system refuses O_DIRECT, at open or later, all goes through the page cache, and `info()` says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from torchstorm.errors import StorageError, UnsupportedError
+from torchstorm.sizes import format_size
+from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
+from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
+from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
+from torchstorm.storage.blocks import Block, BlockPool
+
+_LARGEST_OFFSET = 2**63 - 1
+_PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class DirectFile:
+    """A file read and written with O_DIRECT where that is possible; a `Backend`.
+
+    Args:
+        path: the file.
+        size_bytes: length to give the file (sparse; what is beyond is cut off); None leaves it.
+        threads: blocks under way at once; 4 to 8 keep an NVMe busy.
+        block_bytes: bytes of one system call, rounded up to whole pages.
+        create: makes the file where it does not exist, readable by its owner only.
+        read_only: opens it for reading.
+        direct: False keeps to the page cache.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        size_bytes: int | None = None,
+        threads: int = 4,
+        block_bytes: int = 2**20,
+        create: bool = False,
+        read_only: bool = False,
+        direct: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        flags = os.O_RDONLY if read_only else os.O_RDWR
+        try:
+            # Without O_DIRECT first: a file system that refuses it would leave an empty file behind.
+            self._fd = os.open(self.path, flags | (os.O_CREAT if create else 0), 0o600)
+        except OSError as error:
+            raise _told(
+                error,
+                f"{self.path} cannot be opened: {error.strerror}. Name a file that exists (or create=True), in a "
+                "directory that this user may use.",
+            ) from error
+        fds = [self._fd]
+        self._release = weakref.finalize(self, _close_all, fds)
+        self._direct_fd = -1
+        try:
+            if size_bytes is not None:
+                os.ftruncate(self._fd, size_bytes)
+        except OSError as error:
+            self._release()
+            raise _told(error, f"{self.path} cannot be made {size_bytes} bytes long: {error.strerror}.") from error
+        self._reason = "asked for"
+        offset_align = address_align = 0
+        if direct:
+            try:
+                self._direct_fd = os.open(self.path, flags | os.O_DIRECT)
+                fds.append(self._direct_fd)
+                offset_align, address_align = direct_alignment(self._direct_fd)
+                self._reason = f"O_DIRECT accepted; offsets at {offset_align}, addresses at {address_align} bytes"
+                if not offset_align:
+                    self._reason = "O_DIRECT accepted by a file system that tells no alignment (tmpfs or NFS, say)"
+            except OSError as error:
+                self._reason = f"the file system refuses O_DIRECT at open: {error.strerror}"
+        self._direct = self._direct_fd >= 0
+        self._address_align = address_align or mmap.PAGESIZE
+        # At least a page, so that direct and buffered writes of neighbours never meet in one.
+        self.align_bytes = max(offset_align, mmap.PAGESIZE)
+        self.block_bytes = round_up(max(block_bytes, 1), self.align_bytes)
+        self._threads = threads
+        self._pool = BlockPool(self.path, threads)
+        self._bounce: list[torch.Tensor] = []
+        self._counts = [0] * 8
+        self._lock = threading.Lock()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of all bounce buffers, `threads * block_bytes`; each is allocated when it is first needed, and kept."""
+        return self._threads * self.block_bytes
+
+    def read_into(self, out: torch.Tensor, offset: int) -> None:
+        """See `Backend`."""
+        self.read_batch_async([(out, offset)]).synchronize()
+
+    def write_from(self, source: torch.Tensor, offset: int) -> None:
+        """See `Backend`."""
+        self.write_batch_async([(source, offset)]).synchronize()
+
+    def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
+        """See `Backend`."""
+        return self.read_batch_async([(out, offset)], after=after)
+
+    def write_from_async(
+        self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()
+    ) -> StorageCopy:
+        """See `Backend`."""
+        return self.write_batch_async([(source, offset)], after=after)
+
+    def read_batch_async(
+        self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()
+    ) -> StorageCopy:
+        """See `Backend`."""
+        return self._queue("reading", self._read_block, requests, after)
+
+    def write_batch_async(
+        self,
+        requests: Sequence[tuple[torch.Tensor, int]],
+        *,
+        after: Sequence[StorageCopy] = (),
+        whole_blocks: bool = False,
+    ) -> StorageCopy:
+        """See `Backend`.
+
+        Args:
+            requests: tensors and their offsets.
+            after: copies that must have ended before.
+            whole_blocks: the file from each tensor's end to the next multiple of `align_bytes` belongs to the caller,
+                too, and may be overwritten; so no write needs the page cache.
+        """
+        return self._queue("writing", partial(self._write_block, whole_blocks), requests, after)
+
+    def sync(self) -> None:
+        """See `Backend`."""
+        self._pool.check_usable()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise _told(error, f"{self.path}: making it durable failed: {error.strerror}. See dmesg.") from error
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Gives the disk's blocks under a range back; it reads as zeros then. Does nothing where it cannot."""
+        with contextlib.suppress(AttributeError):  # a C library without fallocate
+            punch_hole = ctypes.CDLL(None).fallocate
+            punch_hole(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+
+    def info(self) -> BackendInfo:
+        """See `Backend`."""
+        with self._lock:
+            names = list(IOCounters.__dataclass_fields__)
+            counters = IOCounters(**dict(zip(names, self._counts, strict=True)))
+            return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._pool.close()
+        self._bounce.clear()
+        self._release()
+
+    def _queue(
+        self,
+        verb: str,
+        move: Callable[[Block], None],
+        requests: Sequence[tuple[torch.Tensor, int]],
+        after: Sequence[StorageCopy],
+    ) -> StorageCopy:
+        blocks = [block for tensor, offset in requests for block in self._blocks(tensor, offset)]
+        return self._pool.queue(
+            blocks, partial(self._run, verb, move), tensors=[tensor for tensor, _ in requests], after=after
+        )
+
+    def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise UnsupportedError(
+                f"{self.path}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
+            )
+        nbytes = tensor.nbytes
+        stop = offset + nbytes
+        if offset < 0 or stop > _LARGEST_OFFSET:
+            raise StorageError(f"{self.path} has no {nbytes} bytes at offset {offset}: offsets go from 0 to 2**63 - 1.")
+        if not nbytes:
+            return []
+        base = tensor.data_ptr() - offset
+        cuts = [offset, *range(round_down(offset, self.block_bytes) + self.block_bytes, stop, self.block_bytes), stop]
+        return [Block(base + start, start, end, offset, nbytes) for start, end in pairwise(cuts)]
+
+    def _run(self, verb: str, move: Callable[[Block], None], block: Block) -> None:
+        try:
+            move(block)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise self._explain(verb, block, error) from error
+
+    def _explain(self, verb: str, block: Block, error: OSError) -> StorageError:
+        space = os.fstatvfs(self._fd)
+        way_out = "Check the disk and the kernel's log (dmesg)."
+        if error.errno in _FULL:
+            way_out = "Free some space, raise the quota or limit (ulimit -f), or name a directory on another disk."
+        return _told(
+            error,
+            f"{self.path}: {verb} {block.nbytes} bytes at offset {block.offset} failed in the block at {block.start}: "
+            f"{error.strerror}; {format_size(space.f_bavail * space.f_frsize)} are free there. {way_out}",
+        )
+
+    def _read_block(self, block: Block) -> None:
+        if self._direct:
+            try:
+                self._read_direct(block)
+                return
+            except OSError as error:
+                self._give_up_direct(error)
+        self._move(False, False, block, memory_view(block.address, block.stop - block.start), block.start, 0)
+
+    def _read_direct(self, block: Block) -> None:
+        address, start, stop = block.address, block.start, block.stop
+        end = round_up(stop, self.align_bytes)
+        body = round_down(stop, self.align_bytes)
+        if start % self.align_bytes == 0 and address % self._address_align == 0:
+            if end - stop <= bytes_beyond(address + stop - start):
+                body = end
+            if start < body:
+                view = memory_view(address, body - start)
+                self._move(False, True, block, view, start, max(body - stop, 0))
+            if body >= stop:
+                return
+            address, start = address + body - start, body
+        first = round_down(start, self.align_bytes)
+        bounce = self._borrow()
+        try:
+            view = memory_view(bounce.data_ptr(), end - first)
+            self._move(False, True, block, view, first, end - stop)
+            ctypes.memmove(address, bounce.data_ptr() + start - first, stop - start)
+        finally:
+            self._bounce.append(bounce)
+
+    def _write_block(self, whole_blocks: bool, block: Block) -> None:
+        if self._direct:
+            try:
+                self._write_direct(whole_blocks, block)
+                return
+            except OSError as error:
+                self._give_up_direct(error)
+        self._move(True, False, block, memory_view(block.address, block.stop - block.start), block.start, 0)
+
+    def _write_direct(self, whole_blocks: bool, block: Block) -> None:
+        base = block.address - block.start  # of the address that file offset 0 would have
+        body = min(round_up(block.start, self.align_bytes), block.stop)
+        tail = max(round_down(block.stop, self.align_bytes), body)
+        whole = whole_blocks and block.start % self.align_bytes == 0
+        end = round_up(block.stop, self.align_bytes) if whole else tail
+        straight = (base + body) % self._address_align == 0
+        if block.start < body:
+            self._move(True, False, block, memory_view(block.address, body - block.start), block.start, 0)
+        if straight and body < tail:
+            self._move(True, True, block, memory_view(base + body, tail - body), body, 0)
+            body = tail
+        if body < end:
+            bounce = self._borrow()
+            try:
+                filled = min(end, block.stop) - body
+                ctypes.memmove(bounce.data_ptr(), base + body, filled)
+                ctypes.memset(bounce.data_ptr() + filled, 0, end - body - filled)
+                self._move(True, True, block, memory_view(bounce.data_ptr(), end - body), body, 0)
+            finally:
+                self._bounce.append(bounce)
+        if end < block.stop:
+            self._move(True, False, block, memory_view(base + tail, block.stop - tail), tail, 0)
+
+    def _move(self, write: bool, direct: bool, block: Block, view: memoryview, offset: int, spare: int) -> None:
+        """Loops until `view` is done. Of a read, the last `spare` bytes may lie past the end of the file."""
+        done = 0
+        while done < len(view) - spare:
+            fd = self._direct_fd if direct else self._fd
+            if write:
+                count = os.pwritev(fd, [view[done:]], offset + done)
+            else:
+                count = os.preadv(fd, [view[done:]], offset + done)
+            with self._lock:
+                index = (0 if direct else 4) + (2 if write else 0)
+                self._counts[index] += count
+                self._counts[index + 1] += 1
+            if count == 0:
+                if write:
+                    raise OSError(errno.EIO, "the disk took none of it")
+                size_bytes = os.fstat(self._fd).st_size
+                raise StorageError(
+                    f"{self.path} ends too early: wanted {block.nbytes} bytes at offset {block.offset}, got "
+                    f"{max(min(size_bytes - block.offset, block.nbytes), 0)}; it is {size_bytes} bytes long."
+                )
+            done += count
+            if count % self.align_bytes:  # a short transfer that direct I/O could not go on from
+                direct = False
+
+    def _give_up_direct(self, error: OSError) -> None:
+        if error.errno != errno.EINVAL:
+            raise error
+        with self._lock:
+            self._direct = False
+            self._reason = f"the file system refuses O_DIRECT transfers ({error.strerror})"
+
+    def _borrow(self) -> torch.Tensor:
+        try:
+            return self._bounce.pop()
+        except IndexError:  # a thread holds one at a time, so there are never more than threads
+            return aligned_empty(self.block_bytes)
+
+
+def _told(cause: OSError, message: str) -> StorageError:
+    error = StorageError(message)
+    error.errno = cause.errno
+    return error
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
