@@ -1,1 +1,64 @@
-"""torchstorm: name a memory budget and train as if you had more VRAM."""
+"""torchstorm: name a memory budget and train PyTorch models as if you had more VRAM."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchstorm.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        CorruptionError,
+        DataError,
+        DeviceError,
+        PlanError,
+        SizeError,
+        StorageError,
+        TorchstormError,
+        UnsupportedError,
+    )
+    from torchstorm.offload.planning import plan
+    from torchstorm.offload.report import Report
+    from torchstorm.offload.session import Session
+    from torchstorm.plan.forecast import Figures
+    from torchstorm.plan.plan import Plan
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "CorruptionError",
+    "DataError",
+    "DeviceError",
+    "Figures",
+    "Plan",
+    "PlanError",
+    "Report",
+    "Session",
+    "SizeError",
+    "StorageError",
+    "TorchstormError",
+    "UnsupportedError",
+    "plan",
+]
+
+_HOMES = {
+    "Figures": "torchstorm.plan.forecast",
+    "Plan": "torchstorm.plan.plan",
+    "Report": "torchstorm.offload.report",
+    "Session": "torchstorm.offload.session",
+    "plan": "torchstorm.offload.planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first asked for: what plans has no need of torch, and must not wait for it.
+    if name not in __all__:
+        raise AttributeError(f"module 'torchstorm' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "torchstorm.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -72,13 +72,21 @@ def assert_same(expected: Outcome, found: Outcome) -> None:
 
 
 def assert_exact_within(
-    make: Callable[[], torch.nn.Module], step: Step, spill: Path, *, share: float = 0.5, num_steps: int = 4, **options: Any
+    make: Callable[[], torch.nn.Module],
+    step: Step,
+    spill: Path,
+    *,
+    share: float = 0.5,
+    num_steps: int = 4,
+    **options: Any,
 ) -> Session:
-    """Trains with `share` of what the model saves and with everything; returns the (closed) Session for more questions."""
+    """Trains with `share` of what the model saves, and with everything; returns the Session, closed."""
     budget = int(saved_bytes(make, step) * share)
     expected, _ = train(make, step, None, num_steps=num_steps)
     found, session = train(
-        make, step, lambda model, optimizer: Session(model, ram=budget, disk=str(spill), optimizer=optimizer, **options),
+        make,
+        step,
+        lambda model, optimizer: Session(model, ram=budget, disk=str(spill), optimizer=optimizer, **options),
         num_steps=num_steps,
     )
     assert session is not None

@@ -58,9 +58,17 @@ class OffloadCase:
 GIB = 2**30
 CASES = (
     OffloadCase(
-        width=4096, num_layers=10, num_heads=32, batch=4, seq=4096, dtype=torch.bfloat16, budgets=(0.7, 0.5, 9.8 * GIB, 0.36)
+        width=4096,
+        num_layers=10,
+        num_heads=32,
+        batch=4,
+        seq=4096,
+        dtype=torch.bfloat16,
+        budgets=(0.7, 0.5, 9.8 * GIB, 0.36),
     ),
-    OffloadCase(width=4096, num_layers=10, num_heads=32, batch=1, seq=32768, dtype=torch.bfloat16, budgets=(0.8, 0.6, 0.5, 0.4)),
+    OffloadCase(
+        width=4096, num_layers=10, num_heads=32, batch=1, seq=32768, dtype=torch.bfloat16, budgets=(0.8, 0.6, 0.5, 0.4)
+    ),
 )
 SMALL = OffloadCase(width=64, num_layers=3, num_heads=2, batch=4, seq=64, dtype=torch.float32, budgets=(0.6,))
 
@@ -188,7 +196,9 @@ class _Bench:
         except TorchstormError as error:
             self._finish(OffloadRow(**{**asdict(row), "note": str(error)}))
 
-    def _measure(self, row: OffloadRow, context: Callable[[], AbstractContextManager[Any]], session: Session | None) -> None:
+    def _measure(
+        self, row: OffloadRow, context: Callable[[], AbstractContextManager[Any]], session: Session | None
+    ) -> None:
         checked = self._check(context)
         for _ in range(2):  # Session plans in the first and learns warm times in the second
             self._step(context)
@@ -249,7 +259,7 @@ class _Bench:
         start = time.perf_counter()
         with context():
             loss = self.model(x).float().square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         self._synchronize()
         seconds = time.perf_counter() - start
         return seconds, torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -277,7 +287,7 @@ class _Bench:
         kernels: list[tuple[float, float]] = []
         copies: list[tuple[float, float]] = []
         for event in run.events() or []:
-            if event.device_type != torch.autograd.DeviceType.CUDA:
+            if event.device_type != torch._C._autograd.DeviceType.CUDA:
                 continue
             crosses = "HtoD" in event.name or "DtoH" in event.name
             (copies if crosses else kernels).append((event.time_range.start, event.time_range.end))

@@ -6,7 +6,7 @@ import torch
 
 from torchstorm.errors import BudgetError
 from torchstorm.memory.host import DoneCopy
-from torchstorm.memory.tier import Copy, TierSpec
+from torchstorm.memory.tier import Copy, Handle, TierSpec
 from torchstorm.sizes import format_size
 
 
@@ -55,14 +55,16 @@ class DeviceTier:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return handle
 
-    def get(self, handle: DeviceHandle, out: torch.Tensor) -> Copy:
+    def get(self, handle: Handle, out: torch.Tensor) -> Copy:
         """Copies the bytes back, in the order of the current stream."""
+        assert isinstance(handle, DeviceHandle)
         assert handle.data is not None
         out.copy_(handle.data)
         return DoneCopy()
 
-    def free(self, handle: DeviceHandle) -> None:
+    def free(self, handle: Handle) -> None:
         """Gives the room back. Freeing twice does nothing."""
+        assert isinstance(handle, DeviceHandle)
         if handle.data is not None:
             self.used_bytes -= handle.nbytes
             handle.data = None

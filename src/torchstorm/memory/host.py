@@ -7,7 +7,8 @@ import zlib
 import torch
 
 from torchstorm.errors import CorruptionError
-from torchstorm.memory.tier import Copy, TierSpec
+from torchstorm.memory.tier import Copy, Handle, TierSpec
+from torchstorm.storage.aligned import byte_view
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, Slot
 
@@ -88,18 +89,20 @@ class HostTier:
             written = self._engine.copy_out(slot.buffer, source, after=slot.after)
         return HostHandle(slot, written, label, _checksum(source) if self._check else None)
 
-    def get(self, handle: HostHandle, out: torch.Tensor) -> Copy:
+    def get(self, handle: Handle, out: torch.Tensor) -> Copy:
         """Begins to copy the bytes back.
 
         Raises:
             CorruptionError: with `check`, the bytes differ from those that were put.
         """
+        assert isinstance(handle, HostHandle)
         assert handle.slot is not None
         buffer = handle.slot.buffer
         if handle.checksum is not None:
             handle.written.synchronize()
             if _checksum(buffer) != handle.checksum:
-                raise CorruptionError(f"{handle.label or 'a saved tensor'} ({buffer.nbytes} bytes) changed in host memory.")
+                what = handle.label or "a saved tensor"
+                raise CorruptionError(f"{what} ({buffer.nbytes} bytes) changed in host memory.")
         if self._engine is None:
             out.copy_(buffer)
             return DoneCopy()
@@ -107,8 +110,9 @@ class HostTier:
         handle.reads = [read for read in handle.reads if not read.done()] + [copy]
         return copy
 
-    def free(self, handle: HostHandle) -> None:
+    def free(self, handle: Handle) -> None:
         """Gives the slot back. Freeing twice does nothing."""
+        assert isinstance(handle, HostHandle)
         slot, handle.slot = handle.slot, None
         if slot is None:
             return
@@ -125,4 +129,4 @@ class HostTier:
 
 
 def _checksum(data: torch.Tensor) -> int:
-    return zlib.crc32(memoryview(data.cpu().numpy()))
+    return zlib.crc32(byte_view(data.cpu()))

@@ -67,7 +67,9 @@ class Handle(Protocol):
 class Tier(Protocol):
     """A place that holds storages as flat bytes. Safe to call from several threads."""
 
-    spec: TierSpec
+    @property
+    def spec(self) -> TierSpec:
+        """What it can do."""
 
     @property
     def used_bytes(self) -> int:

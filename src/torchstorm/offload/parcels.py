@@ -79,6 +79,11 @@ class Saved:
     stale: bool = False
 
 
+def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Tells later whether the storage is gone, and keeps its address from being used again until then."""
+    return StorageWeakRef(storage)
+
+
 def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A (nbytes,) uint8 tensor over a whole storage; no copy, and a version counter of its own."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -102,7 +107,7 @@ class View:
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset() * tensor.element_size() - base_offset,
+            int(tensor.storage_offset()) * tensor.element_size() - base_offset,
             tensor.is_conj(),
             tensor.is_neg(),
         )
@@ -143,6 +148,11 @@ def _count_of_one() -> int:
 def _use_count(storage: torch.UntypedStorage) -> int:
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(storage._cdata)) if count else 1 << 30
+
+
+def has_expired(watch: StorageWeakRef) -> bool:
+    """Whether the storage is gone."""
+    return bool(watch.expired())
 
 
 def in_place_error(version: int, expected: int, dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:

@@ -20,7 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import BudgetError, StorageError
 from torchstorm.memory.tier import Tier
-from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, fresh_version, held_only_here, in_place_error
+from torchstorm.offload.parcels import (
+    Parcel,
+    Saved,
+    View,
+    flat_bytes,
+    fresh_version,
+    has_expired,
+    held_only_here,
+    in_place_error,
+    weak_reference,
+)
 from torchstorm.offload.record import Recorder, StorageRecord
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
@@ -157,7 +167,7 @@ class SavedTensors:
             for tensor in tensors:
                 storage = self._storage_of(tensor)
                 if storage is not None:
-                    self._inputs[storage._cdata] = StorageWeakRef(storage)
+                    self._inputs[storage._cdata] = weak_reference(storage)
 
     def end(self) -> Recorder | None:
         """The step is over. Returns the recorder it filled, if there was one and the step kept to what it records."""
@@ -210,10 +220,10 @@ class SavedTensors:
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
         if isinstance(packed, _Untouched):
-            tensor = packed.tensor
-            if tensor._version != packed.version:
-                raise in_place_error(tensor._version, packed.version, tensor.dtype, tensor.shape)
-            return tensor
+            found = packed.tensor
+            if found._version != packed.version:
+                raise in_place_error(found._version, packed.version, found.dtype, found.shape)
+            return found
         assert isinstance(packed, _Ticket)
         saved, view = packed.saved, packed.view
         with self._locked():
@@ -301,7 +311,7 @@ class SavedTensors:
             if hold is not None and record.watch is not None:
                 alone = not saved.kept and held_only_here(hold, aliases=2)
             else:
-                alone = record.watch is None or record.watch.expired()
+                alone = record.watch is None or has_expired(record.watch)
             if alone:
                 record.owned = interval
                 del self._unowned[saved]
@@ -349,7 +359,7 @@ class SavedTensors:
     def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor, version: int) -> Saved:
         nbytes = storage.nbytes()
         is_input = storage._cdata in self._inputs
-        movable = not is_input and nbytes >= TINY_BYTES and self._default_tier != KEEP
+        movable = not is_input and nbytes >= TINY_BYTES
         number, tier = -1, self._default_tier if movable else KEEP
         ordinal = self._num_saved
         if self._in_step:
@@ -376,7 +386,7 @@ class SavedTensors:
         saved = Saved(parcel, nbytes, offset, version, ordinal=ordinal if self._in_step else -1)
         parcel.members.add(saved)
         saved.keys.append((storage._cdata, version))
-        saved.watch.append(StorageWeakRef(storage))
+        saved.watch.append(weak_reference(storage))
         self._by_key[saved.keys[0]] = saved
         if tier != KEEP and not parcel.shared:
             if number >= 0:
@@ -384,24 +394,22 @@ class SavedTensors:
                 self._numbered[number] = parcel
             self._put(parcel, tier)
         if self._recorder is not None and self._plan is None:
-            self._record(saved, storage, movable, tier, is_input)
+            self._record(saved, storage, movable, is_input)
         return saved
 
-    def _record(
-        self, saved: Saved, storage: torch.UntypedStorage, movable: bool, tier: str, is_input: bool
-    ) -> None:
+    def _record(self, saved: Saved, storage: torch.UntypedStorage, movable: bool, is_input: bool) -> None:
         assert self._recorder is not None
         parcel = saved.parcel
         record = StorageRecord(
             nbytes=saved.nbytes if parcel.shared else parcel.nbytes, made=self._moment, block=parcel.block
         )
-        if movable and tier != KEEP:
+        if movable:  # where there is no tier to go to, it still tells what one would be worth
             if parcel.number < 0:
                 parcel.number = len(self._recorder.parcel_bytes)
                 self._recorder.parcel_bytes.append(0)
             record.parcel = parcel.number
             self._recorder.parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
-            record.watch = StorageWeakRef(storage)
+            record.watch = weak_reference(storage)
         self._recorder.storages.append(record)
         self._records[saved] = record
         if self.device.type == "cuda":  # pragma: gpu
@@ -419,9 +427,11 @@ class SavedTensors:
 
     def _slab_for(self, nbytes: int, number: int, block: str) -> Parcel:
         """The shared buffer that takes the next small storage."""
-        if self._open is not None and (self._plan is None or self._open.number != number):
-            if self._plan is not None or self._open.filled + nbytes > self._open.nbytes:
-                self._seal(self._open, move=True)
+        slab = self._open
+        if slab is not None:
+            full = slab.filled + nbytes > slab.nbytes
+            if slab.number != number if self._plan is not None else full:
+                self._seal(slab, move=True)
         if self._open is None:
             size = self._plan.trace.parcels[number].nbytes if self._plan is not None else self._slab_bytes
             parcel = self._new_parcel(size, block, True)
@@ -515,7 +525,9 @@ class SavedTensors:
     def _rebuild(self, saved: Saved, view: View) -> torch.Tensor:
         """The saved tensor as a view of bytes that are back, or were never gone."""
         if self.closed:
-            raise StorageError(f"The Session that holds this saved tensor is closed ({self.closed}); run the step again.")
+            raise StorageError(
+                f"The Session that holds this saved tensor is closed ({self.closed}); run the step again."
+            )
         parcel = saved.parcel
         if parcel.buffer is None and not saved.stale:
             self._fetch(parcel)
@@ -535,7 +547,7 @@ class SavedTensors:
             self._shared[storage._cdata] = parcel
         elif (key := (storage._cdata, fresh_version())) not in self._by_key and parcel.hold is None:
             saved.keys.append(key)
-            saved.watch.append(StorageWeakRef(storage))
+            saved.watch.append(weak_reference(storage))
             self._by_key[key] = saved
         return view.over(parcel.buffer, saved.offset)
 
@@ -551,9 +563,10 @@ class SavedTensors:
             # The memory goes back to the allocator, which must not hand it out before the copy into it has ended.
             parcel.back.wait()
         parcel.back = None
-        if self._check and parcel.handle is not None and parcel.buffer is not None and parcel.hold is None:
-            if self._is_alone(parcel):
-                parcel.buffer.fill_(0xFF)
+        came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
+        if self._check and came_back and self._is_alone(parcel):
+            assert parcel.buffer is not None
+            parcel.buffer.fill_(0xFF)
         self._release(parcel)
         self._away.pop(parcel.order, None)
         if parcel.handle is not None and parcel.tier is not None:

@@ -139,7 +139,7 @@ class Session:
     def _enter(self) -> None:
         if self.device.type == "cuda":  # pragma: gpu
             if torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError("A step cannot be captured into a CUDA graph: its copies and waits would be lost.")
+                raise UnsupportedError("A step cannot be captured into a CUDA graph: its waits would be lost.")
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = torch.cuda.memory_allocated(self.device) - self._saved.resident_bytes
         for tier in self._stack.tiers.values():
@@ -202,9 +202,10 @@ class Session:
             self._stack.trim(self._in_force.forecast)
         if shortfall is not None and (left_plan or recorder is None):
             needed, block = shortfall
+            where = f"block {block!r} alone" if block else "one moment"
             raise BudgetError(
-                f"ram={format_size(self._stack.budget.ram)}, but block {block!r} alone needs {format_size(needed)} at "
-                f"once in this step, which differs from those before it. Give at least ram={needed} "
+                f"ram={format_size(self._stack.budget.ram)}, but {where} needs {format_size(needed)} at once in this "
+                f"step, which differs from those before it. Give at least ram={needed} "
                 f"({format_size(needed)}), or disk= where there is none.",
                 tier="ram",
                 budget_bytes=self._stack.budget.ram,

@@ -12,6 +12,7 @@ from torchstorm.errors import BudgetError, DeviceError, SizeError
 from torchstorm.memory.disk import DiskTier
 from torchstorm.memory.host import HostTier
 from torchstorm.memory.limits import available_ram_bytes
+from torchstorm.memory.staged import StagedDiskTier
 from torchstorm.memory.tier import Tier, TierSpec
 from torchstorm.offload.measure import measure_machine
 from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
@@ -47,7 +48,18 @@ class Stack:
     default_tier: str = KEEP
     staging_bytes: int = 0
     directory: str | None = None
-    arena: PinnedArena | None = None
+    arenas: list[PinnedArena] = field(default_factory=list)
+
+    def add_arena(self, capacity_bytes: int) -> PinnedArena:  # pragma: gpu
+        """Opens an arena whose bytes count as `ram`; its segments are small beside the whole."""
+        arena = PinnedArena(
+            capacity_bytes,
+            pin=pin_memory,
+            available_bytes=available_ram_bytes,
+            segment_bytes=max(min(2**28, capacity_bytes // 64), 2**25),
+        )
+        self.arenas.append(arena)
+        return arena
 
     @property
     def empty(self) -> Callable[[int], torch.Tensor]:
@@ -61,8 +73,8 @@ class Stack:
         return measure_machine(self.device, self.directory)
 
     def ram_bytes(self) -> int:
-        """On CUDA, what the arena has taken from the machine."""
-        return self.arena.held_bytes if self.arena else 0
+        """On CUDA, what the arenas have taken from the machine."""
+        return sum(arena.held_bytes for arena in self.arenas)
 
     def disk_bytes(self) -> int:
         """Peak of bytes in spill files since the step began."""
@@ -70,16 +82,16 @@ class Stack:
 
     def trim(self, forecast: Figures) -> None:
         """Gives pinned memory back that the plan has no use for."""
-        if self.arena is not None:
-            self.arena.trim(forecast.ram_bytes)
+        if self.arenas:  # pragma: gpu
+            self.arenas[-1].trim(forecast.ram_bytes)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""
         notes = []
-        if self.arena is not None and self.arena.not_pinned:
-            notes.append(f"ram is pageable: {self.arena.not_pinned}")
+        for reason in {arena.not_pinned for arena in self.arenas if arena.not_pinned}:  # pragma: gpu
+            notes.append(f"ram is pageable: {reason}")
         disk = self.tiers.get(DISK)
-        if isinstance(disk, DiskTier):
+        if isinstance(disk, DiskTier | StagedDiskTier):
             info = disk.info()
             notes.append(f"disk: {info.path} I/O ({info.reason})")
         return tuple(notes)
@@ -157,22 +169,29 @@ def _cuda_stack(
             needed_bytes=allocated,
         )
     engine = Engine(device)
-    arena = PinnedArena(
-        ram_bytes,
-        pin=pin_memory,
-        available_bytes=available_ram_bytes,
-        segment_bytes=max(min(2**28, ram_bytes // 64), 2**25),
-    )
+    slack = max(vram_bytes // _VRAM_SLACK, 2**20)
     stack = Stack(
         device=device,
-        budget=Budget(vram=vram_bytes - max(vram_bytes // _VRAM_SLACK, 2**20), ram=ram_bytes),
+        budget=Budget(vram=vram_bytes - slack, ram=ram_bytes),
         fast_bytes=vram_bytes,
         default_tier=RAM,
         directory=directory,
-        arena=arena,
     )
+    staging = 0
+    if directory is not None:
+        piece = max(min(2**24, ram_bytes // 32 // 4096 * 4096), 2**16)
+        staging = min(8 * piece, ram_bytes // 4)
+        ring = stack.add_arena(staging)
+        disk = DiskTier(directory, capacity_bytes=disk_bytes, check=check)
+        stack.tiers[DISK] = StagedDiskTier(disk, ring, engine, piece_bytes=piece)
+    arena = stack.add_arena(ram_bytes - staging)
     stack.tiers[RAM] = HostTier(
-        arena, engine=engine, spec=TierSpec(name="ram", capacity_bytes=ram_bytes), check=check
+        arena, engine=engine, spec=TierSpec(name="ram", capacity_bytes=ram_bytes - staging), check=check
+    )
+    stack.budget = Budget(
+        vram=vram_bytes - slack,
+        ram=ram_bytes - staging,
+        disk=stack.tiers[DISK].spec.capacity_bytes if DISK in stack.tiers else 0,
     )
     return stack
 

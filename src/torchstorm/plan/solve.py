@@ -76,12 +76,14 @@ def solve(trace: Trace, machine: Machine, budget: Budget, *, reserve_bytes: int 
         try:
             placements = _assign_tiers(trace, budget, _schedule(trace, machine, fixed, limit, moved, tier))
         except BudgetError as error:  # too much for the slower tiers; a larger room moves less
-            overflow = error
+            if overflow is None or error.needed_bytes < overflow.needed_bytes:
+                overflow = error
             continue
+        fast_bytes = int(fast_profile(trace, placements).max()) + reserve_bytes
         forecast = Figures(
             step_ms=forecast_s(trace, placements, machine) * 1e3,
-            vram_bytes=0 if fast == "ram" else int(fast_profile(trace, placements).max()) + reserve_bytes,
-            ram_bytes=int(fast_profile(trace, placements).max()) if fast == "ram" else tier_peak(trace, placements, RAM),
+            vram_bytes=0 if fast == "ram" else fast_bytes,
+            ram_bytes=fast_bytes if fast == "ram" else tier_peak(trace, placements, RAM),
             disk_bytes=tier_peak(trace, placements, DISK),
         )
         plan = Plan(trace=trace, budget=budget, placements=tuple(placements), forecast=forecast)
@@ -115,7 +117,9 @@ def _slow_tier(trace: Trace, budget: Budget) -> str:
 
 def _shortest(sealed: int, needed: int, tier: str) -> Placement:
     """Away for as long as possible: dropped at the first moment after the copy out began, fetched when needed."""
-    return Placement(tier=tier, drop=sealed + 1, fetch=max(needed, sealed + 1)) if tier != KEEP else Placement(tier=tier)
+    if tier == KEEP:
+        return Placement(tier=KEEP)
+    return Placement(tier=tier, drop=sealed + 1, fetch=max(needed, sealed + 1))
 
 
 def _check_feasible(
@@ -127,6 +131,7 @@ def _check_feasible(
     if needed <= limit:
         return
     block = _block_at(trace, worst)
+    where = f"block {block!r} alone" if block else "the code around the model"
     if has_tier:
         way_out = f"Smallest feasible: {fast}={needed} ({format_size(needed)})."
     else:
@@ -137,7 +142,7 @@ def _check_feasible(
             f"with {target}: {fast}={least} ({format_size(least)})."
         )
     raise BudgetError(
-        f"{fast}={format_size(limit)}, but block {block!r} alone needs {format_size(needed)} at once. {way_out}",
+        f"{fast}={format_size(limit)}, but {where} needs {format_size(needed)} at once. {way_out}",
         tier=fast,
         budget_bytes=limit,
         needed_bytes=needed,

@@ -61,27 +61,48 @@ class Engine:
         self.out_bytes = 0
         self.back_bytes = 0
 
+    def mark(self) -> torch.cuda.Event:
+        """The current stream's work so far, for copies that another thread will queue."""
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        return ready
+
     def copy_out(
-        self, host: torch.Tensor, source: torch.Tensor, *, after: Sequence[StreamCopy] = ()
+        self,
+        host: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        after: Sequence[StreamCopy] = (),
+        ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
-        """Queues device -> host behind the current stream's work so far and the copies named in `after`.
+        """Queues device -> host behind the current stream's work so far (or `ready`) and the copies named in `after`.
 
         The source must stay allocated until a stream that would reuse its memory has waited for the copy.
         """
         self.out_bytes += source.nbytes
-        return self._queue(self._out, host, source, after)
+        return self._queue(self._out, host, source, after, ready)
 
-    def copy_in(self, out: torch.Tensor, host: torch.Tensor, *, after: Sequence[StreamCopy] = ()) -> CudaCopy:
-        """Queues host -> device behind the current stream's work so far (which may still use `out`'s memory)."""
+    def copy_in(
+        self,
+        out: torch.Tensor,
+        host: torch.Tensor,
+        *,
+        after: Sequence[StreamCopy] = (),
+        ready: torch.cuda.Event | None = None,
+    ) -> CudaCopy:
+        """Queues host -> device likewise; the current stream's work so far may still use `out`'s memory."""
         self.back_bytes += out.nbytes
-        return self._queue(self._back, out, host, after)
+        return self._queue(self._back, out, host, after, ready)
 
     def _queue(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamCopy]
+        self,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[StreamCopy],
+        ready: torch.cuda.Event | None,
     ) -> CudaCopy:
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-        stream.wait_event(ready)
+        stream.wait_event(ready or self.mark())
         with torch.cuda.stream(stream):
             for copy in after:
                 copy.wait()

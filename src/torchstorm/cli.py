@@ -1,0 +1,101 @@
+"""The `torchstorm` command. Options become a config here; the work is done in the rooms.
+
+Exit codes: 0 done; 2 a mistake in what was asked, told in one line on standard error; 130 and 143 stopped by Ctrl-C or
+SIGTERM, after saving. Rooms that need torch are imported inside the commands, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torchstorm.errors import TorchstormError
+from torchstorm.train.config import TrainConfig, parse_betas
+
+app = typer.Typer(
+    name="torchstorm",
+    help="Name a memory budget and train PyTorch models as if you had more VRAM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_DEFAULT = TrainConfig()
+
+
+@app.callback()
+def _torchstorm() -> None:
+    """Keeps `train` a command of its own while it is the only one."""
+
+
+def _option(name: str, text: str) -> Any:
+    value = getattr(_DEFAULT, name)
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return typer.Option(help=text if value is None else f"{text} (default: {shown})", show_default=False)
+
+
+@app.command()
+def train(
+    model: Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")] = None,
+    data: Annotated[str | None, _option("data", "Text file or folder; left out: the Python library's source.")] = None,
+    steps: Annotated[int | None, _option("steps", "Optimizer steps in all.")] = None,
+    batch: Annotated[int | None, _option("batch", "Sequences in a micro-batch.")] = None,
+    seq: Annotated[int | None, _option("seq", "Tokens in a sequence.")] = None,
+    device: Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
+    dtype: Annotated[str | None, _option("dtype", "float32, or bfloat16 for autocast.")] = None,
+    vram: Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.")] = None,
+    ram: Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")] = None,
+    disk: Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")] = None,
+    compare: Annotated[
+        bool | None, typer.Option("--compare/--no-compare", help="Run again without the budget and compare.")
+    ] = None,
+    seed: Annotated[int | None, _option("seed", "What weights, batches and dropout are drawn from.")] = None,
+    out: Annotated[str | None, _option("out", "Folder for checkpoints; left out: torchstorm-runs/<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.", show_default=False)] = None,
+    json: Annotated[str | None, _option("json", "Write the results here.")] = None,
+    layers: Annotated[int | None, _option("layers", "Blocks, instead of the model's.")] = None,
+    heads: Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")] = None,
+    width: Annotated[int | None, _option("width", "Width, instead of the model's.")] = None,
+    dropout: Annotated[float | None, _option("dropout", "Dropout probability.")] = None,
+    lr: Annotated[float | None, _option("lr", "Learning rate after warm-up.")] = None,
+    min_lr: Annotated[float | None, _option("min_lr", "Learning rate at the end; left out: lr / 10.")] = None,
+    warmup: Annotated[int | None, _option("warmup", "Steps of warm-up.")] = None,
+    weight_decay: Annotated[float | None, _option("weight_decay", "AdamW's weight decay.")] = None,
+    betas: Annotated[str | None, _option("betas", "AdamW's betas.")] = None,
+    grad_clip: Annotated[float | None, _option("grad_clip", "Largest gradient norm; 0: no clipping.")] = None,
+    accumulate: Annotated[int | None, _option("accumulate", "Micro-batches in a step.")] = None,
+    tokenizer: Annotated[str | None, _option("tokenizer", "bytes or chars.")] = None,
+    val_every: Annotated[int | None, _option("val_every", "Steps between validations; 0: only at the end.")] = None,
+    val_batches: Annotated[int | None, _option("val_batches", "Batches in a validation.")] = None,
+    checkpoint_every: Annotated[
+        int | None, _option("checkpoint_every", "Steps between checkpoints; 0: only at the end.")
+    ] = None,
+    sample_chars: Annotated[int | None, _option("sample_chars", "Tokens of text to write at the end.")] = None,
+) -> None:
+    """Train a GPT under a memory budget, and see what was forecast beside what was measured."""
+    given = {name: value for name, value in locals().items() if name != "resume" and value is not None}
+    console, errors = Console(), Console(stderr=True)
+    from torchstorm.train.job import train as run
+    from torchstorm.train.stop import Stopped
+
+    try:
+        if betas is not None:
+            given["betas"] = parse_betas(betas)
+        run(given, resume=resume, console=console)
+    except TorchstormError as error:
+        line = " ".join(str(error).split())
+        errors.print(f"{type(error).__name__}: {line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except Stopped as stopped:
+        folder = shlex.quote(str(stopped.checkpoint_dir))
+        console.print(f"Stopped by {stopped}.\nGo on with: torchstorm train --resume {folder}", soft_wrap=True)
+        raise typer.Exit(stopped.exit_code) from None
+
+
+def main() -> None:
+    """Runs the command."""
+    app()

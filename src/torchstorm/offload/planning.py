@@ -1,0 +1,74 @@
+"""`torchstorm.plan`: what would training this model within that budget cost? No training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from torchstorm.errors import BudgetError
+from torchstorm.offload.session import Session
+from torchstorm.plan.plan import Plan
+
+Batch = TypeVar("Batch")
+
+
+def plan(
+    model: torch.nn.Module,
+    example_batch: Batch,
+    loss_fn: Callable[[torch.nn.Module, Batch], torch.Tensor],
+    *,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    disk: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Plan:
+    """Measures two steps within the budget and plans the ones that would follow.
+
+    Weights, gradients, buffers and random states are afterwards what they were.
+
+    Args:
+        model: any nn.Module.
+        example_batch: one batch like those of the training.
+        loss_fn: called as `loss_fn(model, example_batch)`; returns the loss, a scalar.
+        vram, ram, disk, optimizer: as for `Session`.
+
+    Returns:
+        The plan, with its forecast; prints as a table.
+
+    Raises:
+        BudgetError: the budget is below what the model needs, or the step fits only when it is decided as it goes.
+        SizeError, DeviceError, StorageError, UnsupportedError: as `Session` does.
+    """
+    with _unchanged(model), Session(model, vram=vram, ram=ram, disk=disk, optimizer=optimizer) as session:
+        for _ in range(2):  # the second step's times are free of warm-up
+            for parameter in model.parameters():
+                parameter.grad = None
+            with session.step():
+                loss_fn(model, example_batch).backward()
+        found = session.plan()
+        report = session.report()
+    if found is None:
+        raise BudgetError(
+            "This step stays within the budget only when it is decided as it goes, because storages stay saved after "
+            f"their first use (retain_graph, double backward). Measured so:\n{report}"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = sorted({p.device.index for p, _ in gradients if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,193 @@
+"""What a training run is told: every option of `torchstorm train`, checked. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torchstorm.errors import CheckpointError, ConfigError
+from torchstorm.sizes import parse_size
+
+DTYPES = ("float32", "bfloat16")
+TOKENIZERS = ("bytes", "chars")
+
+_FREE_ON_RESUME = frozenset(
+    {
+        *("data", "device", "vram", "ram", "disk", "compare", "out", "json"),
+        *("val_every", "val_batches", "checkpoint_every", "sample_chars"),
+    }
+)
+"""What may change when a run goes on: nothing here touches the losses. (Changed data is found by its checksum.)"""
+
+# name -> (smallest, what the smallest means)
+_LEAST: dict[str, tuple[float, str]] = {
+    "steps": (1, ""),
+    "batch": (1, ""),
+    "seq": (1, ""),
+    "layers": (1, ""),
+    "heads": (1, ""),
+    "width": (1, ""),
+    "accumulate": (1, ""),
+    "val_batches": (1, ""),
+    "min_lr": (0, ""),
+    "warmup": (0, " (no warm-up)"),
+    "weight_decay": (0, " (none)"),
+    "grad_clip": (0, " (no clipping)"),
+    "val_every": (0, " (only at the end)"),
+    "checkpoint_every": (0, " (only at the end)"),
+    "sample_chars": (0, " (no sample)"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: a named size of `torchstorm.models.gpt.SIZES`.
+        layers, heads, width: change the named size; None leaves it.
+        dropout: probability in [0, 1).
+        data: a text file, or a folder of them; None for the source of Python's standard library.
+        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text).
+        steps: optimizer steps in all, across resumptions.
+        batch: sequences in a micro-batch.
+        accumulate: micro-batches in an optimizer step.
+        seq: tokens in a sequence.
+        device: "cpu", "cuda" or "cuda:<index>"; None for cuda where there is one, else cpu.
+        dtype: "float32", or "bfloat16" for autocast with weights and optimizer in float32.
+        vram, ram, disk: the budget, as `torchstorm.Session` takes it; all None trains without one.
+        compare: train a second time without the budget, and set the two side by side.
+        seed: what weights, batches and dropout are drawn from.
+        lr, min_lr, warmup: linear warm-up over `warmup` steps to `lr`, then a cosine to `min_lr` (None: lr / 10).
+        weight_decay: AdamW's, on parameters of two or more dimensions.
+        betas: AdamW's.
+        grad_clip: largest norm of all gradients together; 0 for no clipping.
+        val_every: steps between validations; 0 for only at the end.
+        val_batches: batches in a validation, the same ones each time.
+        checkpoint_every: steps between checkpoints; 0 for only at the end.
+        sample_chars: tokens of generated text at the end.
+        out: folder of checkpoints; None for torchstorm-runs/<date and time>.
+        json: file for the results; None for none.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+        SizeError: `vram` or `ram` cannot be read.
+    """
+
+    model: str = "gpt-micro"
+    layers: int | None = None
+    heads: int | None = None
+    width: int | None = None
+    dropout: float = 0.1
+    data: str | None = None
+    tokenizer: str = "bytes"
+    steps: int = 60
+    batch: int = 16
+    accumulate: int = 1
+    seq: int = 256
+    device: str | None = None
+    dtype: str = "float32"
+    vram: str | None = None
+    ram: str | None = None
+    disk: str | None = None
+    compare: bool = False
+    seed: int = 0
+    lr: float = 1e-3
+    min_lr: float | None = None
+    warmup: int = 10
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    grad_clip: float = 1.0
+    val_every: int = 30
+    val_batches: int = 4
+    checkpoint_every: int = 100
+    sample_chars: int = 200
+    out: str | None = None
+    json: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, (least, meaning) in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"--{_flag(name)}={value}, but it must be at least {least}{meaning}.")
+        if not self.lr > 0:
+            raise ConfigError(f"--lr={self.lr}, but it must be above 0.")
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ConfigError(f"--min-lr={self.min_lr} is above --lr={self.lr}: the rate falls from lr to min-lr.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"--dropout={self.dropout}, but it is a probability: 0 <= dropout < 1.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"--betas={self.betas[0]},{self.betas[1]}, but both must be in [0, 1).")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype={self.dtype!r}, but it must be one of {', '.join(DTYPES)}.")
+        if self.tokenizer not in TOKENIZERS:
+            raise ConfigError(f"--tokenizer={self.tokenizer!r}, but it must be one of {', '.join(TOKENIZERS)}.")
+        for name in ("vram", "ram"):
+            if getattr(self, name) is not None:
+                parse_size(getattr(self, name), name=f"--{name}")
+        if self.compare and not self.has_budget:
+            raise ConfigError(
+                "--compare sets a run under a budget beside one without, but no budget was given: "
+                "add --ram SIZE and --disk DIR (or --vram SIZE on a GPU), or leave --compare out."
+            )
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether any tier was named."""
+        return any(tier is not None for tier in (self.vram, self.ram, self.disk))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in an optimizer step."""
+        return self.batch * self.seq * self.accumulate
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as JSON takes them."""
+        return {**asdict(self), "betas": list(self.betas)}
+
+
+def resumed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
+    """Makes the options of a run that goes on from a checkpoint.
+
+    Args:
+        saved: `TrainConfig.to_json()` of the run that was stopped.
+        changes: options given now, by name. Those that would change the losses must equal the saved ones.
+
+    Raises:
+        CheckpointError: `saved` is not from this version's options.
+        ConfigError: a change would make this another run.
+    """
+    known = {field.name for field in fields(TrainConfig)}
+    if saved.keys() != known:
+        odd = sorted(saved.keys() ^ known)
+        raise CheckpointError(
+            f"The checkpoint's options are not those of this version of torchstorm: {', '.join(odd)} "
+            "stand on one side only. Resume with the version that wrote it."
+        )
+    options = {**saved, "betas": tuple(saved["betas"])}
+    for name, value in changes.items():
+        if name not in _FREE_ON_RESUME and value != options[name]:
+            raise ConfigError(
+                f"--{_flag(name)}={value} was asked, but the checkpoint is of a run with "
+                f"{_flag(name)}={options[name]}, and a resumed run gives the losses of one never stopped. "
+                f"Leave --{_flag(name)} out, or start a new run."
+            )
+    return TrainConfig(**{**options, **changes})
+
+
+def parse_betas(text: str) -> tuple[float, float]:
+    """Reads AdamW's two betas: "0.9,0.99" -> (0.9, 0.99).
+
+    Raises:
+        ConfigError: the text is not two numbers with a comma between.
+    """
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--betas={text!r} cannot be read: write two numbers, as in --betas 0.9,0.99.") from None
+    return first, second
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

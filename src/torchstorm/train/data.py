@@ -1,0 +1,157 @@
+"""Training text: found, read, cut into a training and a validation part, and drawn from at random.
+
+Shape suffixes: N tokens of a part, B sequences, T tokens in a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import DataError
+from torchstorm.sizes import format_size
+from torchstorm.train.seeds import derive_seed
+from torchstorm.train.tokenizer import Tokenizer, make_tokenizer
+
+_DEFAULT_TEXT_CAP_BYTES = 8 * 2**20
+_VALIDATION_SHARE = 0.1
+# Not the library itself, or (tests) full of files that are broken on purpose.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test", "lib2to3"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A text as tokens.
+
+    Attributes:
+        train_N: token ids to learn from, the first 90 %; uint8 or int32, on the CPU.
+        val_N: the last 10 %, held back.
+        tokenizer: what made them.
+        sha256: of the text, in hex; tells whether a resumed run sees the same one.
+        source: what it is, for people.
+    """
+
+    train_N: Tensor
+    val_N: Tensor
+    tokenizer: Tokenizer
+    sha256: str
+    source: str
+
+    def batch(self, split: str, *, batch: int, seq: int, seed: int, index: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Draws sequences at random places.
+
+        Args:
+            split: "train" or "val".
+            batch: B.
+            seq: T.
+            seed: the run's seed.
+            index: which batch, e.g. (step, micro-batch): the same one is always the same draw.
+
+        Returns:
+            int64 ids (B, T) and, one place further on, the ids (B, T) to predict; on the CPU.
+        """
+        tokens_N = self.train_N if split == "train" else self.val_N
+        generator = torch.Generator().manual_seed(derive_seed(seed, split, *index))
+        start_B1 = torch.randint(len(tokens_N) - seq, (batch, 1), generator=generator)
+        window_BT = tokens_N[start_B1 + torch.arange(seq + 1)].long()
+        return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
+
+
+def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Corpus:
+    """Reads a text and cuts it.
+
+    Args:
+        path: a file, or a folder whose files are joined in the order of their names; None for the source of Python's
+            standard library on this machine, the first 8 MiB of it.
+        tokenizer: "bytes" or "chars".
+        batch: sequences in a batch; the training part must hold as many tokens as one batch.
+        seq: tokens in a sequence; the validation part must hold at least one.
+
+    Raises:
+        DataError: the text is missing, empty, cannot be read, is not UTF-8 (for "chars"), or is too short.
+    """
+    files = _standard_library() if path is None else _files_of(Path(path))
+    source = "the Python standard library's source" if path is None else str(path)
+    cap_bytes = _DEFAULT_TEXT_CAP_BYTES if path is None else None
+    text = _join(files, cap_bytes, must_decode=tokenizer == "chars", skip_undecodable=path is None)
+    if not text:
+        raise DataError(
+            f"{source} holds 0 bytes of text in {len(files)} files: give --data a file or folder with text."
+        )
+    made = make_tokenizer(tokenizer, text)
+    ids_N = made.encode(text)
+    num_train = len(ids_N) - int(len(ids_N) * _VALIDATION_SHARE)
+    corpus = Corpus(
+        train_N=ids_N[:num_train],
+        val_N=ids_N[num_train:],
+        tokenizer=made,
+        sha256=hashlib.sha256(text).hexdigest(),
+        source=f"{source}, {format_size(len(text))}",
+    )
+    if len(corpus.train_N) <= batch * seq:
+        raise DataError(
+            f"The training part (the first 90 %) of {source} has {len(corpus.train_N)} tokens, but --batch {batch} x "
+            f"--seq {seq} needs at least {batch * seq + 1}: give --data more text, or lower --batch or --seq."
+        )
+    if len(corpus.val_N) <= seq:
+        raise DataError(
+            f"The validation part (the last 10 %) of {source} has {len(corpus.val_N)} tokens, but --seq {seq} "
+            f"needs at least {seq + 1}: give --data more text, or lower --seq."
+        )
+    return corpus
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in root.rglob("*.py") if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)]
+    if not files:
+        raise DataError(
+            f"This Python's standard library has no source in {root}: give --data a file or folder of text."
+        )
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise DataError(f"--data {path} cannot be listed: its permissions do not let this user in.")
+        files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+        if not files:
+            raise DataError(f"--data {path} is a folder without files: give a text file, or a folder with some in it.")
+        return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    if not path.exists():
+        raise DataError(f"--data {path} does not exist (looked in {Path.cwd()}): give a text file or a folder of them.")
+    return [path]
+
+
+def _join(files: list[Path], cap_bytes: int | None, *, must_decode: bool, skip_undecodable: bool) -> bytes:
+    parts: list[bytes] = []
+    total_bytes = 0
+    for file in files:
+        if cap_bytes is not None and total_bytes >= cap_bytes:
+            break
+        try:
+            part = file.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{file} cannot be read: {error.strerror}. Correct that, or leave it out of --data."
+            ) from error
+        if must_decode or skip_undecodable:
+            try:
+                part.decode("utf-8")
+            except UnicodeDecodeError as error:
+                if skip_undecodable:
+                    continue
+                raise DataError(
+                    f"{file} is not UTF-8: byte 0x{part[error.start]:02x} at offset {error.start}. "
+                    "--tokenizer chars reads only UTF-8; use --tokenizer bytes, or convert the file."
+                ) from error
+        parts.append(part)
+        total_bytes += len(part)
+    return b"".join(parts)

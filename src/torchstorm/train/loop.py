@@ -1,0 +1,291 @@
+"""One training run, from its first step or from a checkpoint, to its last step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstorm.errors import ConfigError
+from torchstorm.models.gpt import GPT, SIZES, GPTConfig
+from torchstorm.offload.session import Session
+from torchstorm.train.checkpoint import Checkpoint, restore
+from torchstorm.train.config import TrainConfig
+from torchstorm.train.data import Corpus
+from torchstorm.train.optimize import learning_rate, make_optimizer, set_learning_rate
+from torchstorm.train.seeds import derive_seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a step takes: the median time in ms, the largest peak of bytes on each tier."""
+
+    step_ms: float
+    vram_bytes: int
+    ram_bytes: int
+    disk_bytes: int
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """How far a run has come; the loop moves it on.
+
+    Attributes:
+        step: optimizer steps done.
+        losses: the training loss of each, in nats a token.
+        val_losses: (steps done, loss on the validation part in nats a token).
+        train_seconds: time spent in training steps, not in validations and checkpoints.
+        forecast: of the session's plan; None where there was none, and before the last step.
+        measured: over the steps that followed the plan (over all, without one); None before the last step.
+        highest: the highest bytes of any step, the unplanned first one included, and the slowest step.
+        notes: what the session wants its user to know.
+        weights_sha256: of all parameters, "" until the run is complete.
+        sample: generated text, "" until the run is complete.
+    """
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    val_losses: list[tuple[int, float]] = field(default_factory=list)
+    train_seconds: float = 0.0
+    forecast: Figures | None = None
+    measured: Figures | None = None
+    highest: Figures | None = None
+    notes: list[str] = field(default_factory=list)
+    weights_sha256: str = ""
+    sample: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunState:
+        """Makes the state from what `to_json` gave."""
+        return cls(
+            **{
+                **record,
+                "val_losses": [(step, loss) for step, loss in record["val_losses"]],
+                **{name: record[name] and Figures(**record[name]) for name in ("forecast", "measured", "highest")},
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What is known right after a step, for whoever shows it.
+
+    Attributes:
+        step: optimizer steps done.
+        loss: of this step.
+        val_loss: None where this step was not followed by a validation.
+        tokens_per_s: of this step.
+        vram_bytes, ram_bytes, disk_bytes: the step's peaks.
+    """
+
+    step: int
+    loss: float
+    val_loss: float | None
+    tokens_per_s: float
+    vram_bytes: int
+    ram_bytes: int
+    disk_bytes: int
+
+
+AfterStep = Callable[[RunState, nn.Module, torch.optim.Optimizer, StepInfo], None]
+"""Called after each step; may show, save, or raise to end the run."""
+
+
+def model_config(config: TrainConfig, vocab_size: int) -> GPTConfig:
+    """Gives the shape of the model that a run trains.
+
+    Raises:
+        ConfigError: the model's name is unknown, or its shape cannot be built.
+    """
+    if config.model not in SIZES:
+        raise ConfigError(f"--model={config.model!r} is not known: use one of {', '.join(SIZES)}.")
+    named = SIZES[config.model]
+    return GPTConfig(
+        vocab_size=vocab_size,
+        max_seq_len=config.seq,
+        num_layers=config.layers or named.num_layers,
+        num_heads=config.heads or named.num_heads,
+        width=config.width or named.width,
+        dropout=config.dropout,
+    )
+
+
+def run_training(
+    config: TrainConfig,
+    corpus: Corpus,
+    device: torch.device,
+    *,
+    unlimited: bool,
+    after_step: AfterStep,
+    start: Checkpoint | None = None,
+) -> tuple[RunState, GPT, torch.optim.Optimizer]:
+    """Trains a fresh model, or goes on from a checkpoint, to the last step.
+
+    Weights, batches and dropout depend on the seed and the step alone, and PyTorch's deterministic algorithms are on:
+    two runs on the same machine give the same losses to the last bit, however often they were stopped and resumed.
+
+    Args:
+        config: the run. Its budget holds unless `unlimited`.
+        corpus: what to learn from.
+        device: where.
+        unlimited: keep everything and only count.
+        after_step: called after each step.
+        start: where to go on from; its record holds `RunState.to_json()` under "run".
+
+    Returns:
+        The complete state, the model and its optimizer.
+
+    Raises:
+        BudgetError: the budget is below what the model needs.
+        CheckpointError: `start` is damaged or of another model.
+        StorageError: the disk tier failed.
+    """
+    torch.manual_seed(derive_seed(config.seed, "weights"))
+    model = GPT(model_config(config, corpus.tokenizer.vocab_size)).to(device)
+    optimizer = make_optimizer(model, config)
+    state = RunState()
+    if start is not None:
+        restore(start, model, optimizer)
+        state = RunState.from_json(start.record["run"])
+    budget: dict[str, Any] = {"unlimited": True}
+    if not unlimited:
+        budget = {"vram": config.vram, "ram": config.ram, "disk": config.disk, "optimizer": optimizer}
+    with _deterministic(device), Session(model, **budget) as storm:
+        for step in range(state.step, config.steps):
+            began = time.perf_counter()
+            set_learning_rate(optimizer, learning_rate(step, config))
+            loss = _train_step(model, optimizer, storm, config, corpus, device, step)
+            seconds = time.perf_counter() - began
+            done, val_loss = step + 1, None
+            state.losses.append(loss)
+            state.step, state.train_seconds = done, state.train_seconds + seconds
+            if done == config.steps or (config.val_every and done % config.val_every == 0):
+                val_loss = evaluate(model, config, corpus, device)
+                state.val_losses.append((done, val_loss))
+            usage = storm.usage()
+            info = StepInfo(
+                step=done,
+                loss=loss,
+                val_loss=val_loss,
+                tokens_per_s=config.tokens_per_step / seconds,
+                vram_bytes=usage.vram_bytes,
+                ram_bytes=usage.ram_bytes,
+                disk_bytes=usage.disk_bytes,
+            )
+            if done == config.steps:
+                report = storm.report()
+                state.forecast, state.measured = _figures(report.forecast), _figures(report.measured)
+                state.highest, state.notes = _figures(report.highest), list(report.notes)
+            after_step(state, model, optimizer, info)
+    if not state.weights_sha256:
+        state.weights_sha256 = _weights_sha256(model)
+        state.sample = sample_text(model, config, corpus, device)
+    return state, model, optimizer
+
+
+@torch.no_grad()
+def evaluate(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.device) -> float:
+    """Gives the mean loss, in nats a token, on `config.val_batches` batches of the validation part; no dropout."""
+    model.eval()
+    total = 0.0
+    for number in range(config.val_batches):
+        x_BT, y_BT = corpus.batch("val", batch=config.batch, seq=config.seq, seed=config.seed, index=(number,))
+        with _autocast(config, device):
+            total += _loss_of(model, x_BT.to(device), y_BT.to(device)).item()
+    model.train()
+    return total / config.val_batches
+
+
+def sample_text(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.device) -> str:
+    """Lets the model continue the first token of the validation part by `config.sample_chars` tokens."""
+    if not config.sample_chars:
+        return ""
+    generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "sample"))
+    start_BT = corpus.val_N[:1].long().to(device)[None]
+    ids_BT = model.generate(start_BT, config.sample_chars, temperature=0.8, top_k=40, generator=generator)
+    return corpus.tokenizer.decode(ids_BT[0].tolist())
+
+
+def _train_step(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    storm: Session,
+    config: TrainConfig,
+    corpus: Corpus,
+    device: torch.device,
+    step: int,
+) -> float:
+    torch.manual_seed(derive_seed(config.seed, "dropout", step))
+    loss_sum = torch.zeros((), device=device)
+    with storm.step():
+        for micro in range(config.accumulate):
+            x_BT, y_BT = corpus.batch(
+                "train", batch=config.batch, seq=config.seq, seed=config.seed, index=(step, micro)
+            )
+            x_BT, y_BT = x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
+            with _autocast(config, device):
+                loss = _loss_of(model, x_BT, y_BT) / config.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+    if config.grad_clip:
+        nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum.item()
+
+
+def _loss_of(model: GPT, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor | None = model(x_BT, y_BT).loss
+    assert loss is not None
+    return loss
+
+
+def _autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Turns PyTorch's deterministic algorithms on, and puts things back as they were."""
+    if device.type == "cuda":  # pragma: gpu
+        # Without a fixed workspace cuBLAS may pick another kernel from run to run, and PyTorch refuses to go on.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # Filling every torch.empty would cost a pass over memory, for values that nothing here reads.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]
+
+
+def _figures(measured: Any) -> Figures | None:
+    if measured is None:
+        return None
+    return Figures(
+        step_ms=measured.step_ms,
+        vram_bytes=measured.vram_bytes,
+        ram_bytes=measured.ram_bytes,
+        disk_bytes=measured.disk_bytes,
+    )
+
+
+def _weights_sha256(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

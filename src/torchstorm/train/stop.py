@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM: asked once, a run ends the step, saves and says how to go on; asked twice, it ends at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has saved.
+
+    Attributes:
+        signum: the signal.
+        step: optimizer steps done.
+        checkpoint_dir: where `--resume` goes on from.
+    """
+
+    def __init__(self, signum: int, step: int, checkpoint_dir: Path) -> None:
+        super().__init__(f"{signal.Signals(signum).name} after step {step}; saved in {checkpoint_dir}")
+        self.signum = signum
+        self.step = step
+        self.checkpoint_dir = checkpoint_dir
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell expects of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        return 128 + self.signum
+
+
+class StopRequest:
+    """Catches SIGINT and SIGTERM within a `with`; outside the main thread, where Python cannot, it catches nothing.
+
+    Attributes:
+        signum: the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._caught)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _caught(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        # The second one is for a run that does not come to the end of its step.
+        self._restore()
+
+    def _restore(self) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        self._before = {}
