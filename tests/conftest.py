@@ -1,4 +1,4 @@
-"""For all tests: the same random numbers each time, torch's global switches put back, and skips that fail on request."""
+"""For all tests: the same random numbers, torch's global switches put back, and skips that fail where asked."""
 
 from __future__ import annotations
 

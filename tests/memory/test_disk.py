@@ -332,6 +332,7 @@ def test_a_full_disk_fails_one_put_and_no_more(small_disk: Path, check: bool) ->
             waited.wait()
     assert failed.written.done()
     assert tier.used_bytes == used
+    assert (Path(tier.path) / "spill").stat().st_blocks * 512 <= used  # what it wrote was given back to the disk
     with pytest.raises(StorageError, match="Free some space"):
         tier.get(failed, torch.empty(2 * MIB, dtype=torch.uint8)).wait()
     tier.free(failed)

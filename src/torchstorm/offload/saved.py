@@ -8,7 +8,6 @@ it is saved, and gives its room back as soon as the budget needs it.
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,27 +17,29 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchstorm.errors import BudgetError, StorageError
-from torchstorm.memory.tier import Tier
+from torchstorm.errors import StorageError
 from torchstorm.offload.parcels import (
     Parcel,
     Saved,
     View,
     flat_bytes,
-    fresh_version,
     has_expired,
     held_only_here,
     in_place_error,
     weak_reference,
 )
 from torchstorm.offload.record import Recorder, StorageRecord
-from torchstorm.plan.forecast import KEEP
+from torchstorm.offload.residency import Residency
+from torchstorm.plan.forecast import KEEP, fast_profile, other_profile
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
 TINY_BYTES = 4096  # below this it stays
 _ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
+_OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
+
+Choice = tuple[Plan | None, Recorder | None]
 
 
 class _Ticket:
@@ -64,102 +65,62 @@ class _Untouched:
         self.tensor = tensor.detach()
         self.version = tensor._version
 
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise in_place_error(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
+        return self.tensor
+
 
 class SavedTensors:
-    """Decides and moves.
+    """Decides what happens to each saved tensor, and measures where there is no plan yet.
 
     Args:
-        device: the fast device.
-        limit_bytes: what may be resident at once, on CPU; on CUDA the budget for allocated memory.
-        tiers: where parcels can go, by the names of placements ("ram", "disk"); may be empty.
-        default_tier: the one that unplanned moves go to; "keep" where there is none.
-        empty: allocates (nbytes,) uint8 on the fast device.
-        staging_bytes: constant room for copies under way, counted as resident.
-        check: poison buffers that came back, once autograd has let go of them.
+        residency: what is where, and moves it.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        limit_bytes: int,
-        tiers: dict[str, Tier],
-        default_tier: str,
-        empty: Callable[[int], torch.Tensor],
-        staging_bytes: int,
-        check: bool,
-    ) -> None:
-        self._check = check
-        self.device = device
-        self.limit_bytes = limit_bytes
-        self.staging_bytes = staging_bytes
-        self.resident_bytes = staging_bytes
-        self.peak_bytes = staging_bytes
-        self.moved_bytes = 0
-        self.shortfall: tuple[int, str] | None = None
-        self._tiers = tiers
-        self._default_tier = default_tier
-        self._empty = empty
-        self._slab_bytes = max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
+        self._cuda = residency.device.type == "cuda"
+        self._slab_bytes = max(min(4 * SMALL_BYTES, residency.limit_bytes // 32), 4 * TINY_BYTES)
         self._lock = threading.Lock()
         self._letting_go: deque[tuple[Saved, int]] = deque()
-        self._fixed: set[int] = set()
-        self._inputs: dict[int, StorageWeakRef] = {}  # by storage address, which the reference keeps taken
-        self._by_key: dict[tuple[int, int], Saved] = {}
-        self._shared: dict[int, Parcel] = {}  # storage address of a shared buffer -> parcel
-        self._resident: dict[int, Parcel] = {}  # by order of making
-        self._away: dict[int, Parcel] = {}  # by order of making
-        self._order = 0
-        self._first_order = 0
         self._open: Parcel | None = None
         self.closed = ""
         # The step that is running.
         self._in_step = False
+        self._fixed: set[int] = set()
+        self._inputs: dict[int, StorageWeakRef] = {}  # by storage address, which the reference keeps taken
         self._moment = 0
         self._num_saved = 0
         self._plan: Plan | None = None
         self._numbered: dict[int, Parcel] = {}
-        self._choose: Callable[[tuple[Any, ...]], tuple[Plan | None, Recorder | None]] | None = None
+        self._choose: Callable[[tuple[Any, ...]], Choice] | None = None
         self._recorder: Recorder | None = None
         self._records: dict[Saved, StorageRecord] = {}
         self._unowned: dict[Saved, StorageRecord] = {}
         self._planned_held: list[int] = []
         self.left_plan = False
         self.blocks: list[str] = []
+        residency.excess_bytes = lambda: self._recorder.excess_bytes if self._recorder is not None else 0
 
     # ------------------------------------------------------------------ a step
 
-    def begin(
-        self,
-        fixed: set[int],
-        choose: Callable[[tuple[Any, ...]], tuple[Plan | None, Recorder | None]],
-    ) -> None:
+    def begin(self, fixed: set[int], choose: Callable[[tuple[Any, ...]], Choice]) -> None:
         """A step begins.
 
         Args:
-            fixed: addresses of storages that never move: parameters, buffers, gradients.
+            fixed: addresses of storages that never move: parameters and buffers.
             choose: called at the first save with what identifies it; gives the plan to follow, or None, and the
                 recorder to fill, or None.
         """
         with self._locked():
+            self._end()
             self._fixed = fixed
-            self._inputs = {}
-            self._in_step = True
-            self._moment = 0
-            self._num_saved = 0
-            self._plan = None
-            self._numbered = {}
             self._choose = choose
-            self._recorder = None
-            self._records = {}
-            self._unowned = {}
-            self._first_order = self._order
-            self._open = None
+            self._in_step = True
             self.left_plan = False
-            self.shortfall = None
-            self.peak_bytes = self.resident_bytes
-            self.moved_bytes = 0
             self.blocks = []
+            self.residency.begin_step()
 
     def add_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Names tensors that the user gave to the model: they are counted, and never moved."""
@@ -172,23 +133,31 @@ class SavedTensors:
     def end(self) -> Recorder | None:
         """The step is over. Returns the recorder it filled, if there was one and the step kept to what it records."""
         with self._locked():
-            recorder, self._recorder = self._recorder, None
+            recorder = self._recorder
             if recorder is not None:
                 recorder.arrive()
                 self._watch_all(recorder.moment + 1)
-            if self._open is not None:
-                self._seal(self._open, move=False)
-            for parcel in self._numbered.values():
-                parcel.number = -1
-            for saved in set(self._by_key.values()):
-                saved.ordinal = -1
-            self._in_step = False
-            self._plan = None
-            self._numbered = {}
-            self._records = {}
-            self._unowned = {}
-            self._choose = None
+            self._end()
             return recorder
+
+    def _end(self) -> None:
+        """Forgets the step, but not what autograd still holds of it."""
+        if self._open is not None:
+            self._seal(self._open, move=False)
+        for parcel in self._numbered.values():
+            parcel.number = -1
+        for saved in self.residency.all_saved():
+            saved.ordinal = -1
+        self._in_step = False
+        self._inputs = {}
+        self._moment = 0
+        self._num_saved = 0
+        self._plan = None
+        self._numbered = {}
+        self._choose = None
+        self._recorder = None
+        self._records = {}
+        self._unowned = {}
 
     # ------------------------------------------------------------------ hooks
 
@@ -200,32 +169,30 @@ class SavedTensors:
         with self._locked():
             if self._recorder is not None:
                 self._recorder.arrive()
-            version = tensor._version
-            saved, base = self._find(storage, tensor, version)
-            first = saved is None
-            nbytes = storage.nbytes() if saved is None else saved.nbytes
-            self._arrive(PACK, self._num_saved if saved is None else saved.ordinal, nbytes, tensor)
+            saved, base = self.residency.find(storage, tensor)
             if saved is None:
-                saved = self._save(storage, tensor, version)
-            view = View.of(tensor, base)
-            ticket = _Ticket(self, saved, view)
+                self._arrive(PACK, self._num_saved, storage.nbytes(), tensor)
+                saved = self._save(storage, tensor)
+            else:
+                self._arrive(PACK, saved.ordinal, saved.nbytes, tensor)
+            ticket = _Ticket(self, saved, View.of(tensor, base))
             saved.live += 1
-            if saved.parcel.buffer is not None and saved.parcel.handle is None and not saved.parcel.shared:
+            parcel = saved.parcel
+            if parcel.buffer is not None and parcel.handle is None and not parcel.shared:
                 saved.kept[id(ticket)] = tensor.detach()
-            if first and self._open is saved.parcel and self._slab_is_full(saved.parcel):
-                self._seal(saved.parcel, move=True)
+            if parcel is self._open and self._is_full(parcel):
+                self._seal(parcel, move=True)
             self._depart(look_ahead=False)
             return ticket
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
         if isinstance(packed, _Untouched):
-            found = packed.tensor
-            if found._version != packed.version:
-                raise in_place_error(found._version, packed.version, found.dtype, found.shape)
-            return found
+            return packed.unpack()
         assert isinstance(packed, _Ticket)
         saved, view = packed.saved, packed.view
+        if self.closed:
+            raise StorageError(f"The Session that holds this tensor is closed ({self.closed}); run the step again.")
         with self._locked():
             if self._recorder is not None:
                 self._recorder.arrive()
@@ -233,14 +200,20 @@ class SavedTensors:
             if self._open is not None:
                 self._seal(self._open, move=False)
             record = self._records.get(saved)
-            if record is not None and record.needed is None and self._recorder is not None:
-                record.needed = self._recorder.moment
+            if record is not None and record.needed is None:
+                record.needed = self._moment
             tensor = saved.kept.get(id(packed))
-            if tensor is not None:
-                if tensor._version != saved.version:
-                    raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
-            else:
-                tensor = self._rebuild(saved, view)
+            if tensor is not None and tensor._version != saved.version:
+                raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
+            if tensor is None:
+                if self._cuda and self._plan is None:  # pragma: gpu
+                    incoming = saved.parcel.nbytes if saved.parcel.buffer is None else 0
+                    self.residency.make_room_on_cuda(incoming, spare=saved.parcel)
+                tensor = self.residency.rebuild(saved, view)
+            if tensor is None:
+                hold = saved.parcel.hold
+                now = saved.version + 1 if hold is None else hold._version
+                raise in_place_error(now, saved.version, view.dtype, view.size)
             saved.parcel.used = True
             self._depart(look_ahead=True)
             return tensor
@@ -248,7 +221,8 @@ class SavedTensors:
     def let_go(self, saved: Saved, ticket_id: int) -> None:
         """Called when autograd drops a saved tensor, from any thread and even from within our own work."""
         self._letting_go.append((saved, ticket_id))
-        if self._lock.acquire(blocking=False):
+        # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
+        if not threading.current_thread().name.startswith(_OWN_THREADS) and self._lock.acquire(blocking=False):
             self._unlock()
 
     # ------------------------------------------------------------------ moments
@@ -259,13 +233,13 @@ class SavedTensors:
             return
         self._moment += 1
         if self._choose is not None:
-            key = (tuple(tensor.shape), tensor.dtype) if tensor is not None else ()
-            self._plan, self._recorder = self._choose(key)
-            self._choose = None
+            choose, self._choose = self._choose, None
+            self._plan, self._recorder = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
             if self._recorder is not None:
                 self._recorder.arrive()
             if self._plan is not None and self._recorder is not None:
-                self._planned_held = planned_held(self._plan)
+                held = fast_profile(self._plan.trace, self._plan.placements) - other_profile(self._plan.trace)
+                self._planned_held = [int(nbytes) for nbytes in held]
         if self._recorder is not None:
             self._recorder.name(kind, ordinal, nbytes)
             self._watch_all(self._moment)
@@ -277,32 +251,31 @@ class SavedTensors:
             self._leave_plan()
             return
         for number in plan.drops.get(self._moment, ()):
-            parcel = self._numbered.get(number)
-            if parcel is not None and parcel.handle is not None:
-                self._drop(parcel)
+            if number in self._numbered:
+                self.residency.drop(self._numbered[number])
 
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
-        if self._in_step and self._plan is not None:
+        if self._plan is not None:
             for number in self._plan.fetches.get(self._moment, ()):
                 parcel = self._numbered.get(number)
                 if parcel is not None and parcel.members and parcel.buffer is None:
-                    self._fetch(parcel)
-        elif look_ahead:
-            self._look_ahead()
+                    self.residency.fetch(parcel)
+        elif look_ahead and self._in_step:
+            self.residency.look_ahead()
         if self._recorder is not None:
             self._recorder.leave(self._held_alone())
 
     def _leave_plan(self) -> None:
         """The step is not the one that was planned: from here on it is decided on the spot."""
+        if self._open is not None:
+            self._seal(self._open, move=True)
         self._plan = None
         self._recorder = None
         self._records = {}
         self._unowned = {}
-        self.left_plan = True
-        if self._open is not None:
-            self._seal(self._open, move=True)
         self._numbered = {}
+        self.left_plan = True
 
     def _watch_all(self, interval: int) -> None:
         """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
@@ -318,17 +291,15 @@ class SavedTensors:
 
     def _held_alone(self) -> int:
         """Bytes on the fast device that only the Session keeps alive."""
-        if self.device.type == "cpu":
+        if not self._cuda:
             return 0
         if self._plan is not None:  # pragma: gpu
             return self._planned_held[self._moment]
         held = 0  # pragma: gpu
-        for parcel in self._resident.values():  # pragma: gpu
-            if parcel.shared or parcel.hold is None:
-                held += parcel.nbytes
-                continue
+        for parcel in self.residency.resident.values():  # pragma: gpu
             records = [self._records.get(saved) for saved in parcel.members]
-            if not records or any(record is None or record.owned is not None for record in records):
+            theirs = not parcel.shared and parcel.hold is not None and records
+            if not theirs or any(record is None or record.owned is not None for record in records):
                 held += parcel.nbytes
         return held  # pragma: gpu
 
@@ -338,66 +309,54 @@ class SavedTensors:
         """The storage, where the Session may care for it."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             return None
-        if tensor.device != self.device or tensor.is_quantized:
+        if tensor.device != self.residency.device or tensor.is_quantized:
             return None
         storage = tensor.untyped_storage()
         return storage if storage.nbytes() else None
 
-    def _find(self, storage: torch.UntypedStorage, tensor: torch.Tensor, version: int) -> tuple[Saved | None, int]:
-        """The record of these very bytes, and where they begin in the tensor's storage."""
-        saved = self._by_key.get((storage._cdata, version))
-        if saved is not None:
-            return saved, 0
-        parcel = self._shared.get(storage._cdata)
-        if parcel is not None and version == fresh_version():
-            start = tensor.storage_offset() * tensor.element_size()
-            for member in parcel.members:
-                if member.offset <= start < member.offset + member.nbytes:
-                    return member, member.offset
-        return None, 0
-
-    def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor, version: int) -> Saved:
-        nbytes = storage.nbytes()
+    def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
+        """Takes charge of a storage that was not saved before."""
+        nbytes, ordinal = storage.nbytes(), -1
+        if self._in_step:
+            ordinal = self._num_saved
+            self._num_saved += 1
         is_input = storage._cdata in self._inputs
         movable = not is_input and nbytes >= TINY_BYTES
-        number, tier = -1, self._default_tier if movable else KEEP
-        ordinal = self._num_saved
-        if self._in_step:
-            self._num_saved += 1
+        number, num_together = -1, 0
+        tier = self.residency.default_tier if movable else KEEP
         if self._plan is not None:
             number = self._plan.trace.storages[ordinal].parcel if movable else -1
             tier = self._plan.placements[number].tier if number >= 0 else KEEP
+            num_together = self._plan.trace.parcels[number].num_storages if number >= 0 else 0
         block = self.blocks[-1] if self.blocks else ""
-        planned_slab = number >= 0 and self._plan is not None and self._plan.trace.parcels[number].num_storages > 1
         is_small = nbytes < min(SMALL_BYTES, self._slab_bytes // 2 + 1)
-        if tier == KEEP or not (planned_slab if self._plan is not None else is_small):
-            counted = min(nbytes, tensor.nbytes) if is_input else nbytes
-            parcel = self._new_parcel(counted, block, movable)
-            offset = 0
-            parcel.buffer = flat_bytes(storage)
-            parcel.hold = tensor.detach()
-        else:
+        if tier != KEEP and (num_together > 1 if self._plan is not None else is_small):
             parcel = self._slab_for(nbytes, number, block)
             offset = parcel.filled
-            parcel.filled += _aligned(nbytes)
+            parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             assert parcel.buffer is not None
             with torch.no_grad():
                 parcel.buffer[offset : offset + nbytes].copy_(flat_bytes(storage))
-        saved = Saved(parcel, nbytes, offset, version, ordinal=ordinal if self._in_step else -1)
-        parcel.members.add(saved)
-        saved.keys.append((storage._cdata, version))
-        saved.watch.append(weak_reference(storage))
-        self._by_key[saved.keys[0]] = saved
+        else:
+            if self._cuda and self._plan is None:  # pragma: gpu
+                self.residency.make_room_on_cuda(0)
+            # Of an input only what was saved counts: a slice of a whole data set does not count as all of it.
+            counted = min(nbytes, tensor.nbytes) if is_input else nbytes
+            parcel, offset = self.residency.new_parcel(counted, block, movable=movable), 0
+            parcel.buffer = flat_bytes(storage)
+            parcel.hold = tensor.detach()
+        saved = Saved(parcel, nbytes, offset, tensor._version, ordinal=ordinal)
+        self.residency.add(saved, storage)
         if tier != KEEP and not parcel.shared:
             if number >= 0:
                 parcel.number = number
                 self._numbered[number] = parcel
-            self._put(parcel, tier)
+            self.residency.put(parcel, tier)
         if self._recorder is not None and self._plan is None:
-            self._record(saved, storage, movable, is_input)
+            self._record(saved, storage, movable=movable, is_input=is_input)
         return saved
 
-    def _record(self, saved: Saved, storage: torch.UntypedStorage, movable: bool, is_input: bool) -> None:
+    def _record(self, saved: Saved, storage: torch.UntypedStorage, *, movable: bool, is_input: bool) -> None:
         assert self._recorder is not None
         parcel = saved.parcel
         record = StorageRecord(
@@ -412,40 +371,31 @@ class SavedTensors:
             record.watch = weak_reference(storage)
         self._recorder.storages.append(record)
         self._records[saved] = record
-        if self.device.type == "cuda":  # pragma: gpu
+        if self._cuda:  # pragma: gpu
             if is_input:
                 record.owned = 1 << 30
             else:
                 self._unowned[saved] = record
 
-    def _new_parcel(self, nbytes: int, block: str, movable: bool) -> Parcel:
-        self._make_room(nbytes, block)
-        parcel = Parcel(nbytes, block, movable, self._order)
-        self._order += 1
-        self._hold(parcel)
-        return parcel
-
     def _slab_for(self, nbytes: int, number: int, block: str) -> Parcel:
         """The shared buffer that takes the next small storage."""
         slab = self._open
-        if slab is not None:
+        if slab is not None and not slab.sealed:
             full = slab.filled + nbytes > slab.nbytes
-            if slab.number != number if self._plan is not None else full:
-                self._seal(slab, move=True)
-        if self._open is None:
-            size = self._plan.trace.parcels[number].nbytes if self._plan is not None else self._slab_bytes
-            parcel = self._new_parcel(size, block, True)
-            parcel.buffer = self._empty(size)
-            parcel.shared = True
-            parcel.sealed = False
-            self._shared[parcel.buffer.untyped_storage()._cdata] = parcel
-            if self._plan is not None:
-                parcel.number = number
-                self._numbered[number] = parcel
-            self._open = parcel
-        return self._open
+            if not (slab.number != number if self._plan is not None else full):
+                return slab
+            self._seal(slab, move=True)
+        size = self._plan.trace.parcels[number].nbytes if self._plan is not None else self._slab_bytes
+        if self._cuda and self._plan is None:  # pragma: gpu
+            self.residency.make_room_on_cuda(size)
+        slab = self.residency.new_shared_parcel(size, block)
+        if self._plan is not None:
+            slab.number = number
+            self._numbered[number] = slab
+        self._open = slab
+        return slab
 
-    def _slab_is_full(self, parcel: Parcel) -> bool:
+    def _is_full(self, parcel: Parcel) -> bool:
         if self._plan is not None and parcel.number >= 0:
             return parcel.filled >= parcel.nbytes
         return parcel.nbytes - parcel.filled < TINY_BYTES
@@ -453,200 +403,15 @@ class SavedTensors:
     def _seal(self, parcel: Parcel, *, move: bool) -> None:
         """No further storage joins; with `move` it begins to leave."""
         self._open = None
+        if parcel.sealed:  # it had to be pushed out already
+            return
         parcel.sealed = True
         if not parcel.members:
-            self._discard(parcel)
+            self.residency.discard(parcel)
         elif move:
-            tier = self._default_tier
-            if self._plan is not None and parcel.number >= 0:
-                tier = self._plan.placements[parcel.number].tier
-            self._put(parcel, tier)
-
-    # ------------------------------------------------------------------ moving
-
-    def _put(self, parcel: Parcel, tier: str) -> None:
-        assert parcel.buffer is not None
-        label = f"a tensor saved in {parcel.block or 'the model'}"
-        for name in dict.fromkeys((tier, *self._tiers)):
-            try:
-                parcel.handle = self._tiers[name].put(parcel.buffer, label=label)
-            except BudgetError:
-                continue  # no room there; the next tier may have some
-            parcel.tier = self._tiers[name]
-            break
-        else:
-            return  # it stays where it is; whether that is within the budget shows when the step ends
-        self.moved_bytes += parcel.nbytes
-        for saved in parcel.members:
-            self._forget_kept(saved)
-
-    def _drop(self, parcel: Parcel) -> None:
-        """Gives the parcel's room on the fast tier back, after its copy out or in."""
-        if parcel.buffer is None:
-            return
-        assert parcel.handle is not None
-        (parcel.back or parcel.handle.written).wait()
-        parcel.back = None
-        self._away[parcel.order] = parcel
-        if parcel.hold is not None:
-            for saved in parcel.members:
-                saved.stale = saved.stale or parcel.hold._version != saved.version
-        self._release(parcel)
-
-    def _release(self, parcel: Parcel) -> None:
-        if parcel.buffer is not None:
-            self._shared.pop(parcel.buffer.untyped_storage()._cdata, None)
-        for saved in parcel.members:
-            self._forget_kept(saved)
-            for key in saved.keys[1:]:
-                self._by_key.pop(key, None)
-            del saved.keys[1:]
-            del saved.watch[1:]
-        parcel.buffer = None
-        parcel.hold = None
-        parcel.used = False
-        if self._resident.pop(parcel.order, None) is not None:
-            self.resident_bytes -= parcel.nbytes
-
-    def _forget_kept(self, saved: Saved) -> None:
-        if any(tensor._version != saved.version for tensor in saved.kept.values()):
-            saved.stale = True
-        saved.kept.clear()
-
-    def _fetch(self, parcel: Parcel) -> None:
-        """Begins to bring a parcel back."""
-        assert parcel.tier is not None
-        assert parcel.handle is not None
-        self._make_room(parcel.nbytes, parcel.block)
-        parcel.buffer = self._empty(parcel.nbytes)
-        parcel.back = parcel.tier.get(parcel.handle, parcel.buffer)
-        self._hold(parcel)
-
-    def _rebuild(self, saved: Saved, view: View) -> torch.Tensor:
-        """The saved tensor as a view of bytes that are back, or were never gone."""
-        if self.closed:
-            raise StorageError(
-                f"The Session that holds this saved tensor is closed ({self.closed}); run the step again."
-            )
-        parcel = saved.parcel
-        if parcel.buffer is None and not saved.stale:
-            self._fetch(parcel)
-        elif self._plan is None and self.device.type == "cuda":  # pragma: gpu
-            self._make_room_on_cuda(0, spare=parcel)
-        if parcel.hold is not None and parcel.hold._version != saved.version:
-            saved.stale = True
-        if saved.stale:
-            now = parcel.hold._version if parcel.hold is not None else saved.version + 1
-            raise in_place_error(now, saved.version, view.dtype, view.size)
-        if parcel.back is not None:
-            parcel.back.wait()
-            parcel.back = None
-        assert parcel.buffer is not None
-        storage = parcel.buffer.untyped_storage()
-        if parcel.shared:
-            self._shared[storage._cdata] = parcel
-        elif (key := (storage._cdata, fresh_version())) not in self._by_key and parcel.hold is None:
-            saved.keys.append(key)
-            saved.watch.append(weak_reference(storage))
-            self._by_key[key] = saved
-        return view.over(parcel.buffer, saved.offset)
-
-    def _hold(self, parcel: Parcel) -> None:
-        self._away.pop(parcel.order, None)
-        self._resident[parcel.order] = parcel
-        self.resident_bytes += parcel.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-
-    def _discard(self, parcel: Parcel) -> None:
-        """Autograd has let go of everything in it: gone from every tier."""
-        if parcel.back is not None and self.device.type == "cuda":  # pragma: gpu
-            # The memory goes back to the allocator, which must not hand it out before the copy into it has ended.
-            parcel.back.wait()
-        parcel.back = None
-        came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
-        if self._check and came_back and self._is_alone(parcel):
-            assert parcel.buffer is not None
-            parcel.buffer.fill_(0xFF)
-        self._release(parcel)
-        self._away.pop(parcel.order, None)
-        if parcel.handle is not None and parcel.tier is not None:
-            parcel.tier.free(parcel.handle)
-            parcel.handle = None
-        if self._open is parcel:
-            self._open = None
-
-    # ------------------------------------------------------------------ room
-
-    def _make_room(self, nbytes: int, block: str) -> None:
-        """Pushes out what is needed latest until `nbytes` more fit the budget."""
-        if self.device.type == "cuda":
-            if self._plan is None:  # pragma: gpu
-                self._make_room_on_cuda(nbytes)
-            return
-        stuck: set[Parcel] = set()  # the tiers have no room for these
-        while self.resident_bytes + nbytes > self.limit_bytes:
-            victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
-            if victim is None:
-                if self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]:
-                    self.shortfall = (self.resident_bytes + nbytes, block)
-                return
-            self._push_out(victim)
-            if victim.buffer is not None:
-                stuck.add(victim)
-
-    def _make_room_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
-        """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
-        excess = self._recorder.excess_bytes if self._recorder is not None else 0
-        allowed = min(self.limit_bytes // 2, self.limit_bytes - 2 * excess)
-        for victim in list(self._victims()):
-            if torch.cuda.memory_allocated(self.device) + nbytes <= allowed:
-                return
-            if victim is not spare:
-                self._push_out(victim)
-
-    def _victims(self) -> Iterator[Parcel]:
-        """Resident parcels in the order in which they can best be spared: first made, last needed."""
-        if self._default_tier == KEEP:
-            return
-        in_use: list[Parcel] = []
-        for parcel in list(self._resident.values()):
-            if not parcel.movable or parcel.buffer is None:
-                continue
-            if parcel.used:
-                in_use.append(parcel)
-            else:
-                yield parcel
-        # After retain_graph a parcel stays in use as far as autograd tells; the storage's references tell more.
-        for parcel in in_use:
-            if parcel.buffer is not None and self._is_alone(parcel):
-                yield parcel
-
-    def _is_alone(self, parcel: Parcel) -> bool:
-        """Whether nobody but the Session refers to the parcel's buffer."""
-        assert parcel.buffer is not None
-        kept = sum(len(saved.kept) for saved in parcel.members)
-        return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + kept)
-
-    def _push_out(self, parcel: Parcel) -> None:
-        if parcel is self._open:
-            self._seal(parcel, move=True)
-        if parcel.handle is None and parcel.buffer is not None:
-            self._put(parcel, self._default_tier)
-        if parcel.buffer is not None and parcel.handle is not None:
-            self._drop(parcel)
-
-    def _look_ahead(self) -> None:
-        """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
-        if self._default_tier == KEEP or not self._in_step:
-            return
-        for order in heapq.nlargest(2, self._away):
-            parcel = self._away[order]
-            room = self.limit_bytes - self.resident_bytes
-            if self.device.type == "cuda":  # pragma: gpu
-                room = self.limit_bytes // 2 - torch.cuda.memory_allocated(self.device)
-            if order < self._first_order or parcel.nbytes * 2 > room:
-                return
-            self._fetch(parcel)
+            planned = self._plan is not None and parcel.number >= 0
+            tier = self._plan.placements[parcel.number].tier if planned and self._plan else self.residency.default_tier
+            self.residency.put(parcel, tier)
 
     # ------------------------------------------------------------------ locking
 
@@ -676,27 +441,10 @@ class SavedTensors:
             saved.live -= 1
             if saved.live:
                 continue
-            for key in saved.keys:
-                self._by_key.pop(key, None)
-            saved.watch.clear()
             record = self._records.pop(saved, None)
             self._unowned.pop(saved, None)
             if record is not None:
                 record.freed = self._moment + 1
-                if self.device.type == "cuda" and record.owned is None:  # pragma: gpu
+                if record.owned is None and self._cuda:  # pragma: gpu
                     record.owned = self._moment + 1
-            parcel = saved.parcel
-            parcel.members.discard(saved)
-            if not parcel.members and parcel.sealed:
-                self._discard(parcel)
-
-
-def planned_held(plan: Plan) -> list[int]:  # pragma: gpu
-    """Bytes on the fast device for the Session's sake alone, in every interval of a step that follows the plan."""
-    from torchstorm.plan.forecast import fast_profile, other_profile
-
-    return [int(held) for held in fast_profile(plan.trace, plan.placements) - other_profile(plan.trace)]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            self.residency.remove(saved)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.errors import BudgetError, ConfigError, StorageError, UnsupportedError
 from torchstorm.offload.record import CpuClock, Recorder, seconds_between
 from torchstorm.offload.report import Report
+from torchstorm.offload.residency import Residency
 from torchstorm.offload.saved import SavedTensors
 from torchstorm.offload.stack import Stack, build_stack
 from torchstorm.plan.forecast import Figures
@@ -79,7 +80,7 @@ class Session:
         self._stack: Stack = build_stack(model, vram=vram, ram=ram, disk=disk, check=check, unlimited=unlimited)
         self.device = self._stack.device
         self._clock = StreamClock(self.device) if self.device.type == "cuda" else CpuClock()
-        self._saved = SavedTensors(
+        self._residency = Residency(
             self.device,
             limit_bytes=self._stack.fast_bytes,
             tiers=self._stack.tiers,
@@ -88,6 +89,7 @@ class Session:
             staging_bytes=self._stack.staging_bytes,
             check=check,
         )
+        self._saved = SavedTensors(self._residency)
         self._plans: dict[tuple[Any, ...], _Planned] = {}
         self._key: tuple[Any, ...] = ()
         self._start: object = None
@@ -141,7 +143,7 @@ class Session:
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("A step cannot be captured into a CUDA graph: its waits would be lost.")
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._base_bytes = torch.cuda.memory_allocated(self.device) - self._saved.resident_bytes
+            self._base_bytes = torch.cuda.memory_allocated(self.device) - self._residency.resident_bytes
         for tier in self._stack.tiers.values():
             tier.reset_peak()
         tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -165,14 +167,14 @@ class Session:
         if planned is not None and planned.times_are_warm:
             return planned.plan, None
         recorder = Recorder(
-            self.device, self._start, base_bytes=self._base_bytes, staging_bytes=self._saved.staging_bytes
+            self.device, self._start, base_bytes=self._base_bytes, staging_bytes=self._residency.staging_bytes
         )
         if planned is None and not self._naming:
             self._start_naming()
         return planned.plan if planned else None, recorder
 
     def _leave(self) -> None:
-        moved, left_plan, shortfall = self._saved.moved_bytes, self._saved.left_plan, self._saved.shortfall
+        moved, left_plan, shortfall = self._residency.moved_bytes, self._saved.left_plan, self._residency.shortfall
         recorder = self._saved.end()
         stop = self._clock.mark()
         self._running = False
@@ -276,7 +278,7 @@ class Session:
         figures = Figures(
             step_ms=0.0 if self.device.type == "cuda" else seconds_between(self._start, stop) * 1e3,
             vram_bytes=vram,
-            ram_bytes=self._saved.peak_bytes if self.device.type == "cpu" else self._stack.ram_bytes(),
+            ram_bytes=self._residency.peak_bytes if self.device.type == "cpu" else self._stack.ram_bytes(),
             disk_bytes=self._stack.disk_bytes(),
         )
         self._last = figures

@@ -44,7 +44,7 @@ class CudaCopy:
 
     def done(self) -> bool:
         """Whether the copy has ended."""
-        return self._event.query()
+        return bool(self._event.query())
 
 
 class Engine:

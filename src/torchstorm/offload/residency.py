@@ -1,0 +1,305 @@
+"""Which parcels are on the fast device, which are away, and how they come and go within the budget."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchstorm.errors import BudgetError, StorageError
+from torchstorm.memory.tier import Tier
+from torchstorm.offload.parcels import Parcel, Saved, View, fresh_version, held_only_here, weak_reference
+from torchstorm.plan.forecast import KEEP
+
+
+class Residency:
+    """Moves parcels, and knows a saved storage when it sees it again.
+
+    Not thread-safe: `SavedTensors` holds its lock around every call.
+
+    Args:
+        device: the fast device.
+        limit_bytes: what may be resident at once, on CPU; on CUDA the budget for allocated memory.
+        tiers: where parcels can go, by the names of placements ("ram", "disk"); may be empty.
+        default_tier: the one that unplanned moves go to; "keep" where there is none.
+        empty: allocates (nbytes,) uint8 on the fast device.
+        staging_bytes: constant room for copies under way, counted as resident.
+        check: poison buffers that came back, once autograd has let go of them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        limit_bytes: int,
+        tiers: dict[str, Tier],
+        default_tier: str,
+        empty: Callable[[int], torch.Tensor],
+        staging_bytes: int,
+        check: bool,
+    ) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.default_tier = default_tier
+        self.staging_bytes = staging_bytes
+        self.resident_bytes = staging_bytes
+        self.peak_bytes = staging_bytes
+        self.moved_bytes = 0
+        self.shortfall: tuple[int, str] | None = None
+        self.resident: dict[int, Parcel] = {}  # by order of making
+        # On CUDA without a plan: the most that a stretch of the user's work has allocated beyond what it began with.
+        self.excess_bytes: Callable[[], int] = int
+        self._tiers = tiers
+        self._empty = empty
+        self._check = check
+        self._away: dict[int, Parcel] = {}  # by order of making
+        self._order = 0
+        self._first_order = 0
+        self._by_key: dict[tuple[int, int], Saved] = {}
+        self._shared: dict[int, Parcel] = {}  # storage address of a shared buffer -> parcel
+
+    def begin_step(self) -> None:
+        """Counts peaks and moved bytes from here."""
+        self._first_order = self._order
+        self.peak_bytes = self.resident_bytes
+        self.moved_bytes = 0
+        self.shortfall = None
+
+    # ------------------------------------------------------------------ knowing storages again
+
+    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> tuple[Saved | None, int]:
+        """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
+        saved = self._by_key.get((storage._cdata, tensor._version))
+        if saved is not None:
+            return saved, 0
+        parcel = self._shared.get(storage._cdata)
+        if parcel is not None and tensor._version == fresh_version():
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            for member in parcel.members:
+                if member.offset <= start < member.offset + member.nbytes:
+                    return member, member.offset
+        return None, 0
+
+    def add(self, saved: Saved, storage: torch.UntypedStorage) -> None:
+        """Remembers a storage that has just been saved."""
+        saved.parcel.members.add(saved)
+        self._remember(saved, (storage._cdata, saved.version), storage)
+
+    def all_saved(self) -> set[Saved]:
+        """Everything that autograd still holds."""
+        return set(self._by_key.values())
+
+    def remove(self, saved: Saved) -> None:
+        """Autograd has let go of a storage; the last one of a parcel takes the parcel with it."""
+        for key in saved.keys:
+            self._by_key.pop(key, None)
+        saved.watch.clear()
+        saved.parcel.members.discard(saved)
+        if not saved.parcel.members and saved.parcel.sealed:
+            self.discard(saved.parcel)
+
+    def _remember(self, saved: Saved, key: tuple[int, int], storage: torch.UntypedStorage) -> None:
+        saved.keys.append(key)
+        saved.watch.append(weak_reference(storage))
+        self._by_key[key] = saved
+
+    # ------------------------------------------------------------------ coming and going
+
+    def new_parcel(self, nbytes: int, block: str, *, movable: bool) -> Parcel:
+        """Makes room for a parcel and counts it as resident; the caller gives it its buffer."""
+        self.make_room(nbytes, block)
+        parcel = Parcel(nbytes, block, movable, self._order)
+        self._order += 1
+        self._hold(parcel)
+        return parcel
+
+    def new_shared_parcel(self, nbytes: int, block: str) -> Parcel:
+        """A parcel with a buffer of its own, into which small storages are copied."""
+        parcel = self.new_parcel(nbytes, block, movable=True)
+        parcel.buffer = self._empty(nbytes)
+        parcel.shared = True
+        parcel.sealed = False
+        self._shared[parcel.buffer.untyped_storage()._cdata] = parcel
+        return parcel
+
+    def put(self, parcel: Parcel, tier: str) -> None:
+        """Begins the copy out, to the named tier or, where that has no room, to another."""
+        assert parcel.buffer is not None
+        content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
+        label = f"a tensor saved in {parcel.block or 'the model'}"
+        for name in dict.fromkeys((tier, *self._tiers)):
+            try:
+                parcel.handle = self._tiers[name].put(content, label=label)
+            except BudgetError:
+                continue
+            parcel.tier = self._tiers[name]
+            break
+        else:
+            return  # it stays where it is; whether that is within the budget shows when the step ends
+        self.moved_bytes += content.nbytes
+        for saved in parcel.members:
+            _forget_kept(saved)
+
+    def drop(self, parcel: Parcel) -> None:
+        """Gives the parcel's room on the fast device back, after its copy out (or in) has ended.
+
+        Raises:
+            StorageError: that copy failed.
+        """
+        if parcel.buffer is None or parcel.handle is None:
+            return
+        (parcel.back or parcel.handle.written).wait()
+        parcel.back = None
+        if parcel.hold is not None:
+            for saved in parcel.members:
+                saved.stale = saved.stale or parcel.hold._version != saved.version
+        self._away[parcel.order] = parcel
+        self._release(parcel)
+
+    def fetch(self, parcel: Parcel) -> None:
+        """Takes room for a parcel that is away and begins the copy in."""
+        assert parcel.tier is not None
+        assert parcel.handle is not None
+        self.make_room(parcel.nbytes, parcel.block)
+        parcel.buffer = self._empty(parcel.nbytes)
+        parcel.back = parcel.tier.get(parcel.handle, parcel.buffer)
+        self._hold(parcel)
+
+    def rebuild(self, saved: Saved, view: View) -> torch.Tensor | None:
+        """A saved tensor as a view of bytes that are back, or were never gone; None if they changed in place.
+
+        Raises:
+            StorageError: the copy in failed.
+        """
+        parcel = saved.parcel
+        if parcel.hold is not None and parcel.hold._version != saved.version:
+            saved.stale = True
+        if saved.stale:
+            return None
+        if parcel.buffer is None:
+            self.fetch(parcel)
+        if parcel.back is not None:
+            parcel.back.wait()
+            parcel.back = None
+        assert parcel.buffer is not None
+        storage = parcel.buffer.untyped_storage()
+        key = (storage._cdata, fresh_version())
+        if parcel.shared:
+            self._shared[storage._cdata] = parcel
+        elif parcel.hold is None and key not in self._by_key:
+            self._remember(saved, key, storage)
+        return view.over(parcel.buffer, saved.offset)
+
+    def discard(self, parcel: Parcel) -> None:
+        """Autograd has let go of everything in it: gone from every tier."""
+        if parcel.back is not None and self.device.type == "cuda":  # pragma: gpu
+            # The memory goes back to the allocator, which must not hand it out before the copy into it has ended.
+            with contextlib.suppress(StorageError):
+                parcel.back.wait()
+        parcel.back = None
+        came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
+        if self._check and came_back and self._is_alone(parcel):
+            assert parcel.buffer is not None
+            parcel.buffer.fill_(0xFF)
+        self._release(parcel)
+        self._away.pop(parcel.order, None)
+        if parcel.handle is not None and parcel.tier is not None:
+            parcel.tier.free(parcel.handle)
+            parcel.handle = None
+
+    def _hold(self, parcel: Parcel) -> None:
+        self._away.pop(parcel.order, None)
+        self.resident[parcel.order] = parcel
+        self.resident_bytes += parcel.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+
+    def _release(self, parcel: Parcel) -> None:
+        if parcel.buffer is not None:
+            self._shared.pop(parcel.buffer.untyped_storage()._cdata, None)
+        for saved in parcel.members:
+            _forget_kept(saved)
+            for key in saved.keys[1:]:
+                self._by_key.pop(key, None)
+            del saved.keys[1:]
+            del saved.watch[1:]
+        parcel.buffer = None
+        parcel.hold = None
+        parcel.used = False
+        if self.resident.pop(parcel.order, None) is not None:
+            self.resident_bytes -= parcel.nbytes
+        if parcel.shared:
+            parcel.nbytes = parcel.filled
+
+    # ------------------------------------------------------------------ room
+
+    def make_room(self, nbytes: int, block: str) -> None:
+        """Pushes out what is needed latest until `nbytes` more fit the budget; on CUDA plans see to that themselves."""
+        if self.device.type == "cuda":
+            return
+        stuck: set[Parcel] = set()  # the tiers have no room for these
+        while self.resident_bytes + nbytes > self.limit_bytes:
+            victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
+            if victim is None:
+                if self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]:
+                    self.shortfall = (self.resident_bytes + nbytes, block)
+                return
+            self._push_out(victim)
+            if victim.buffer is not None:
+                stuck.add(victim)
+
+    def make_room_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
+        """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
+        allowed = min(self.limit_bytes // 2, self.limit_bytes - 2 * self.excess_bytes())
+        for victim in list(self._victims()):
+            if torch.cuda.memory_allocated(self.device) + nbytes <= allowed:
+                return
+            if victim is not spare:
+                self._push_out(victim)
+
+    def look_ahead(self) -> None:
+        """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
+        for order in heapq.nlargest(2, self._away):
+            parcel = self._away[order]
+            room = self.limit_bytes - self.resident_bytes
+            if self.device.type == "cuda":  # pragma: gpu
+                room = self.limit_bytes // 2 - torch.cuda.memory_allocated(self.device)
+            if order < self._first_order or parcel.nbytes * 2 > room:
+                return
+            self.fetch(parcel)
+
+    def _victims(self) -> Iterator[Parcel]:
+        """Resident parcels in the order in which they can best be spared: first made, last needed."""
+        if self.default_tier == KEEP:
+            return
+        in_use: list[Parcel] = []
+        for parcel in list(self.resident.values()):
+            if not parcel.movable or parcel.buffer is None:
+                continue
+            if parcel.used:
+                in_use.append(parcel)
+            else:
+                yield parcel
+        # After retain_graph a parcel stays in use as far as autograd tells; the storage's references tell more.
+        for parcel in in_use:
+            if parcel.buffer is not None and self._is_alone(parcel):
+                yield parcel
+
+    def _is_alone(self, parcel: Parcel) -> bool:
+        """Whether nobody but the Session refers to the parcel's buffer."""
+        assert parcel.buffer is not None
+        kept = sum(len(saved.kept) for saved in parcel.members)
+        return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + kept)
+
+    def _push_out(self, parcel: Parcel) -> None:
+        parcel.sealed = True
+        if parcel.handle is None:
+            self.put(parcel, self.default_tier)
+        self.drop(parcel)
+
+
+def _forget_kept(saved: Saved) -> None:
+    if any(tensor._version != saved.version for tensor in saved.kept.values()):
+        saved.stale = True
+    saved.kept.clear()

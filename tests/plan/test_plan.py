@@ -1,0 +1,219 @@
+"""Traces and plans as values: to JSON and back, and as people read them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from plan.traces import machines, trace_of, traces
+
+from torchstorm.errors import PlanError
+from torchstorm.plan.forecast import Figures, Placement
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget, Plan, outer_block
+from torchstorm.plan.solve import smallest_fast_bytes, solve
+from torchstorm.plan.trace import Moment, SavedStorage, Trace, make_parcels
+from torchstorm.sizes import parse_size
+
+KIB = 1024
+
+
+def storage(kib: int, made: int, needed: int, parcel: int, block: str) -> SavedStorage:
+    return SavedStorage(
+        nbytes=kib * KIB, made=made, owned=made, needed=needed, freed=needed + 1, parcel=parcel, block=block
+    )
+
+
+def example(*, parcel_bytes: tuple[int, ...] = (8 * KIB, 12 * KIB, 6 * KIB)) -> Plan:
+    """Four storages in three parcels, one of them shared, and one that may not move."""
+    trace = trace_of(
+        "p0 p1 p2 p3 p4 u4 u3 u2 u1 u0",
+        [
+            storage(8, 1, 10, 0, "h.0.mlp.fc"),
+            storage(12, 2, 9, 1, "h.0.attn"),
+            storage(4, 3, 8, 2, "h.1.mlp"),
+            storage(2, 4, 7, 2, "h.1.attn"),
+            storage(1, 5, 6, -1, ""),
+        ],
+        seconds=[0.001] * 11,
+        parcel_bytes=parcel_bytes,
+    )
+    return Plan(
+        trace=trace,
+        budget=Budget(ram=16 * KIB, disk=2**20),
+        placements=(
+            Placement(tier="disk", drop=3, fetch=9),
+            Placement(tier="keep"),
+            Placement(tier="disk", drop=5, fetch=7),
+        ),
+        forecast=Figures(step_ms=12.34, vram_bytes=0, ram_bytes=15 * KIB, disk_bytes=14 * KIB),
+    )
+
+
+def table(text: str) -> dict[str, list[int]]:
+    """The rows of a printed plan: block -> bytes kept, in RAM, on disk."""
+    rows = {}
+    for line in text.splitlines()[2:]:
+        if line.startswith("forecast"):
+            break
+        cells = (line[28:40], line[40:52], line[52:64])
+        rows[line[:28].strip()] = [0 if cell.strip() == "-" else parse_size(cell.strip()) for cell in cells]
+    return rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), machine=machines())
+def test_what_is_written_is_read_back(trace: Trace, machine: Machine) -> None:
+    assert Trace.from_json(trace.to_json()) == trace
+    assert Machine.from_json(machine.to_json()) == machine
+    least = max(smallest_fast_bytes(trace), smallest_fast_bytes(trace, movable=False))
+    plan = solve(trace, machine, Budget(vram=least, ram=least, disk=1 << 40))
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert (again.drops, again.fetches) == (plan.drops, plan.fetches)
+    assert str(again) == str(plan)
+
+
+TRACE_TEXT = example().trace.to_json()
+PLAN_TEXT = example().to_json()
+
+
+def changed(text: str, **fields: object) -> str:
+    return json.dumps({**json.loads(text), **fields})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "3",
+        "[]",
+        '"text"',
+        "{}",
+        changed(TRACE_TEXT, extra=1),
+        changed(TRACE_TEXT, moments=[{"kind": "enter"}]),
+        changed(TRACE_TEXT, moments=3),
+        changed(TRACE_TEXT, storages=[[]]),
+        changed(TRACE_TEXT, parcels="text"),
+        PLAN_TEXT,
+    ],
+)
+def test_text_that_is_no_trace_is_a_plan_error(text: str) -> None:
+    with pytest.raises(PlanError, match="this is not a trace that torchstorm wrote"):
+        Trace.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        TRACE_TEXT,
+        changed(PLAN_TEXT, trace=None),
+        changed(PLAN_TEXT, budget={"vram": 1, "tape": 2}),
+        changed(PLAN_TEXT, placements=[{"drop": 1}]),
+        changed(PLAN_TEXT, forecast={}),
+    ],
+)
+def test_text_that_is_no_plan_is_a_plan_error(text: str) -> None:
+    with pytest.raises(PlanError, match="this is not a plan that torchstorm wrote"):
+        Plan.from_json(text)
+
+
+def test_a_plan_whose_placements_do_not_fit_its_trace_is_a_plan_error() -> None:
+    with pytest.raises(PlanError):
+        Plan.from_json(changed(PLAN_TEXT, placements=[]))
+
+
+def test_values_cannot_be_changed() -> None:
+    plan = example()
+    for value, field in ((plan, "budget"), (plan.trace, "moments"), (plan.placements[0], "tier"), (plan.budget, "ram")):
+        with pytest.raises(AttributeError, match="cannot assign"):
+            setattr(value, field, None)
+
+
+def test_a_plan_knows_what_moves_and_when() -> None:
+    plan = example()
+    assert plan.moved_bytes("disk") == 14 * KIB
+    assert plan.moved_bytes("ram") == 0
+    assert plan.drops == {3: [0], 5: [2]}
+    assert plan.fetches == {9: [0], 7: [2]}
+    assert plan.trace.saved_bytes == 27 * KIB
+    assert plan.trace.compute_s == pytest.approx(0.011)
+
+
+def test_a_printed_plan_names_blocks_totals_and_forecast() -> None:
+    assert str(example()).splitlines() == [
+        "5 saved storages, 27.00 KiB, in 3 parcels; 11 moments",
+        "block                               keep         ram        disk",
+        "h.0                            12.00 KiB           -    8.00 KiB",
+        "h.1                                    -           -    6.00 KiB",
+        "(model)                         1.00 KiB           -           -",
+        "total                          13.00 KiB           -   14.00 KiB",
+        "forecast            peak      budget",
+        "ram            15.00 KiB   16.00 KiB",
+        "disk           14.00 KiB    1.00 MiB",
+        "step             12.3 ms",
+    ]
+
+
+def test_a_printed_plan_for_a_gpu_has_its_three_tiers() -> None:
+    plan = example()
+    plan = replace(
+        plan,
+        trace=replace(plan.trace, device="cuda"),
+        budget=Budget(vram=64 * KIB, ram=16 * KIB),
+        placements=(Placement(tier="ram", drop=3, fetch=9), *plan.placements[1:]),
+        forecast=Figures(step_ms=1.0, vram_bytes=60 * KIB, ram_bytes=8 * KIB, disk_bytes=6 * KIB),
+    )
+    assert str(plan).splitlines()[5:] == [
+        "total                          13.00 KiB    8.00 KiB    6.00 KiB",
+        "forecast            peak      budget",
+        "vram           60.00 KiB   64.00 KiB",
+        "ram             8.00 KiB   16.00 KiB",
+        "disk            6.00 KiB           -",
+        "step              1.0 ms",
+    ]
+
+
+@pytest.mark.parametrize("parcel_bytes", [(8 * KIB, 12 * KIB, 6 * KIB), (8 * KIB, 12 * KIB, 7 * KIB)])
+def test_the_totals_of_a_printed_plan_are_its_columns(parcel_bytes: tuple[int, ...]) -> None:
+    rows = table(str(example(parcel_bytes=parcel_bytes)))
+    total = rows.pop("total")
+    assert [sum(column) for column in zip(*rows.values(), strict=True)] == total
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("h.3.mlp.c_fc", "h.3"),
+        ("transformer.h.11.ln_1", "transformer.h.11"),
+        ("0", "0"),
+        ("3.weight", "3"),
+        ("lm_head", "lm_head"),
+        ("model.embed.tokens", "model.embed"),
+        ("layer4.conv", "layer4.conv"),
+        ("", ""),
+    ],
+)
+def test_the_outer_block_is_the_repeated_one(name: str, block: str) -> None:
+    assert outer_block(name) == block
+
+
+def test_a_moment_is_compared_by_what_happened_not_by_how_long_it_took() -> None:
+    moment = Moment(kind="pack", storage=3, nbytes=10, compute_s=1.0, other_bytes=5)
+    assert moment.signature == replace(moment, compute_s=2.0, other_bytes=7).signature == ("pack", 3, 10)
+    assert replace(moment, nbytes=11).signature != moment.signature
+
+
+def test_no_parcels_make_none_and_a_lone_storage_keeps_its_owner() -> None:
+    assert make_parcels([], []) == ()
+    lone = SavedStorage(nbytes=5, made=1, owned=3, needed=6, freed=7, parcel=0, block="x")
+    (parcel,) = make_parcels([lone], [512])
+    assert (parcel.nbytes, parcel.owned, parcel.num_storages, parcel.block) == (512, 3, 1, "x")

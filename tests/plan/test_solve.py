@@ -1,0 +1,353 @@
+"""`solve` on random steps: what it promises is checked by a simulation that shares nothing with it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from plan import naive
+from plan.traces import blocks_trace, is_parcel_valid, machines, trace_of, traces
+
+from torchstorm.errors import BudgetError
+from torchstorm.plan.forecast import Placement
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.solve import shift_base, smallest_fast_bytes, solve
+from torchstorm.plan.trace import SavedStorage, Trace
+
+AMPLE = 1 << 40
+MACHINE = Machine(
+    name="test", d2h_bytes_per_s=1e8, h2d_bytes_per_s=1e8, disk_write_bytes_per_s=5e7, disk_read_bytes_per_s=5e7
+)
+quick = settings(max_examples=60, deadline=None)
+
+
+def fast_name(trace: Trace) -> str:
+    return "ram" if trace.device == "cpu" else "vram"
+
+
+def budget_of(trace: Trace, fast_bytes: int, *, ram: int = AMPLE, disk: int = AMPLE) -> Budget:
+    if trace.device == "cpu":
+        return Budget(ram=fast_bytes, disk=disk)
+    return Budget(vram=fast_bytes, ram=ram, disk=disk)
+
+
+def all_away_bytes(trace: Trace) -> int:
+    return max(naive.fast_bytes(trace, naive.away(trace, "disk")))
+
+
+def all_kept_bytes(trace: Trace) -> int:
+    return max(naive.fast_bytes(trace, naive.keep(trace)))
+
+
+@st.composite
+def feasible(draw: st.DrawFn, *, padding: bool = True) -> tuple[Trace, Budget]:
+    """A step, and a budget somewhere between moving everything and a little more than keeping everything."""
+    trace = draw(traces(padding=padding))
+    low, high = all_away_bytes(trace), all_kept_bytes(trace)
+    limit = draw(st.integers(low, max(low, high) + 4096))
+    disk = draw(st.sampled_from([0, AMPLE])) if trace.device == "cuda" else AMPLE
+    return trace, budget_of(trace, limit, disk=disk)
+
+
+def assert_keeps_to(plan: Plan, budget: Budget) -> None:
+    trace = plan.trace
+    fast = max(naive.fast_bytes(trace, plan.placements))
+    ram, disk = (max(naive.slow_bytes(trace, plan.placements, tier)) for tier in ("ram", "disk"))
+    if trace.device == "cpu":
+        assert ram == 0, "on a CPU the next tier is the disk"
+        found = Budget(ram=fast, disk=disk)
+    else:
+        found = Budget(vram=fast, ram=ram, disk=disk)
+    forecast = plan.forecast
+    assert (forecast.vram_bytes, forecast.ram_bytes, forecast.disk_bytes) == (found.vram, found.ram, found.disk)
+    assert found.vram <= budget.vram
+    assert found.ram <= budget.ram
+    assert found.disk <= budget.disk
+
+
+@quick
+@given(trace=traces())
+def test_the_traces_of_these_tests_are_ones_that_a_recorder_makes(trace: Trace) -> None:
+    assert all(is_parcel_valid(parcel) for parcel in trace.parcels)
+    assert sum(parcel.num_storages for parcel in trace.parcels) == sum(s.parcel >= 0 for s in trace.storages)
+    for storage in trace.storages:
+        assert storage.made < min(storage.needed, storage.freed) <= max(storage.needed, storage.freed)
+        assert storage.freed <= trace.num_moments
+        assert trace.device == "cuda" or storage.owned == storage.made
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=feasible(), machine=machines())
+def test_the_forecast_keeps_to_the_budget_and_is_what_the_placements_come_to(
+    case: tuple[Trace, Budget], machine: Machine
+) -> None:
+    trace, budget = case
+    plan = solve(trace, machine, budget)
+    assert_keeps_to(plan, budget)
+    assert plan.forecast.step_ms == pytest.approx(naive.step_s(trace, plan.placements, machine) * 1e3)
+    assert plan.forecast.step_ms >= trace.compute_s * 1e3 * (1 - 1e-9)
+    assert (plan.trace, plan.budget) == (trace, budget)
+
+
+@quick
+@given(case=feasible(), machine=machines())
+def test_placements_follow_the_order_of_moments(case: tuple[Trace, Budget], machine: Machine) -> None:
+    trace, budget = case
+    plan = solve(trace, machine, budget)
+    assert len(plan.placements) == len(trace.parcels)
+    for parcel, placement in zip(trace.parcels, plan.placements, strict=True):
+        if placement.tier == "keep":
+            assert placement == Placement(tier="keep")
+        else:
+            assert parcel.sealed < placement.drop <= placement.fetch <= parcel.needed
+            assert placement.tier in ("ram", "disk")
+    moved = sorted(number for number, place in enumerate(plan.placements) if place.tier != "keep")
+    assert sorted(itertools.chain(*plan.drops.values())) == sorted(itertools.chain(*plan.fetches.values())) == moved
+    for schedule, field in ((plan.drops, "drop"), (plan.fetches, "fetch")):
+        for moment, numbers in schedule.items():
+            assert {getattr(plan.placements[number], field) for number in numbers} == {moment}
+
+
+@quick
+@given(trace=traces(padding=False), machine=machines())
+def test_below_what_moving_everything_takes_there_is_no_plan(trace: Trace, machine: Machine) -> None:
+    """Without padding, moving everything takes least: the error's figure works, and a byte less does not."""
+    assume(trace.device == "cpu" or all(p.num_storages == 1 for p in trace.parcels))
+    least = all_away_bytes(trace)
+    assert smallest_fast_bytes(trace) == least
+    assert_keeps_to(solve(trace, machine, budget_of(trace, least)), budget_of(trace, least))
+    if least > 0:
+        with pytest.raises(BudgetError, match="needs .* at once") as caught:
+            solve(trace, machine, budget_of(trace, least - 1))
+        error = caught.value
+        assert (error.tier, error.budget_bytes) == (fast_name(trace), least - 1)
+        assert error.smallest_bytes == error.needed_bytes == least
+        assert f"{fast_name(trace)}={least} " in str(error)
+        assert error.block in {storage.block for storage in trace.storages} | {""}
+
+
+@quick
+@given(trace=traces(), machine=machines(), below=st.integers(1, 5000))
+def test_the_smallest_budget_named_works_and_a_byte_less_does_not(trace: Trace, machine: Machine, below: int) -> None:
+    try:
+        solve(trace, machine, budget_of(trace, max(0, all_away_bytes(trace) - below)))
+    except BudgetError as error:
+        assert error.smallest_bytes is not None
+        smallest = error.smallest_bytes
+    else:
+        return
+    assert_keeps_to(solve(trace, machine, budget_of(trace, smallest)), budget_of(trace, smallest))
+    with pytest.raises(BudgetError):
+        solve(trace, machine, budget_of(trace, smallest - 1))
+
+
+@quick
+@given(trace=traces(), machine=machines(), spare=st.integers(0, 10_000), disk=st.sampled_from([0, AMPLE]))
+def test_everything_is_kept_where_it_fits(trace: Trace, machine: Machine, spare: int, disk: int) -> None:
+    budget = budget_of(trace, all_kept_bytes(trace) + spare, disk=disk)
+    plan = solve(trace, machine, budget)
+    assert {placement.tier for placement in plan.placements} <= {"keep"}
+    assert plan.forecast.step_ms == pytest.approx(trace.compute_s * 1e3)
+    assert_keeps_to(plan, budget)
+
+
+@quick
+@given(case=feasible(), machine=machines(), more=st.integers(1, 200_000))
+def test_more_memory_is_never_too_little(case: tuple[Trace, Budget], machine: Machine, more: int) -> None:
+    trace, budget = case
+    name = fast_name(trace)
+    larger = replace(budget, **{name: getattr(budget, name) + more})
+    assert_keeps_to(solve(trace, machine, larger), larger)
+
+
+@quick
+@given(trace=traces(), machine=machines(), share=st.floats(0, 1))
+def test_what_a_slower_tier_lacks_is_named_and_enough(trace: Trace, machine: Machine, share: float) -> None:
+    limit = int(all_away_bytes(trace) + share * max(0, all_kept_bytes(trace) - all_away_bytes(trace)))
+    slow = "disk" if trace.device == "cpu" else "ram"
+    other = {} if trace.device == "cpu" else {"disk": 0}
+    try:
+        plan = solve(trace, machine, budget_of(trace, limit, **{slow: 1}, **other))
+    except BudgetError as error:
+        assert (error.tier, error.budget_bytes) == (slow, 1)
+        needed = error.smallest_bytes
+        assert needed == error.needed_bytes
+        assert needed is not None
+        assert f"Give {slow}={needed} " in str(error)
+        budget = budget_of(trace, limit, **{slow: needed}, **other)
+        assert_keeps_to(solve(trace, machine, budget), budget)
+        if needed > 1:
+            with pytest.raises(BudgetError, match=f"{slow}="):
+                solve(trace, machine, budget_of(trace, limit, **{slow: needed - 1}, **other))
+    else:
+        assert {placement.tier for placement in plan.placements} <= {"keep"}
+
+
+@quick
+@given(trace=traces(device="cuda"), machine=machines(), ram_share=st.floats(0, 1.2))
+def test_a_gpu_uses_the_disk_only_for_what_ram_has_no_room_for(
+    trace: Trace, machine: Machine, ram_share: float
+) -> None:
+    limit = all_away_bytes(trace)
+    everything = max(naive.slow_bytes(trace, naive.away(trace, "ram"), "ram"))
+    budget = Budget(vram=limit, ram=int(everything * ram_share), disk=AMPLE)
+    plan = solve(trace, machine, budget)
+    assert_keeps_to(plan, budget)
+    if budget.ram >= everything:
+        assert "disk" not in {placement.tier for placement in plan.placements}
+    elif budget.ram and "disk" in {placement.tier for placement in plan.placements}:
+        # The last one sent to disk had to go: with it in RAM there would be too much.
+        in_ram = [replace(p, tier="ram") if p.tier == "disk" else p for p in plan.placements]
+        assert max(naive.slow_bytes(trace, in_ram, "ram")) > budget.ram
+    if not budget.ram:
+        assert "ram" not in {placement.tier for placement in plan.placements}
+
+
+@quick
+@given(trace=traces(device="cuda"), machine=machines())
+def test_both_slow_tiers_too_small_names_the_disk(trace: Trace, machine: Machine) -> None:
+    assume(all_away_bytes(trace) < all_kept_bytes(trace))
+    try:
+        plan = solve(trace, machine, Budget(vram=all_away_bytes(trace), ram=1, disk=1))
+    except BudgetError as error:
+        assert error.tier == "disk"
+        assert error.smallest_bytes is not None
+        budget = Budget(vram=all_away_bytes(trace), ram=1, disk=error.smallest_bytes)
+        assert_keeps_to(solve(trace, machine, budget), budget)
+    else:
+        assert_keeps_to(plan, plan.budget)
+
+
+@quick
+@given(trace=traces(), machine=machines())
+def test_without_a_slower_tier_everything_stays_or_it_says_what_would_do(trace: Trace, machine: Machine) -> None:
+    kept = all_kept_bytes(trace)
+    nowhere = budget_of(trace, kept, ram=0, disk=0)
+    assert solve(trace, machine, nowhere).moved_bytes("disk") == 0
+    if kept:
+        with pytest.raises(BudgetError, match="Smallest feasible without a tier to move to") as caught:
+            solve(trace, machine, budget_of(trace, kept - 1, ram=0, disk=0))
+        assert caught.value.smallest_bytes == kept
+        target = 'disk="DIR:SIZE"' if trace.device == "cpu" else "ram= or disk="
+        assert f"with {target}: {fast_name(trace)}={smallest_fast_bytes(trace)} (" in str(caught.value)
+
+
+@quick
+@given(case=feasible(), machine=machines(), reserve=st.integers(1, 100_000))
+def test_a_reserve_is_room_that_nothing_else_gets(case: tuple[Trace, Budget], machine: Machine, reserve: int) -> None:
+    trace, budget = case
+    name = fast_name(trace)
+    plain = solve(trace, machine, budget)
+    plan = solve(
+        trace, machine, replace(budget, **{name: getattr(budget, name) + reserve}), reserve_bytes=reserve
+    )
+    forecast = getattr(plan.forecast, f"{name}_bytes")
+    assert forecast <= getattr(budget, name) + reserve
+    assert forecast == max(naive.fast_bytes(trace, plan.placements)) + reserve
+    assert smallest_fast_bytes(trace, reserve_bytes=reserve) == smallest_fast_bytes(trace) + reserve
+    assert plain.forecast.step_ms >= 0
+
+
+@quick
+@given(trace=traces(device="cuda"), delta=st.integers(-60_000, 60_000))
+def test_a_shifted_base_is_in_every_interval_and_never_below_nothing(trace: Trace, delta: int) -> None:
+    shifted = shift_base(trace, delta)
+    assert [m.other_bytes for m in shifted.moments] == [max(0, m.other_bytes + delta) for m in trace.moments]
+    assert shifted.base_bytes == trace.base_bytes + delta
+    assert [m.signature for m in shifted.moments] == [m.signature for m in trace.moments]
+    assert (shifted.storages, shifted.parcels) == (trace.storages, trace.parcels)
+
+
+@quick
+@given(trace=traces(), machine=machines())
+def test_the_smallest_budget_without_moving_is_what_keeping_takes(trace: Trace, machine: Machine) -> None:
+    assert smallest_fast_bytes(trace, movable=False) == all_kept_bytes(trace)
+
+
+def storage(nbytes: int, made: int, needed: int, freed: int, parcel: int, block: str = "") -> SavedStorage:
+    return SavedStorage(
+        nbytes=nbytes, made=made, owned=made, needed=needed, freed=freed, parcel=parcel, block=block
+    )
+
+
+def test_what_is_needed_last_leaves_first() -> None:
+    #               moment:  1    2    3    4    5    6
+    trace = trace_of(
+        "p0 p1 p2 u2 u1 u0",
+        [storage(100, 1, 6, 7, 0), storage(100, 2, 5, 6, 1), storage(100, 3, 4, 5, 2)],
+        seconds=[1.0] * 7,
+    )
+    # At most 300 at once, in interval 3. With 200 one must be away then, and the first is needed last.
+    fast = replace(MACHINE, disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
+    plan = solve(trace, fast, Budget(ram=200, disk=1000))
+    assert [placement.tier for placement in plan.placements] == ["disk", "keep", "keep"]
+    assert plan.forecast.ram_bytes == 200
+    assert plan.forecast.disk_bytes == 100
+    assert plan.forecast.step_ms == pytest.approx(7000)
+
+
+def test_what_is_never_needed_but_let_go_early_does_not_travel_for_nothing() -> None:
+    """Storage 0 is gone before the worst moment; moving it frees nothing there."""
+    #               moment:  1    2    3    4    5    6
+    trace = trace_of(
+        "p0 p1 p2 p3 u2 u1",
+        [storage(100, 1, 7, 3, 0), storage(100, 2, 6, 7, 1), storage(100, 3, 5, 6, 2), storage(50, 4, 7, 7, 3)],
+        seconds=[1.0] * 7,
+    )
+    fast = replace(MACHINE, disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
+    plan = solve(trace, fast, Budget(ram=200, disk=1000))
+    assert plan.placements[0] == Placement(tier="keep")
+
+
+def test_a_block_that_needs_too_much_is_named() -> None:
+    trace = trace_of(
+        "p0 p1 u1 u0",
+        [storage(100, 1, 4, 5, 0, "h.0.mlp"), storage(5000, 2, 3, 4, 1, "h.1.attn")],
+        seconds=[1.0] * 5,
+        staging_bytes=20,
+    )
+    with pytest.raises(BudgetError) as caught:
+        solve(trace, MACHINE, Budget(ram=4000, disk=10_000))
+    assert str(caught.value) == (
+        "ram=3.91 KiB, but block 'h.1.attn' alone needs 4.90 KiB at once. Smallest feasible: ram=5020 (4.90 KiB)."
+    )
+    assert caught.value.block == "h.1.attn"
+
+
+def test_where_nothing_was_saved_the_code_around_the_model_is_named() -> None:
+    trace = trace_of("", [], seconds=[1.0], device="cuda", other_bytes=3000)
+    with pytest.raises(BudgetError, match="but the code around the model needs 2.93 KiB at once") as caught:
+        solve(trace, MACHINE, Budget(vram=2000, ram=10_000))
+    assert caught.value.block == ""
+    assert solve(trace, MACHINE, Budget(vram=3000)).forecast.vram_bytes == 3000
+
+
+def test_the_entry_is_named_after_the_block_that_follows() -> None:
+    trace = trace_of("p0 u0", [storage(10, 1, 2, 3, 0, "h.0")], seconds=[0.1] * 3, device="cuda")
+    entry = replace(trace.moments[0], other_bytes=5000)
+    trace = replace(trace, moments=(entry, *trace.moments[1:]))
+    with pytest.raises(BudgetError, match=r"block 'h.0' alone needs 4.88 KiB"):
+        solve(trace, MACHINE, Budget(vram=4000, ram=100))
+
+
+def test_a_tier_of_no_speed_is_not_a_division_by_zero() -> None:
+    trace = trace_of("p0 p1 u1 u0", [storage(100, 1, 4, 5, 0), storage(100, 2, 3, 4, 1)], seconds=[1.0] * 5)
+    budget = Budget(ram=150, disk=1000)
+    with pytest.raises((BudgetError, ValueError), match="disk"):
+        solve(trace, Machine(name="bare"), budget)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_80_blocks_of_13_take_seconds(device: str) -> None:
+    trace = blocks_trace(80, 13, device=device)
+    kept, least = smallest_fast_bytes(trace, movable=False), smallest_fast_bytes(trace)
+    start_s = time.perf_counter()
+    fast = replace(MACHINE, d2h_bytes_per_s=5e10, h2d_bytes_per_s=5e10, disk_write_bytes_per_s=5e9)
+    plan = solve(trace, fast, budget_of(trace, (kept + least) // 2))
+    assert time.perf_counter() - start_s < 30
+    assert plan.moved_bytes("ram") + plan.moved_bytes("disk") > 0

@@ -1,0 +1,219 @@
+"""Traces that a step could have left behind: random ones, hand-made ones and large regular ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Parcel, SavedStorage, Trace, make_parcels
+
+NOT_OWNED = 1 << 30  # what the recorder writes for inputs on CUDA
+
+
+def random_trace(rng: random.Random, device: str, *, max_storages: int = 10, padding: bool = True) -> Trace:
+    """One or two forward and backward passes, with everything that a recorder may meet.
+
+    Small storages share parcels, as the Session packs them: an unpack or a full buffer closes one. With `padding`
+    their sizes are no multiples of the alignment within a parcel.
+    """
+    events = _events(rng, max_storages)
+    num_moments = len(events)
+    made: list[int] = []
+    needed: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for moment, (kind, number) in enumerate(events):
+        if number < 0:
+            continue
+        if number == len(made):
+            made.append(moment)
+        if kind == UNPACK:
+            needed.setdefault(number, moment)
+        last[number] = moment
+    parcel_bytes: list[int] = []
+    storages: list[SavedStorage] = []
+    slab = slab_moment = -1
+    for number, moment in enumerate(made):
+        nbytes = rng.choice((4096, 8192, 20_480, 65_536)) + (rng.choice((0, 4, 100)) if padding else 0)
+        kind = rng.choice(("large", "large", "small", "small", "fixed"))
+        closed = slab >= 0 and any(kind == UNPACK for kind, _ in events[slab_moment:moment])
+        parcel = -1
+        if kind == "large":
+            parcel = len(parcel_bytes)
+            parcel_bytes.append(nbytes)
+        elif kind == "small":
+            if slab < 0 or closed or rng.random() < 0.3:
+                slab = len(parcel_bytes)
+                parcel_bytes.append(0)
+            parcel, slab_moment = slab, moment
+            parcel_bytes[slab] += -(-nbytes // 512) * 512
+        freed = _freed(rng, last[number] + 1, num_moments)
+        storages.append(
+            SavedStorage(
+                nbytes=nbytes,
+                made=moment,
+                owned=moment if device == "cpu" else _owned(rng, moment, freed, parcel),
+                needed=needed.get(number, num_moments),
+                freed=freed,
+                parcel=parcel,
+                block=rng.choice(("", "h.0.mlp", "h.1.mlp", "head")),
+            )
+        )
+    moments = tuple(
+        Moment(
+            kind=kind,
+            storage=number,
+            nbytes=storages[number].nbytes if number >= 0 else 0,
+            compute_s=rng.choice((0.0, 1e-4, 1e-3, 7e-3)),
+            other_bytes=rng.choice((0, 5000, 40_000)) if device == "cuda" else 0,
+        )
+        for kind, number in events
+    )
+    return Trace(
+        device=device,
+        moments=moments,
+        storages=tuple(storages),
+        parcels=make_parcels(storages, parcel_bytes),
+        base_bytes=rng.choice((0, 1000)) if device == "cuda" else 0,
+        staging_bytes=rng.choice((0, 8192)),
+    )
+
+
+def _events(rng: random.Random, max_storages: int) -> list[tuple[str, int]]:
+    events = [(ENTER, -1)]
+    num_storages = 0
+    for _ in range(rng.choice((1, 1, 2))):
+        first = num_storages
+        for _ in range(rng.randint(0, max_storages // 2)):
+            events.append((PACK, num_storages))
+            num_storages += 1
+            if rng.random() < 0.2:  # another view of a storage that is saved already, or a weight
+                events.append((PACK, rng.randint(first, num_storages - 1) if rng.random() < 0.5 else -1))
+        backward = list(range(num_storages - 1, first - 1, -1))
+        order = rng.choice(("lifo", "nearly", "any", "part"))
+        if order == "nearly" and len(backward) > 2:
+            at = rng.randint(0, len(backward) - 2)
+            backward[at], backward[at + 1] = backward[at + 1], backward[at]
+        elif order == "any":
+            rng.shuffle(backward)
+        elif order == "part":
+            backward = [number for number in backward if rng.random() < 0.7]
+        for number in backward:
+            events.append((UNPACK, number))
+            if rng.random() < 0.2:
+                events.append((UNPACK, number if rng.random() < 0.5 else -1))
+    return events
+
+
+def _freed(rng: random.Random, earliest: int, num_moments: int) -> int:
+    how = rng.choice(("at once", "at once", "later", "never"))
+    return {"at once": earliest, "later": rng.randint(earliest, num_moments), "never": num_moments}[how]
+
+
+def _owned(rng: random.Random, made: int, freed: int, parcel: int) -> int:
+    if parcel < 0:
+        return rng.choice((made, NOT_OWNED))
+    return rng.choice((made, made, min(made + 1, freed), rng.randint(made, freed)))
+
+
+def random_machine(rng: random.Random) -> Machine:
+    """From a link that stops everything to one that nobody notices."""
+    speeds = (1e6, 1e7, 1e8, 1e9, 1e12)
+    return Machine(
+        name="random",
+        d2h_bytes_per_s=rng.choice(speeds),
+        h2d_bytes_per_s=rng.choice(speeds),
+        disk_write_bytes_per_s=rng.choice(speeds),
+        disk_read_bytes_per_s=rng.choice(speeds),
+    )
+
+
+@st.composite
+def traces(draw: st.DrawFn, *, device: str | None = None, max_storages: int = 10, padding: bool = True) -> Trace:
+    """`random_trace`, in a form that Hypothesis can shrink."""
+    rng = draw(st.randoms(use_true_random=False))
+    return random_trace(
+        rng, device or draw(st.sampled_from(["cpu", "cuda"])), max_storages=max_storages, padding=padding
+    )
+
+
+def machines() -> st.SearchStrategy[Machine]:
+    return st.builds(random_machine, st.randoms(use_true_random=False))
+
+
+def trace_of(
+    kinds: str,
+    storages: Sequence[SavedStorage],
+    *,
+    seconds: Sequence[float],
+    device: str = "cpu",
+    other_bytes: int = 0,
+    staging_bytes: int = 0,
+    parcel_bytes: Sequence[int] | None = None,
+) -> Trace:
+    """A hand-made trace. `kinds` names the moments after the entry: "p0" packs storage 0, "u0" unpacks it."""
+    events = [(ENTER, -1), *((PACK if text[0] == "p" else UNPACK, int(text[1:])) for text in kinds.split())]
+    if parcel_bytes is None:
+        parcel_bytes = [storage.nbytes for storage in storages if storage.parcel >= 0]
+    return Trace(
+        device=device,
+        moments=tuple(
+            Moment(
+                kind=kind,
+                storage=number,
+                nbytes=storages[number].nbytes if number >= 0 else 0,
+                compute_s=compute_s,
+                other_bytes=other_bytes,
+            )
+            for (kind, number), compute_s in zip(events, seconds, strict=True)
+        ),
+        storages=tuple(storages),
+        parcels=make_parcels(storages, parcel_bytes),
+        base_bytes=0,
+        staging_bytes=staging_bytes,
+    )
+
+
+def blocks_trace(
+    num_blocks: int, per_block: int, *, device: str = "cuda", nbytes: int = 2**20, compute_s: float = 1e-4
+) -> Trace:
+    """Regular blocks, each storage in a parcel of its own, needed last in first out."""
+    number = num_blocks * per_block
+    num_moments = 1 + 2 * number
+    storages = tuple(
+        SavedStorage(
+            nbytes=nbytes * (1 + index % per_block % 4),
+            made=1 + index,
+            owned=1 + index,
+            needed=num_moments - 1 - index,
+            freed=num_moments - index,
+            parcel=index,
+            block=f"h.{index // per_block}.mlp",
+        )
+        for index in range(number)
+    )
+    kinds = [(ENTER, -1), *((PACK, i) for i in range(number)), *((UNPACK, i) for i in reversed(range(number)))]
+    return Trace(
+        device=device,
+        moments=tuple(
+            Moment(
+                kind=kind,
+                storage=i,
+                nbytes=storages[i].nbytes if i >= 0 else 0,
+                compute_s=compute_s * (1 if kind == PACK else 2),
+                other_bytes=num_blocks * nbytes if device == "cuda" else 0,
+            )
+            for kind, i in kinds
+        ),
+        storages=storages,
+        parcels=make_parcels(storages, [storage.nbytes for storage in storages]),
+        base_bytes=0,
+        staging_bytes=0,
+    )
+
+
+def is_parcel_valid(parcel: Parcel) -> bool:
+    """What the recorder promises of a parcel, so that a test's own traces keep to it too."""
+    return parcel.made <= parcel.sealed < min(parcel.needed, parcel.freed) and parcel.made <= parcel.owned <= parcel.freed

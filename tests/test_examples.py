@@ -1,0 +1,27 @@
+"""Every example runs as a user would run it, in seconds, and says what it should."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SAYS = {
+    "offload_any_model.py": ["forecast", "measured", "losses the same to the last bit: True"],
+    "train_gpt.py": ["forecast", "measured", "losses and weights the same to the last bit: True"],
+}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in SAYS[name]:
+        assert words in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,303 @@
+"""The arena, with pinning pretended: what it pins, what it gives back, and whom it makes wait for whom."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchstorm.errors import BudgetError
+from torchstorm.transfer.pinned import PinnedArena
+
+PAGE = mmap.PAGESIZE
+AMPLE = 1 << 40
+
+
+class FakePin:
+    """Pins nothing; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.pinned: list[tuple[int, int]] = []
+        self.num_unpinned = 0
+
+    def __call__(self, buffer: torch.Tensor) -> Callable[[], None]:
+        entry = (buffer.data_ptr(), buffer.nbytes)
+        self.pinned.append(entry)
+
+        def unpin() -> None:
+            self.num_unpinned += 1
+            self.pinned.remove(entry)
+
+        return unpin
+
+
+class FakeCopy:
+    """A copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        raise AssertionError("the arena makes no stream wait")
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.ended = True
+
+    def done(self) -> bool:
+        return self.ended
+
+
+def make_arena(
+    capacity_pages: int,
+    *,
+    pin: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+    available: Callable[[], int] = lambda: AMPLE,
+    segment_pages: int = 4,
+) -> PinnedArena:
+    return PinnedArena(
+        capacity_pages * PAGE, pin=pin, available_bytes=available, segment_bytes=segment_pages * PAGE
+    )
+
+
+def test_without_a_gpu_memory_is_pageable_and_the_arena_says_so() -> None:
+    arena = make_arena(16)
+    assert arena.not_pinned == "no CUDA device"
+    slot = arena.allocate(100)
+    assert (slot.buffer.nbytes, slot.buffer.dtype, slot.after) == (100, torch.uint8, [])
+    slot.buffer.fill_(7)
+    assert slot.buffer.tolist() == [7] * 100
+    assert slot.buffer.data_ptr() % PAGE == 0
+    assert (arena.used_bytes, arena.peak_bytes, arena.held_bytes) == (PAGE, PAGE, 4 * PAGE)
+    arena.free(slot, after=[])
+    assert (arena.used_bytes, arena.peak_bytes, arena.held_bytes) == (0, PAGE, 4 * PAGE)
+
+
+def test_segments_are_pinned_as_they_are_needed_and_kept() -> None:
+    pin = FakePin()
+    arena = make_arena(16, pin=pin)
+    assert arena.not_pinned == ""
+    assert pin.pinned == []
+    slots = [arena.allocate(PAGE) for _ in range(4)]
+    assert [nbytes for _, nbytes in pin.pinned] == [4 * PAGE]
+    slots.append(arena.allocate(1))
+    assert [nbytes for _, nbytes in pin.pinned] == [4 * PAGE, 4 * PAGE]
+    for slot in slots:
+        first = slot.buffer.data_ptr()
+        assert any(begin <= first < begin + nbytes for begin, nbytes in pin.pinned)
+        arena.free(slot, after=[])
+    assert (len(pin.pinned), pin.num_unpinned) == (2, 0)
+    arena.allocate(3 * PAGE)
+    assert len(pin.pinned) == 2
+
+
+def test_what_is_larger_than_a_segment_gets_one_of_its_own() -> None:
+    pin = FakePin()
+    arena = make_arena(32, pin=pin)
+    slot = arena.allocate(9 * PAGE + 1)
+    assert [nbytes for _, nbytes in pin.pinned] == [10 * PAGE]
+    assert slot.buffer.nbytes == 9 * PAGE + 1
+    assert arena.held_bytes == arena.used_bytes == 10 * PAGE
+
+
+def test_the_last_segment_is_what_the_budget_leaves() -> None:
+    arena = make_arena(6)
+    arena.allocate(4 * PAGE)
+    arena.allocate(PAGE)
+    assert arena.held_bytes == 6 * PAGE
+    arena.allocate(PAGE)
+    assert arena.held_bytes == arena.used_bytes == 6 * PAGE
+
+
+def test_the_budget_holds_to_the_page() -> None:
+    arena = make_arena(6)
+    slots = [arena.allocate(3 * PAGE), arena.allocate(2 * PAGE)]
+    with pytest.raises(BudgetError) as caught:
+        arena.allocate(PAGE + 1)
+    error = caught.value
+    assert str(error) == (
+        "ram=24.00 KiB, but 4.00 KiB more is needed with 24.00 KiB already held (20.00 KiB of it in use) and "
+        "1.00 TiB available on this machine. Give a larger ram=, or disk=, or a larger vram=."
+    )
+    assert (error.tier, error.budget_bytes, error.needed_bytes) == ("ram", 6 * PAGE, 6 * PAGE + PAGE + 1)
+    assert arena.used_bytes == arena.peak_bytes == 5 * PAGE
+    arena.free(slots[0], after=[])
+    assert arena.allocate(PAGE + 1).buffer.nbytes == PAGE + 1
+
+
+def test_a_budget_below_a_page_holds_nothing() -> None:
+    arena = PinnedArena(PAGE - 1, pin=None, available_bytes=lambda: AMPLE)
+    with pytest.raises(BudgetError, match="4.00 KiB|1 B more is needed with 0 B already held"):
+        arena.allocate(1)
+
+
+def test_the_machine_may_have_less_than_the_budget() -> None:
+    left = 3 * PAGE + 5
+
+    def available() -> int:
+        return left
+
+    arena = make_arena(100, available=available, segment_pages=8)
+    arena.allocate(2 * PAGE)
+    assert arena.held_bytes == 3 * PAGE
+    left = PAGE - 1
+    arena.allocate(PAGE)
+    with pytest.raises(BudgetError, match=r"3.00 KiB|4.00 KiB available on this machine") as caught:
+        arena.allocate(PAGE)
+    assert caught.value.tier == "ram"
+    left = AMPLE
+    arena.allocate(PAGE)
+
+
+def test_empty_segments_make_room_for_one_that_is_large_enough() -> None:
+    pin = FakePin()
+    arena = make_arena(8, pin=pin)
+    slots = [arena.allocate(4 * PAGE) for _ in range(2)]
+    for slot in slots:
+        arena.free(slot, after=[])
+    assert arena.held_bytes == 8 * PAGE
+    large = arena.allocate(7 * PAGE)
+    assert [nbytes for _, nbytes in pin.pinned] == [7 * PAGE]
+    assert pin.num_unpinned == 2
+    assert large.after == []
+
+
+def test_empty_segments_are_given_back_before_the_machine_is_said_to_be_full() -> None:
+    arena = make_arena(100, available=lambda: 8 * PAGE - arena.held_bytes)
+    arena.free(arena.allocate(4 * PAGE), after=[])
+    assert arena.allocate(6 * PAGE).buffer.nbytes == 6 * PAGE
+
+
+def test_where_pinning_is_refused_memory_stays_pageable() -> None:
+    asked = []
+
+    def refuse(buffer: torch.Tensor) -> Callable[[], None]:
+        asked.append(buffer.nbytes)
+        raise RuntimeError("cudaHostRegister refused 16.00 KiB with error 2")
+
+    arena = make_arena(8, pin=refuse)
+    assert arena.not_pinned == ""
+    slot = arena.allocate(5)
+    slot.buffer.fill_(1)
+    assert arena.not_pinned == "cudaHostRegister refused 16.00 KiB with error 2"
+    arena.allocate(4 * PAGE)
+    assert asked == [4 * PAGE], "it is asked once"
+    arena.close()
+    assert arena.held_bytes == 0
+
+
+def test_trim_gives_empty_segments_back_down_to_what_is_kept() -> None:
+    pin = FakePin()
+    arena = make_arena(32, pin=pin)
+    slots = [arena.allocate(4 * PAGE) for _ in range(4)]
+    arena.trim(0)
+    assert arena.held_bytes == 16 * PAGE, "none is empty"
+    for slot in slots[:3]:
+        arena.free(slot, after=[])
+    arena.trim(13 * PAGE)
+    assert arena.held_bytes == 16 * PAGE, "one less would be below what is kept"
+    arena.trim(9 * PAGE)
+    assert arena.held_bytes == 12 * PAGE
+    arena.trim(0)
+    assert (arena.held_bytes, arena.used_bytes, pin.num_unpinned) == (4 * PAGE, 4 * PAGE, 3)
+    slots[3].buffer.fill_(3)
+
+
+def test_a_segment_under_copy_is_waited_for_before_it_is_unpinned() -> None:
+    pin = FakePin()
+    arena = make_arena(8, pin=pin)
+    copy = FakeCopy()
+    arena.free(arena.allocate(PAGE), after=[copy])
+    arena.trim(0)
+    assert (copy.num_waits, pin.num_unpinned, arena.held_bytes) == (1, 1, 0)
+
+
+def test_close_unpins_everything_whatever_is_in_use() -> None:
+    pin = FakePin()
+    arena = make_arena(32, pin=pin)
+    copy = FakeCopy()
+    slots = [arena.allocate(4 * PAGE) for _ in range(3)]
+    arena.free(slots[0], after=[copy])
+    arena.close()
+    arena.close()
+    assert (pin.pinned, pin.num_unpinned, arena.held_bytes, copy.num_waits) == ([], 3, 0, 1)
+
+
+def test_the_next_owner_follows_the_copies_of_the_last() -> None:
+    arena = make_arena(4)
+    written, read = FakeCopy(), FakeCopy()
+    first, second = arena.allocate(2 * PAGE), arena.allocate(2 * PAGE)
+    place = first.buffer.data_ptr()
+    arena.free(first, after=[written, read])
+    part = arena.allocate(PAGE)
+    assert part.buffer.data_ptr() == place
+    assert part.after == [written, read]
+    rest = arena.allocate(PAGE)
+    assert rest.after == [written, read], "each part of it follows them"
+    arena.free(part, after=[])
+    written.ended = True
+    assert arena.allocate(PAGE).after == [read], "what has ended is forgotten"
+    arena.free(second, after=[])
+    assert arena.allocate(2 * PAGE).after == [], "its memory was another's"
+
+
+def test_copies_are_handed_on_past_an_owner_who_came_between() -> None:
+    """The second owner's own copies follow the first's, but it may be freed before any of them has ended."""
+    arena = make_arena(2, segment_pages=2)
+    first, second = FakeCopy(), FakeCopy()
+    arena.free(arena.allocate(2 * PAGE), after=[first])
+    slot = arena.allocate(PAGE)
+    arena.free(slot, after=[second])
+    assert set(arena.allocate(2 * PAGE).after) == {first, second}
+
+
+def test_ended_copies_do_not_pile_up() -> None:
+    arena = make_arena(4)
+    for _ in range(100):
+        copy = FakeCopy()
+        slot = arena.allocate(PAGE)
+        arena.free(slot, after=[copy])
+        copy.ended = True
+    slot = arena.allocate(PAGE)
+    assert slot.after == []
+    assert len(slot.segment.busy) == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(rng=st.randoms(use_true_random=False))
+def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: random.Random) -> None:
+    pin = FakePin()
+    capacity = rng.randint(1, 24)
+    arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6))
+    held: list[tuple[object, int]] = []
+    peak = 0
+    for mark in range(rng.randint(1, 40)):
+        what = rng.choice(("allocate", "allocate", "free", "trim"))
+        if what == "allocate":
+            nbytes = rng.choice((1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE - 1))
+            try:
+                slot = arena.allocate(nbytes)
+            except BudgetError:
+                continue
+            slot.buffer.fill_(mark)
+            held.append((slot, mark))
+        elif what == "free" and held:
+            slot, mark = held.pop(rng.randrange(len(held)))
+            arena.free(slot, after=[])  # type: ignore[arg-type]
+        elif what == "trim":
+            arena.trim(rng.randint(0, capacity) * PAGE)
+        used = sum(-(-slot.buffer.nbytes // PAGE) * PAGE for slot, _ in held)  # type: ignore[attr-defined]
+        peak = max(peak, used)
+        assert (arena.used_bytes, arena.peak_bytes) == (used, peak)
+        assert used <= arena.held_bytes <= capacity * PAGE
+        assert sum(nbytes for _, nbytes in pin.pinned) == arena.held_bytes
+        for slot, mark in held:
+            assert bool((slot.buffer == mark).all())  # type: ignore[attr-defined]
+    arena.close()
+    assert pin.pinned == []
