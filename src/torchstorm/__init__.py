@@ -1,6 +1,8 @@
 """torchstorm: name a memory budget and train PyTorch models as if you had more VRAM."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,8 +49,18 @@ _HOMES = {
     "Plan": "torchstorm.plan.plan",
     "Report": "torchstorm.offload.report",
     "Session": "torchstorm.offload.session",
-    "plan": "torchstorm.offload.planning",
 }
+
+
+class _Callable(ModuleType):
+    """`torchstorm.plan` is the planning room and the function: importing the one must not hide the other."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return import_module("torchstorm.offload.planning").plan(*args, **options)
+
+
+import_module("torchstorm.plan")
+sys.modules["torchstorm.plan"].__class__ = _Callable
 
 
 def __getattr__(name: str) -> Any:

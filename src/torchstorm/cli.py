@@ -7,6 +7,8 @@ SIGTERM, after saving. Rooms that need torch are imported inside the commands, s
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +27,13 @@ app = typer.Typer(
 )
 
 _DEFAULT = TrainConfig()
+bench_app = typer.Typer(help="Time an op's ways side by side, each checked in the same run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
-@app.callback()
-def _torchstorm() -> None:
-    """Keeps `train` a command of its own while it is the only one."""
+@bench_app.callback()
+def _bench() -> None:
+    """Keeps `offload` a command of its own while it is the only one."""
 
 
 def _option(name: str, text: str) -> Any:
@@ -78,24 +82,86 @@ def train(
 ) -> None:
     """Train a GPT under a memory budget, and see what was forecast beside what was measured."""
     given = {name: value for name, value in locals().items() if name != "resume" and value is not None}
-    console, errors = Console(), Console(stderr=True)
     from torchstorm.train.job import train as run
+
+    with _told():
+        if betas is not None:
+            given["betas"] = parse_betas(betas)
+        run(given, resume=resume, console=Console())
+
+
+@app.command()
+def plan(
+    model: Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")] = None,
+    batch: Annotated[int | None, _option("batch", "Sequences in a micro-batch.")] = None,
+    seq: Annotated[int | None, _option("seq", "Tokens in a sequence.")] = None,
+    device: Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
+    dtype: Annotated[str | None, _option("dtype", "float32, or bfloat16 for autocast.")] = None,
+    vram: Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.")] = None,
+    ram: Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")] = None,
+    disk: Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")] = None,
+    seed: Annotated[int | None, _option("seed", "What weights and tokens are drawn from.")] = None,
+    json: Annotated[str | None, _option("json", "Write the plan here.")] = None,
+    layers: Annotated[int | None, _option("layers", "Blocks, instead of the model's.")] = None,
+    heads: Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")] = None,
+    width: Annotated[int | None, _option("width", "Width, instead of the model's.")] = None,
+    dropout: Annotated[float | None, _option("dropout", "Dropout probability.")] = None,
+) -> None:
+    """Forecast a training without doing it: which tensors go where, peak per tier, step time."""
+    given = {name: value for name, value in locals().items() if value is not None}
+    from torchstorm.train.forecast import plan_training
+
+    with _told():
+        plan_training(given, console=Console())
+
+
+@app.command()
+def doctor(
+    directory: Annotated[Path, typer.Option(help="Folder whose disk is measured; 64 MiB are written.")] = Path("."),
+) -> None:
+    """Tell what this machine has: GPUs, link, RAM, disk; which path is active and why."""
+    from torchstorm.report.doctor import doctor as examine
+
+    with _told():
+        examine(Console(), directory=str(directory))
+
+
+@bench_app.command()
+def offload(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
+    disk: Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps a row.")] = 8,
+    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+) -> None:
+    """Compare ways of offloading in one run: keep everything, save_on_cpu, TRL, checkpointing, Session."""
+    from torchstorm.bench.offload import bench_offload
+
+    with _told():
+        bench_offload(device, disk=disk, steps=steps, json_path=json, console=Console())
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Tells a mistake in one line, and a stop with the way to go on."""
     from torchstorm.train.stop import Stopped
 
     try:
-        if betas is not None:
-            given["betas"] = parse_betas(betas)
-        run(given, resume=resume, console=console)
+        yield
     except TorchstormError as error:
         line = " ".join(str(error).split())
+        errors = Console(stderr=True)
         errors.print(f"{type(error).__name__}: {line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except Stopped as stopped:
         folder = shlex.quote(str(stopped.checkpoint_dir))
-        console.print(f"Stopped by {stopped}.\nGo on with: torchstorm train --resume {folder}", soft_wrap=True)
+        Console().print(f"Stopped by {stopped}.\nGo on with: torchstorm train --resume {folder}", soft_wrap=True)
         raise typer.Exit(stopped.exit_code) from None
 
 
 def main() -> None:
     """Runs the command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,24 +10,33 @@ Overlap is the part of the time that host-device copies run in which a kernel ru
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import importlib.util
 import os
+import platform
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from torchstorm.errors import DeviceError, TorchstormError
 from torchstorm.models.gpt import Block, GPTConfig
+from torchstorm.offload.measure import cpu_name
 from torchstorm.offload.session import Session
 from torchstorm.sizes import format_size
+from torchstorm.train.result import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +167,9 @@ def run_offload(
             from trl.models.activation_offloading import OffloadActivations  # type: ignore[import-not-found]
 
             bench.add("trl", OffloadActivations)
-    model.recompute = True
-    bench.add("checkpoint", lambda: contextlib.nullcontext())
-    model.recompute = False
+        model.recompute = True
+        bench.add("checkpoint", lambda: contextlib.nullcontext())
+        model.recompute = False
     assert unlimited.peak_bytes is not None
     for budget in case.budgets:
         budget_bytes = int(budget if budget > 1 else budget * unlimited.peak_bytes)
@@ -349,6 +358,50 @@ def format_row(row: OffloadRow) -> str:
         f"{row.way:<12}{size(row.budget_bytes):>12}{time_ms:>10}{size(row.peak_bytes):>12}{size(row.moved_bytes):>12}"
         f"{shared:>6}  {'bit-identical' if row.checked else 'NOT CHECKED'}  {forecast}{row.note}"
     )
+
+
+def bench_offload(
+    device: str | None, *, disk: str | None, steps: int, json_path: Path | None, console: Console
+) -> list[OffloadRow]:
+    """Runs and prints every case; with `json_path`, writes what was measured with versions and machine.
+
+    Raises:
+        TorchstormError: the device is not there, or the file cannot be written.
+    """
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows: list[OffloadRow] = []
+    with tempfile.TemporaryDirectory() as spill:
+        for case in cases_for(target):
+            console.print(case.name, highlight=False)
+            say = partial(console.print, highlight=False, soft_wrap=True)
+            rows += run_offload(case, target, disk=disk or spill, steps=steps, say=say)
+    if json_path is not None:
+        record = {"op": "offload", **environment(target), "steps": steps, "rows": [asdict(row) for row in rows]}
+        write_json(json_path, record)
+    return rows
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a figure depends on besides the code: machine and versions, and the commit where git knows it."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "driver": driver_version() if device.type == "cuda" else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "commit": git.stdout.strip(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def driver_version() -> str:  # pragma: gpu
+    """The NVIDIA driver's version, "" where it cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return ""
 
 
 def cases_for(device: torch.device) -> tuple[OffloadCase, ...]:

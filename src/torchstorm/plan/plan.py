@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from torchstorm.errors import PlanError
 from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures, Placement
@@ -100,9 +101,13 @@ class Plan:
         lines.append(f"{'step':<12}{self.forecast.step_ms:>9.1f} ms")
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The plan, its trace included, as JSON takes it."""
+        return asdict(self)
+
     def to_json(self) -> str:
-        """The plan, its trace included, as JSON text."""
-        return json.dumps(asdict(self))
+        """The same as JSON text."""
+        return json.dumps(self.to_dict())
 
     @staticmethod
     def from_json(text: str) -> Plan:

@@ -154,9 +154,7 @@ class Backend(Protocol):
     def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
         """Begins `read_into`. What the disk raises is raised by the copy's `wait`."""
 
-    def write_from_async(
-        self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()
-    ) -> StorageCopy:
+    def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
         """Begins `write_from`. What the disk raises is raised by the copy's `wait`."""
 
     def read_batch_async(

@@ -129,9 +129,7 @@ class DirectFile:
         """See `Backend`."""
         return self.read_batch_async([(out, offset)], after=after)
 
-    def write_from_async(
-        self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()
-    ) -> StorageCopy:
+    def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
         """See `Backend`."""
         return self.write_batch_async([(source, offset)], after=after)
 

@@ -16,21 +16,12 @@ from torch import nn
 from torchstorm.errors import ConfigError
 from torchstorm.models.gpt import GPT, SIZES, GPTConfig
 from torchstorm.offload.session import Session
+from torchstorm.plan.forecast import Figures
 from torchstorm.train.checkpoint import Checkpoint, restore
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.data import Corpus
 from torchstorm.train.optimize import learning_rate, make_optimizer, set_learning_rate
 from torchstorm.train.seeds import derive_seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What a step takes: the median time in ms, the largest peak of bytes on each tier."""
-
-    step_ms: float
-    vram_bytes: int
-    ram_bytes: int
-    disk_bytes: int
 
 
 @dataclass(kw_only=True)
@@ -161,7 +152,7 @@ def run_training(
     budget: dict[str, Any] = {"unlimited": True}
     if not unlimited:
         budget = {"vram": config.vram, "ram": config.ram, "disk": config.disk, "optimizer": optimizer}
-    with _deterministic(device), Session(model, **budget) as storm:
+    with deterministic(device), Session(model, **budget) as storm:
         for step in range(state.step, config.steps):
             began = time.perf_counter()
             set_learning_rate(optimizer, learning_rate(step, config))
@@ -185,8 +176,8 @@ def run_training(
             )
             if done == config.steps:
                 report = storm.report()
-                state.forecast, state.measured = _figures(report.forecast), _figures(report.measured)
-                state.highest, state.notes = _figures(report.highest), list(report.notes)
+                state.forecast, state.measured = report.forecast, report.measured
+                state.highest, state.notes = report.highest, list(report.notes)
             after_step(state, model, optimizer, info)
     if not state.weights_sha256:
         state.weights_sha256 = _weights_sha256(model)
@@ -201,8 +192,8 @@ def evaluate(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.devi
     total = 0.0
     for number in range(config.val_batches):
         x_BT, y_BT = corpus.batch("val", batch=config.batch, seq=config.seq, seed=config.seed, index=(number,))
-        with _autocast(config, device):
-            total += _loss_of(model, x_BT.to(device), y_BT.to(device)).item()
+        with autocast(config, device):
+            total += loss_of(model, x_BT.to(device), y_BT.to(device)).item()
     model.train()
     return total / config.val_batches
 
@@ -234,9 +225,9 @@ def _train_step(
                 "train", batch=config.batch, seq=config.seq, seed=config.seed, index=(step, micro)
             )
             x_BT, y_BT = x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
-            with _autocast(config, device):
-                loss = _loss_of(model, x_BT, y_BT) / config.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+            with autocast(config, device):
+                loss = loss_of(model, x_BT, y_BT) / config.accumulate
+            loss.backward()
             loss_sum += loss.detach()
     if config.grad_clip:
         nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
@@ -245,18 +236,20 @@ def _train_step(
     return loss_sum.item()
 
 
-def _loss_of(model: GPT, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+def loss_of(model: GPT, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    """The mean loss in nats a token: a scalar tensor."""
     loss: torch.Tensor | None = model(x_BT, y_BT).loss
     assert loss is not None
     return loss
 
 
-def _autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """bfloat16 for what gains by it, where the run asks for it; else nothing."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """Turns PyTorch's deterministic algorithms on, and puts things back as they were."""
     if device.type == "cuda":  # pragma: gpu
         # Without a fixed workspace cuBLAS may pick another kernel from run to run, and PyTorch refuses to go on.
@@ -271,17 +264,6 @@ def _deterministic(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]
-
-
-def _figures(measured: Any) -> Figures | None:
-    if measured is None:
-        return None
-    return Figures(
-        step_ms=measured.step_ms,
-        vram_bytes=measured.vram_bytes,
-        ram_bytes=measured.ram_bytes,
-        disk_bytes=measured.disk_bytes,
-    )
 
 
 def _weights_sha256(model: nn.Module) -> str:

@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torchstorm.errors import StorageError
+from torchstorm.plan.forecast import Figures
 from torchstorm.sizes import format_size
 from torchstorm.train.checkpoint import sync
 from torchstorm.train.config import TrainConfig
-from torchstorm.train.loop import Figures, RunState
+from torchstorm.train.loop import RunState
 
 _TIERS = ("vram", "ram", "disk")
 
