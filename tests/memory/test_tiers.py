@@ -19,9 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstorm.errors import BudgetError, StorageError, UnsupportedError
+from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.disk import DiskTier
+from torchstorm.memory.host import HostTier
 from torchstorm.memory.simulated import SimulatedTier
 from torchstorm.memory.tier import Tier, TierSpec
+from torchstorm.transfer.pinned import PinnedArena
 
 MIB = 2**20
 
@@ -34,6 +37,7 @@ class Case:
         make: makes one of a capacity in bytes, which may use the directory.
         unit_bytes: what it rounds sizes up to.
         memory: the directory is in memory, not on the disk.
+        in_pieces: a storage may lie in several pieces, so that any free room is room.
         device: where sources and outs are.
         refuses_after_close: put raises once closed.
     """
@@ -41,6 +45,7 @@ class Case:
     make: Callable[[Path, int], Any]
     unit_bytes: int = 1
     memory: bool = False
+    in_pieces: bool = True
     device: str = "cpu"
 
 
@@ -59,6 +64,16 @@ CASES = {
         make=lambda place, size: DiskTier(place, capacity_bytes=size, threads=2, block_bytes=16_384), unit_bytes=4096
     ),
     "disk-tmpfs": Case(make=lambda place, size: DiskTier(place, capacity_bytes=size), unit_bytes=4096, memory=True),
+    "host": Case(
+        make=lambda _, size: HostTier(
+            PinnedArena(size, pin=None, available_bytes=lambda: 1 << 40),
+            engine=None,
+            spec=TierSpec(name="ram", capacity_bytes=size),
+        ),
+        unit_bytes=4096,
+        in_pieces=False,
+    ),
+    "device": Case(make=lambda _, size: DeviceTier(TierSpec(name="vram", capacity_bytes=size))),
     "simulated": Case(make=lambda _, size: simulated(size, sleep=False)),
     "simulated-sleep": Case(make=lambda _, size: simulated(size, sleep=True)),
 }
@@ -191,6 +206,10 @@ def test_scattered_room_is_room(room: Room) -> None:
     handles = [tier.put(room.data(4096, seed)) for seed in range(16)]
     for handle in handles[::2]:
         tier.free(handle)
+    if not room.case.in_pieces:
+        with pytest.raises(BudgetError):
+            tier.put(room.data(8 * 4096 - 5, 99))
+        return
     large = tier.put(room.data(8 * 4096 - 5, 99))
     assert torch.equal(room.fetch(tier, large), room.data(8 * 4096 - 5, 99))
     for seed in range(1, 16, 2):

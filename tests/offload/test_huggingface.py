@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload.steps import Step, assert_exact_within
 from torch import nn
+
+from offload.steps import Step, assert_exact_within
 
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 64
 BATCH, LENGTH = 4, 48
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Models this small only lose by more, and much where others use the cores; the root conftest puts it back."""
+    torch.set_num_threads(1)
 
 
 def tokens() -> torch.Tensor:
@@ -48,6 +55,12 @@ def image_step(model: nn.Module, index: int) -> torch.Tensor:
     return loss
 
 
+def large_image_step(model: nn.Module, index: int) -> torch.Tensor:
+    loss = model(pixel_values=torch.randn(2 * BATCH, 3, 64, 64), labels=torch.randint(0, 4, (2 * BATCH,))).loss
+    loss.backward()
+    return loss
+
+
 def recurrent_step(model: nn.Module, index: int) -> torch.Tensor:
     ids = torch.randint(3, VOCAB, (BATCH, 12))  # the scan without kernels is a loop over the sequence
     loss = model(input_ids=ids, labels=ids).loss
@@ -73,7 +86,14 @@ def llama(**options: object) -> nn.Module:
 def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=64, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0.2, attn_pdrop=0.2, embd_pdrop=0.2
+            vocab_size=VOCAB,
+            n_positions=64,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            resid_pdrop=0.2,
+            attn_pdrop=0.2,
+            embd_pdrop=0.2,
         )
     )
 
@@ -135,7 +155,7 @@ def mamba() -> nn.Module:
 def resnet() -> nn.Module:
     return transformers.ResNetForImageClassification(
         transformers.ResNetConfig(
-            embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=4
+            embedding_size=16, hidden_sizes=[16, 32], depths=[3, 3], layer_type="basic", num_labels=4
         )
     )
 
@@ -148,7 +168,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step]] = {
     "T5": (t5, sequence_to_sequence_step),
     "ViT": (vit, image_step),
     "Mamba": (mamba, recurrent_step),
-    "ResNet": (resnet, image_step),
+    "ResNet": (resnet, large_image_step),
 }
 
 
@@ -159,19 +179,16 @@ def test_a_hugging_face_model_trains_to_the_same_bits_at_half_of_what_it_saves(n
     assert session.report().moved_bytes > 0
 
 
-def gradient_checkpointed_step(model: nn.Module, index: int) -> torch.Tensor:
-    return language_step(model, index)
-
-
 def checkpointing_llama() -> nn.Module:
     model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    return model
+    # transformers 5 renames the method; before that only the old name exists.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    return model.train()
 
 
 def test_a_model_that_checkpoints_itself_trains_to_the_same_bits(tmp_path: Path) -> None:
-    assert_exact_within(checkpointing_llama, gradient_checkpointed_step, tmp_path, share=0.6, num_steps=3)
+    assert_exact_within(checkpointing_llama, language_step, tmp_path, share=0.6, num_steps=3)
 
 
 def test_batch_norm_counts_and_averages_as_without_a_session(tmp_path: Path) -> None:
@@ -180,4 +197,4 @@ def test_batch_norm_counts_and_averages_as_without_a_session(tmp_path: Path) -> 
     assert any("num_batches_tracked" in name for name in names), "this model was to show that buffers are kept exact"
     # `assert_exact_within` compares the whole state_dict, these buffers among it.
     assert names <= set(model.state_dict())
-    assert_exact_within(resnet, image_step, tmp_path, share=0.4, num_steps=3)
+    assert_exact_within(resnet, large_image_step, tmp_path, share=0.5, num_steps=3)

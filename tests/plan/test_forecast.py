@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from plan import naive
 from plan.traces import machines, trace_of, traces
-
 from torchstorm.plan.forecast import (
     Placement,
     channel_speed,
@@ -52,12 +52,13 @@ def two(device: str = "cpu", seconds: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5
 
 
 def random_placements(trace: Trace, rng: random.Random) -> list[Placement]:
-    """Any valid ones, good or bad."""
+    """Any valid ones, good or bad. What no backward needs is never fetched."""
     found = []
     for parcel in trace.parcels:
         tier = rng.choice(("keep", "disk") if trace.device == "cpu" else ("keep", "ram", "disk"))
         drop = rng.randint(parcel.sealed + 1, parcel.needed)
-        found.append(KEEP if tier == "keep" else Placement(tier=tier, drop=drop, fetch=rng.randint(drop, parcel.needed)))
+        fetch = parcel.needed if parcel.needed == trace.num_moments else rng.randint(drop, parcel.needed)
+        found.append(KEEP if tier == "keep" else Placement(tier=tier, drop=drop, fetch=fetch))
     return found
 
 
@@ -72,9 +73,7 @@ def test_any_placements_come_to_what_the_naive_simulation_says(
         assert tier_peak(trace, placements, tier) == max(naive.slow_bytes(trace, placements, tier))
     assert forecast_s(trace, placements, machine) == pytest.approx(naive.step_s(trace, placements, machine))
     assert forecast_s(trace, placements, machine) >= trace.compute_s * (1 - 1e-9)
-    faster = replace(
-        machine, **{name: 1e15 for name in vars(machine) if name.endswith("per_s")}
-    )
+    faster = replace(machine, **{name: 1e15 for name in vars(machine) if name.endswith("per_s")})
     assert forecast_s(trace, placements, faster) == pytest.approx(trace.compute_s, abs=1e-6)
 
 
@@ -113,11 +112,11 @@ def test_copies_in_one_direction_queue_and_both_directions_do_not() -> None:
 
 
 def test_a_gpu_reaches_its_disk_through_ram() -> None:
-    # p0 at 1 s: link 2.5 s, until 3.5 s; the drop at p1 (3 s) waits. 2: until 6.5 s, 3: until 10.5 s. u0: fetched, 1.25 s
-    # back, 11.75 s. 4: until 16.75 s.
+    # p0 at 1 s: link 2.5 s, until 3.5 s; the drop at p1 (3 s) waits. 2: until 6.5 s, 3: until 10.5 s. u0: fetched,
+    # 1.25 s back, 11.75 s. 4: until 16.75 s.
     assert forecast_s(two("cuda"), [Placement(tier="ram", drop=2, fetch=4), KEEP], SLOW) == 16.75
-    # To disk: link until 3.5 s, disk until 13.5 s; the drop at p1 waits for it. 2: 16.5 s, 3: 20.5 s. u0: from disk 5 s,
-    # 25.5 s, over the link 1.25 s, 26.75 s. 4: 31.75 s.
+    # To disk: link until 3.5 s, disk until 13.5 s; the drop at p1 waits for it. 2: 16.5 s, 3: 20.5 s. u0: from disk
+    # 5 s, 25.5 s, over the link 1.25 s, 26.75 s. 4: 31.75 s.
     assert forecast_s(two("cuda"), [Placement(tier="disk", drop=2, fetch=4), KEEP], SLOW) == 31.75
     assert hops("cuda", "disk") == ("ram", "disk")
     assert hops("cuda", "ram") == ("ram",)
@@ -127,9 +126,7 @@ def test_a_gpu_reaches_its_disk_through_ram() -> None:
 
 def test_what_no_backward_needs_never_comes_back() -> None:
     # p0 at 1 s: out 1..11 s; dropped at p1, which waits until 11 s; nothing is fetched. 2: 14 s, 3: 18 s.
-    trace = trace_of(
-        "p0 p1 u1", [storage(100, 1, 4, 4, 0), storage(60, 2, 3, 4, 1)], seconds=[1.0, 2.0, 3.0, 4.0]
-    )
+    trace = trace_of("p0 p1 u1", [storage(100, 1, 4, 4, 0), storage(60, 2, 3, 4, 1)], seconds=[1.0, 2.0, 3.0, 4.0])
     placements = [Placement(tier="disk", drop=2, fetch=4), KEEP]
     assert forecast_s(trace, placements, SLOW) == 18.0
     assert fast_profile(trace, placements).tolist() == [0, 100, 60, 60]

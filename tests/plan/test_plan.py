@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from plan.traces import machines, trace_of, traces
 
+from plan.traces import machines, trace_of, traces
 from torchstorm.errors import PlanError
 from torchstorm.plan.forecast import Figures, Placement
 from torchstorm.plan.machine import Machine

@@ -216,4 +216,6 @@ def blocks_trace(
 
 def is_parcel_valid(parcel: Parcel) -> bool:
     """What the recorder promises of a parcel, so that a test's own traces keep to it too."""
-    return parcel.made <= parcel.sealed < min(parcel.needed, parcel.freed) and parcel.made <= parcel.owned <= parcel.freed
+    return (
+        parcel.made <= parcel.sealed < min(parcel.needed, parcel.freed) and parcel.made <= parcel.owned <= parcel.freed
+    )

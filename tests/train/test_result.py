@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from torchstorm.errors import StorageError
+from torchstorm.plan.forecast import Figures
 from torchstorm.train.config import TrainConfig
-from torchstorm.train.loop import Figures, RunState
+from torchstorm.train.loop import RunState
 from torchstorm.train.result import TrainResult, first_difference, write_json
 
 MIB = 2**20

@@ -61,9 +61,7 @@ def make_arena(
     available: Callable[[], int] = lambda: AMPLE,
     segment_pages: int = 4,
 ) -> PinnedArena:
-    return PinnedArena(
-        capacity_pages * PAGE, pin=pin, available_bytes=available, segment_bytes=segment_pages * PAGE
-    )
+    return PinnedArena(capacity_pages * PAGE, pin=pin, available_bytes=available, segment_bytes=segment_pages * PAGE)
 
 
 def test_without_a_gpu_memory_is_pageable_and_the_arena_says_so() -> None:
@@ -133,7 +131,7 @@ def test_the_budget_holds_to_the_page() -> None:
 
 def test_a_budget_below_a_page_holds_nothing() -> None:
     arena = PinnedArena(PAGE - 1, pin=None, available_bytes=lambda: AMPLE)
-    with pytest.raises(BudgetError, match="4.00 KiB|1 B more is needed with 0 B already held"):
+    with pytest.raises(BudgetError, match="1 B more is needed with 0 B already held"):
         arena.allocate(1)
 
 
@@ -148,7 +146,7 @@ def test_the_machine_may_have_less_than_the_budget() -> None:
     assert arena.held_bytes == 3 * PAGE
     left = PAGE - 1
     arena.allocate(PAGE)
-    with pytest.raises(BudgetError, match=r"3.00 KiB|4.00 KiB available on this machine") as caught:
+    with pytest.raises(BudgetError, match=r"and 4\.00 KiB available on this machine") as caught:
         arena.allocate(PAGE)
     assert caught.value.tier == "ram"
     left = AMPLE

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,10 @@ def run_offload(
         if importlib.util.find_spec("trl") is None:
             bench.rows.append(OffloadRow(case=case.name, way="trl", note="trl is not installed"))
         else:
+            from accelerate import PartialState  # type: ignore[import-not-found]
             from trl.models.activation_offloading import OffloadActivations  # type: ignore[import-not-found]
 
+            PartialState()  # TRL's logger will not warn without it
             bench.add("trl", OffloadActivations)
         model.recompute = True
         bench.add("checkpoint", lambda: contextlib.nullcontext())
@@ -189,7 +191,11 @@ class _Bench:
 
     def add(self, way: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Checks and times a way that is a context around forward and backward."""
-        self._measure(OffloadRow(case=self.case.name, way=way), context, None)
+        row = OffloadRow(case=self.case.name, way=way)
+        try:
+            self._measure(row, context, None)
+        except RuntimeError as error:  # one way's failure (out of memory, say) is that way's result
+            self._finish(replace(row, note=str(error).splitlines()[0]))
 
     def add_session(self, budget_bytes: int, disk: str | None) -> None:
         """Checks and times Session at a budget on the fast tier."""
@@ -203,7 +209,7 @@ class _Bench:
             with session:
                 self._measure(row, session.step, session)
         except TorchstormError as error:
-            self._finish(OffloadRow(**{**asdict(row), "note": str(error)}))
+            self._finish(replace(row, note=str(error)))
 
     def _measure(
         self, row: OffloadRow, context: Callable[[], AbstractContextManager[Any]], session: Session | None

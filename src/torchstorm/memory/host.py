@@ -129,4 +129,5 @@ class HostTier:
 
 
 def _checksum(data: torch.Tensor) -> int:
-    return zlib.crc32(byte_view(data.cpu()))
+    host = data.cpu()  # the view does not keep it alive
+    return zlib.crc32(byte_view(host))

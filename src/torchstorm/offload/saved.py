@@ -8,6 +8,7 @@ it is saved, and gives its room back as soon as the budget needs it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -299,7 +300,7 @@ class SavedTensors:
         for parcel in self.residency.resident.values():  # pragma: gpu
             records = [self._records.get(saved) for saved in parcel.members]
             theirs = not parcel.shared and parcel.hold is not None and records
-            if not theirs or any(record is None or record.owned is not None for record in records):
+            if not theirs or any(not record or (record.owned or math.inf) <= self._moment for record in records):
                 held += parcel.nbytes
         return held  # pragma: gpu
 
@@ -311,8 +312,7 @@ class SavedTensors:
             return None
         if tensor.device != self.residency.device or tensor.is_quantized:
             return None
-        storage = tensor.untyped_storage()
-        return storage if storage.nbytes() else None
+        return tensor.untyped_storage() if tensor.untyped_storage().nbytes() else None
 
     def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
         """Takes charge of a storage that was not saved before."""
@@ -409,8 +409,9 @@ class SavedTensors:
         if not parcel.members:
             self.residency.discard(parcel)
         elif move:
-            planned = self._plan is not None and parcel.number >= 0
-            tier = self._plan.placements[parcel.number].tier if planned and self._plan else self.residency.default_tier
+            tier = self.residency.default_tier
+            if self._plan is not None and parcel.number >= 0:
+                tier = self._plan.placements[parcel.number].tier
             self.residency.put(parcel, tier)
 
     # ------------------------------------------------------------------ locking

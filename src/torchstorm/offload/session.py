@@ -192,7 +192,7 @@ class Session:
             try:
                 self._in_force = self._plan(trace, base_bytes=base, warm=warm)
             except BudgetError:
-                if shortfall is not None or not self._last_kept_to_budget():
+                if shortfall is not None or not self._last_kept_to_budget(more_bytes=base - trace.base_bytes):
                     raise
                 # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
                 # between, which a plan does not foresee: such steps go on as this one went.
@@ -220,10 +220,12 @@ class Session:
         plan = solve(shifted, self._stack.machine(), self._stack.budget)
         return _Planned(plan, trace, plan.forecast, base_bytes, times_are_warm=warm)
 
-    def _last_kept_to_budget(self) -> bool:
+    def _last_kept_to_budget(self, *, more_bytes: int) -> bool:
+        """Whether the last step would have with `more_bytes` on a GPU that are not the Session's."""
         assert self._last is not None
-        budget = self._stack.budget
-        return self._last.vram_bytes <= self._stack.fast_bytes if budget.vram else self._last.ram_bytes <= budget.ram
+        if self.device.type == "cpu":
+            return self._last.ram_bytes <= self._stack.budget.ram
+        return self._last.vram_bytes + more_bytes <= self._stack.fast_bytes  # pragma: gpu
 
     def _base_moved(self, planned: _Planned) -> bool:
         """Whether memory that is not the Session's differs from what the plan takes for granted."""

@@ -6,6 +6,7 @@ the arena pins segments with cudaHostRegister as they are first needed and keeps
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,6 +168,9 @@ def pin_memory(buffer: torch.Tensor) -> Callable[[], None]:  # pragma: gpu
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(status) != 0:
+        # The runtime keeps the error and would raise it from the next kernel's launch: let this one take it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
         raise RuntimeError(
             f"cudaHostRegister refused {format_size(buffer.nbytes)} with error {int(status)}; pageable memory is used "
             "instead, which copies about 7 times slower. Check `ulimit -l` and the container's memory limit."

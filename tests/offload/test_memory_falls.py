@@ -1,0 +1,105 @@
+"""The process itself shrinks: what a plan moves to disk is gone from its anonymous memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 2**20
+
+# A chain of tanh: each saves its result, 32 MiB, and 52 of them save 1.6 GiB. The peak of RssAnon is sampled all the
+# while. malloc gives large blocks back at once only with a fixed threshold (field notes), hence the environment.
+CHILD = """
+import json, sys, threading
+import torch
+from torchstorm import Session
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+budget, directory = int(sys.argv[1]), sys.argv[2]
+peak_kib, stop = 0, threading.Event()
+
+def sample():
+    global peak_kib
+    while not stop.wait(0.003):
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("RssAnon"):
+                    peak_kib = max(peak_kib, int(line.split()[1]))
+
+class Chain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        x = x * self.scale
+        for _ in range(52):
+            x = torch.tanh(x)
+        return x
+
+model = Chain()
+session = Session(model, ram=budget, disk=directory) if budget else Session(model, unlimited=True)
+x = torch.randn(8 * 2**20)
+sampler = threading.Thread(target=sample)
+gradients = []
+for index in range(2):
+    if index == 1:  # the first step is measured and planned; the second one follows the plan
+        sampler.start()
+    model.scale.grad = None
+    with session.step():
+        model(x).mean().backward()
+    gradients.append(model.scale.grad.item())
+stop.set()
+sampler.join()
+report = session.report()
+disk = session._stack.tiers.get("disk")
+counters = disk.counters() if disk else None
+plan = session.plan()
+print(json.dumps({
+    "peak_bytes": peak_kib * 1024,
+    "gradients": gradients,
+    "ram_bytes": report.highest.ram_bytes,
+    "moved_bytes": report.moved_bytes,
+    "planned_disk_bytes": plan.forecast.disk_bytes if plan else 0,
+    "written_bytes": counters.direct_write_bytes + counters.buffered_write_bytes if counters else 0,
+    "read_bytes": counters.direct_read_bytes + counters.buffered_read_bytes if counters else 0,
+}))
+session.close()
+"""
+
+
+def run(budget_bytes: int, directory: Path) -> dict[str, float]:
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(budget_bytes), str(directory)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_process_shrinks_by_what_the_plan_moves_to_disk(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    if free < 4 * 2**30:
+        pytest.skip("4 GiB of free disk are needed")
+    without = run(0, tmp_path)
+    assert without["ram_bytes"] >= 1.5 * 2**30
+    limited = run(400 * MIB, tmp_path)
+    assert limited["gradients"] == without["gradients"]
+    assert limited["ram_bytes"] <= 400 * MIB
+    moved = limited["planned_disk_bytes"]
+    assert moved >= 1 * 2**30, "the plan must move most of 1.6 GiB for 400 MiB to do"
+    fell = without["peak_bytes"] - limited["peak_bytes"]
+    assert fell >= 0.7 * moved, f"the peak fell by {fell / MIB:.0f} MiB of {moved / MIB:.0f} MiB moved"
+    # Two steps went out and came back.
+    assert limited["written_bytes"] >= 2 * moved
+    assert limited["read_bytes"] >= 2 * moved
+    assert list(tmp_path.iterdir()) == []
