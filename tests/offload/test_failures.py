@@ -145,10 +145,11 @@ def test_the_smallest_budget_named_for_a_session_with_a_disk_is_feasible_with_on
 
 def test_a_budget_error_names_the_block(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4096), nn.Tanh()), nn.Linear(4096, 8))
-    with Session(model, ram="1MiB", disk=str(tmp_path)) as session:
-        with pytest.raises(BudgetError, match=r"block '(1|1\.1|1\.0|2)' alone needs .* at once") as caught:
-            with session.step():
-                model(torch.randn(256, 8)).sum().backward()
+    message = r"block '(1|1\.1|1\.0|2)' alone needs .* at once"
+    session = Session(model, ram="1MiB", disk=str(tmp_path))
+    with pytest.raises(BudgetError, match=message) as caught, session.step():
+        model(torch.randn(256, 8)).sum().backward()
+    session.close()
     assert caught.value.block.startswith(("1", "2"))
     assert caught.value.needed_bytes >= 4 * 256 * 4096
 
@@ -156,9 +157,10 @@ def test_a_budget_error_names_the_block(tmp_path: Path) -> None:
 def test_a_disk_that_is_too_small_is_a_budget_error_that_names_what_would_do(tmp_path: Path) -> None:
     model = mlp()
     ram = int(saved_bytes(mlp, square) * 0.4)
-    with Session(model, ram=ram, disk=f"{tmp_path}:64KiB") as session:
-        with pytest.raises(BudgetError) as caught, session.step():
-            square(model, 0)
+    session = Session(model, ram=ram, disk=f"{tmp_path}:64KiB")
+    with pytest.raises(BudgetError) as caught, session.step():
+        square(model, 0)
+    session.close()
     assert list(tmp_path.iterdir()) == []
     smallest = caught.value.smallest_bytes
     assert smallest is not None
@@ -315,15 +317,19 @@ def test_a_flipped_byte_in_a_spill_file_is_found_and_the_tensor_named(name: str,
     if name == "many small tensors":
         ram = max(ram, 256 * 1024)  # the bounce buffers alone take 128 KiB
         rows = 1024
-    with Session(model, ram=ram, disk=str(tmp_path), check=True) as session:
-        with pytest.raises(CorruptionError, match=r"a tensor saved in \S+ \(\d+ bytes\) came back .* with checksum"):
-            with session.step():
-                loss = model(torch.randn(rows, WIDTH)).square().mean()
-                flip_spilled_bytes(tmp_path)
-                loss.backward()
-        assert list(tmp_path.iterdir()) == []
-        with pytest.raises(StorageError, match="closed"), session.step():
-            pass
+
+    def step_on_a_faulty_disk() -> None:
+        with session.step():
+            loss = model(torch.randn(rows, WIDTH)).square().mean()
+            flip_spilled_bytes(tmp_path)
+            loss.backward()
+
+    session = Session(model, ram=ram, disk=str(tmp_path), check=True)
+    with pytest.raises(CorruptionError, match=r"a tensor saved in \S+ \(\d+ bytes\) came back .* with checksum"):
+        step_on_a_faulty_disk()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageError, match="closed"), session.step():
+        pass
 
 
 @pytest.mark.parametrize("kind", ["a file", "below a file", "no parent", "read-only file system"])

@@ -351,6 +351,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "gradients that are saved tensors": (GradientsAreSavedTensors, gradients_are_saved_tensors_step, 0.5),
 }
 
+# Zero tangents have no memory to read; a deep copy of a weak reference to a storage would free it twice.
+IN_A_CHILD = ["forward-mode AD", "a deep copy of the model"]
+
 # Said by PyTorch of what these cases do on purpose.
 THIRD_PARTY = [
     "ignore:Anomaly Detection has been enabled:UserWarning",
@@ -360,22 +363,25 @@ THIRD_PARTY = [
 
 
 @pytest.mark.filterwarnings(*THIRD_PARTY)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "forward-mode AD"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_A_CHILD])
 def test_an_odd_model_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
     make, step, share = CASES[name]
     assert_exact_within(make, step, tmp_path, share=share)
 
 
-def forward_mode_in_child(spill: str) -> None:
+def run_in_child(name: str, spill: str) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    make, step, share = CASES["forward-mode AD"]
+    make, step, share = CASES[name]
     assert_exact_within(make, step, Path(spill), share=share)
+    # What was copied or freed wrongly shows when it is all freed again.
+    gc.collect()
 
 
-def test_forward_mode_gradients_train_to_the_same_bits(tmp_path: Path) -> None:
-    """In a child: tangents that are zero have no memory, and to read it ends the process."""
-    child = multiprocessing.get_context("spawn").Process(target=forward_mode_in_child, args=(str(tmp_path),))
+@pytest.mark.parametrize("name", IN_A_CHILD)
+def test_an_odd_model_that_could_take_the_process_along_trains_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    """In a child: a mistake with a tensor that has no memory, or with a reference to a storage, is no exception."""
+    child = multiprocessing.get_context("spawn").Process(target=run_in_child, args=(name, str(tmp_path)))
     child.start()
     child.join(60)
     assert child.exitcode == 0
@@ -448,11 +454,6 @@ def test_a_saved_tensor_that_backward_changes_raises_for_the_next_who_needs_it(r
     first, last = mlp(2), mlp(6)
     model = nn.Sequential(first, last)
 
-    def loss_of(x: torch.Tensor) -> torch.Tensor:
-        hidden = first(x) * 1
-        changed = ChangesItsSaved.apply(hidden)
-        return last(torch.sin(hidden) + changed).square().mean()
-
     def expected_gradients(x: torch.Tensor) -> list[torch.Tensor]:
         hidden = first(x) * 1
         return list(torch.autograd.grad(last(torch.sin(hidden) + hidden * 2).square().mean(), [*model.parameters()]))
@@ -471,14 +472,14 @@ def test_a_saved_tensor_that_backward_changes_raises_for_the_next_who_needs_it(r
                 with session.step():
                     wrong_order(first, last, x).backward()
             except RuntimeError as error:
-                assert "inplace operation" in str(error)
+                if "inplace operation" not in str(error):
+                    raise
             else:
                 found = [parameter.grad for parameter in model.parameters()]
                 assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, found, strict=True))
         report = session.report()
     assert report.highest is not None
     assert report.highest.disk_bytes > 0
-    assert loss_of is not None
 
 
 def wrong_order(first: nn.Module, last: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -513,9 +514,9 @@ def test_a_slice_of_a_large_data_set_is_neither_moved_nor_counted_whole(how: str
 
     def step(model: nn.Module, index: int) -> torch.Tensor:
         x = data[index * ROWS : (index + 1) * ROWS]
-        if how == "a tensor":
-            return square(model.encoder(x)) if isinstance(model, TakesABatch) else square(model(x))
-        return square(model(Batch(x)) if how == "a dataclass" else model.encoder(x))
+        if how == "a submodule called by itself":
+            return square(model.encoder(x))
+        return square(model(Batch(x) if how == "a dataclass" else x))
 
     make = mlp if how == "a tensor" else TakesABatch
     kept = data.clone()

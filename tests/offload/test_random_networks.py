@@ -183,8 +183,7 @@ def smallest_bytes(make: Callable[[], nn.Module], step: Callable[[nn.Module, int
             assert session is not None
             session.close()
         except BudgetError as error:
-            assert error.smallest_bytes is not None
-            smallest = error.smallest_bytes
+            smallest = error.smallest_bytes or error.needed_bytes
         else:
             break
     return smallest

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
-from torchstorm.errors import BudgetError
+from torchstorm.errors import StorageError
 from torchstorm.memory.host import DoneCopy
-from torchstorm.memory.tier import Copy, Handle, TierSpec
-from torchstorm.sizes import format_size
+from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
 
 
 class DeviceHandle:
@@ -29,6 +30,8 @@ class DeviceTier:
 
     def __init__(self, spec: TierSpec) -> None:
         self.spec = spec
+        self._closed = False
+        self._lock = threading.Lock()
         self.used_bytes = 0
         self.peak_bytes = 0
 
@@ -41,33 +44,46 @@ class DeviceTier:
 
         Raises:
             BudgetError: the tier has no room for it.
+            StorageError: the tier is closed.
+            UnsupportedError: the tensor is not of that kind.
         """
-        if self.used_bytes + source.nbytes > self.spec.capacity_bytes:
-            raise BudgetError(
-                f"{self.spec.name}={format_size(self.spec.capacity_bytes)}, but {format_size(source.nbytes)} more is "
-                f"needed with {format_size(self.used_bytes)} in use.",
-                tier=self.spec.name,
-                budget_bytes=self.spec.capacity_bytes,
-                needed_bytes=self.used_bytes + source.nbytes,
-            )
-        handle = DeviceHandle(source.clone(), label)
-        self.used_bytes += source.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return handle
+        check_row_of_bytes(source)
+        with self._lock:
+            self._check_open()
+            if self.used_bytes + source.nbytes > self.spec.capacity_bytes:
+                raise no_room(self.spec, label=label, wanted_bytes=source.nbytes, used_bytes=self.used_bytes)
+            self.used_bytes += source.nbytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return DeviceHandle(source.clone(), label)
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
-        """Copies the bytes back, in the order of the current stream."""
+        """Copies the bytes back, in the order of the current stream.
+
+        Raises:
+            StorageError: the handle was freed, `out` has another size, or the tier is closed.
+            UnsupportedError: `out` is not of the right kind.
+        """
         assert isinstance(handle, DeviceHandle)
-        assert handle.data is not None
-        out.copy_(handle.data)
+        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
+        self._check_open()
+        data = handle.data
+        if data is None:
+            raise gone(handle.label)
+        out.copy_(data)
         return DoneCopy()
 
     def free(self, handle: Handle) -> None:
         """Gives the room back. Freeing twice does nothing."""
         assert isinstance(handle, DeviceHandle)
-        if handle.data is not None:
-            self.used_bytes -= handle.nbytes
-            handle.data = None
+        with self._lock:
+            if handle.data is not None:
+                self.used_bytes -= handle.nbytes
+                handle.data = None
 
     def close(self) -> None:
-        """Nothing of its own is held."""
+        """Takes nothing more. Closing twice does nothing."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("this tier of device memory is closed; make a new one.")

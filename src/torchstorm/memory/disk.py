@@ -15,10 +15,9 @@ import zlib
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchstorm.errors import BudgetError, CorruptionError, StorageError, UnsupportedError
+from torchstorm.errors import CorruptionError, StorageError, UnsupportedError
 from torchstorm.memory.spill import SpillDirectory
-from torchstorm.memory.tier import Handle, TierSpec
-from torchstorm.sizes import format_size
+from torchstorm.memory.tier import Handle, TierSpec, check_row_of_bytes, gone, no_room
 from torchstorm.storage.aligned import aligned_empty, byte_view
 from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.direct import DirectFile
@@ -167,18 +166,14 @@ class DiskTier:
             UnsupportedError: `out` is not contiguous 1-D uint8 on the CPU.
         """
         assert isinstance(handle, DiskHandle)
-        _check_bytes(out)
-        if out.nbytes != handle.nbytes:
-            raise StorageError(
-                f"{handle.label or 'a saved tensor'} has {handle.nbytes} bytes, but out has {out.nbytes}."
-            )
+        _check_bytes(out, nbytes=handle.nbytes, label=handle.label)
         copy = StorageCopy()
         with self._lock:
             self._check_open()
             if handle.pieces is None:
                 if handle.written.error is not None:
                     return handle.written
-                raise StorageError(f"{handle.label or 'a saved tensor'} was freed before it was fetched.")
+                raise gone(handle.label)
             read = self._file.read_batch_async(_requests(out, handle.pieces), after=[handle.written])
             handle.reads = [earlier for earlier in handle.reads if not earlier.done()] + [copy]
         read.when_done(partial(self._get_ended, handle, out, read, copy))
@@ -210,14 +205,8 @@ class DiskTier:
         needed = self._extents.rounded(nbytes)
         used = self._extents.used_bytes
         if used + needed > self._extents.capacity_bytes:
-            raise BudgetError(
-                f"disk={format_size(self.spec.capacity_bytes)} in {self.path}, but {label or 'a saved tensor'} needs "
-                f"{format_size(needed)} more with {format_size(used)} in use. Give disk= at least "
-                f"{format_size(used + needed)}, or a larger ram= or vram=.",
-                tier="disk",
-                budget_bytes=self.spec.capacity_bytes,
-                needed_bytes=used + needed,
-            )
+            where = f" in {self.path}"
+            raise no_room(self.spec, label=label, wanted_bytes=needed, used_bytes=used, where=where)
         pieces = []
         while needed:
             size = min(needed, self._extents.largest_free_bytes())
@@ -279,12 +268,7 @@ def _requests(tensor: torch.Tensor, pieces: list[tuple[int, int]]) -> list[tuple
     return requests
 
 
-def _check_bytes(tensor: torch.Tensor) -> None:
-    # CUDA tensors will go through the pinned arena here.
-    if tensor.device.type != "cpu" or str(tensor.dtype) != "torch.uint8" or tensor.ndim != 1:
-        raise UnsupportedError(
-            f"the disk tier moves contiguous 1-D uint8 tensors on the CPU, not {tensor.dtype} of shape "
-            f"{tuple(tensor.shape)} on {tensor.device}. Copy it to the CPU and pass its storage's bytes."
-        )
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"the disk tier moves contiguous tensors, not strides {tensor.stride()}.")
+def _check_bytes(tensor: torch.Tensor, *, nbytes: int | None = None, label: str = "") -> None:
+    check_row_of_bytes(tensor, nbytes=nbytes, label=label)
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(f"the disk reaches host memory, not {tensor.device}: a StagedDiskTier goes between.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
+from itertools import accumulate
 
 import torch
 
-from torchstorm.errors import CorruptionError
-from torchstorm.memory.tier import Copy, Handle, TierSpec
+from torchstorm.errors import CorruptionError, StorageError
+from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
 from torchstorm.storage.aligned import byte_view
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, Slot
@@ -18,16 +20,11 @@ class HostHandle:
 
     def __init__(self, slot: Slot, written: Copy, label: str, checksum: int | None) -> None:
         self.slot: Slot | None = slot
+        self.nbytes = slot.nbytes
         self.written = written
         self.label = label
         self.checksum = checksum
         self.reads: list[Copy] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were put."""
-        assert self.slot is not None
-        return self.slot.buffer.nbytes
 
 
 class DoneCopy:
@@ -48,7 +45,7 @@ class HostTier:
     """Pinned (or, where that fails, pageable) host memory.
 
     Args:
-        arena: where the bytes lie.
+        arena: where the bytes lie; closed with this tier.
         engine: the device's copy streams; None for host tensors, which are copied at once.
         check: checksum what leaves and what returns, and poison freed slots; slow, synchronous.
         spec: capacity and speeds.
@@ -59,6 +56,8 @@ class HostTier:
         self.arena = arena
         self._engine = engine
         self._check = check
+        self._closed = False
+        self._lock = threading.RLock()
 
     @property
     def used_bytes(self) -> int:
@@ -79,55 +78,92 @@ class HostTier:
 
         Raises:
             BudgetError: the arena has no room for it.
+            StorageError: the tier is closed.
+            UnsupportedError: the tensor is not of that kind.
         """
-        slot = self.arena.allocate(source.nbytes)
-        written: Copy
-        if self._engine is None:
-            slot.buffer.copy_(source)
-            written = DoneCopy()
-        else:
-            written = self._engine.copy_out(slot.buffer, source, after=slot.after)
-        return HostHandle(slot, written, label, _checksum(source) if self._check else None)
+        check_row_of_bytes(source)
+        with self._lock:
+            self._check_open()
+            rounded = -(-source.nbytes // 4096) * 4096
+            if self.used_bytes + rounded > self.spec.capacity_bytes:
+                raise no_room(self.spec, label=label, wanted_bytes=rounded, used_bytes=self.used_bytes)
+            slot = self.arena.allocate(source.nbytes)
+            checksum = _checksum([source]) if self._check else None
+            return HostHandle(slot, self._copy(source, slot, slot.after), label, checksum)
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
         """Begins to copy the bytes back.
 
         Raises:
             CorruptionError: with `check`, the bytes differ from those that were put.
+            StorageError: the handle was freed, `out` has another size, or the tier is closed.
+            UnsupportedError: `out` is not of the right kind.
         """
         assert isinstance(handle, HostHandle)
-        assert handle.slot is not None
-        buffer = handle.slot.buffer
-        if handle.checksum is not None:
-            handle.written.synchronize()
-            if _checksum(buffer) != handle.checksum:
-                what = handle.label or "a saved tensor"
-                raise CorruptionError(f"{what} ({buffer.nbytes} bytes) changed in host memory.")
-        if self._engine is None:
-            out.copy_(buffer)
-            return DoneCopy()
-        copy = self._engine.copy_in(out, buffer, after=[handle.written])
-        handle.reads = [read for read in handle.reads if not read.done()] + [copy]
-        return copy
+        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
+        with self._lock:
+            self._check_open()
+            if handle.slot is None:
+                raise gone(handle.label)
+            if handle.checksum is not None:
+                handle.written.synchronize()
+                if _checksum(handle.slot.pieces) != handle.checksum:
+                    what = handle.label or "a saved tensor"
+                    raise CorruptionError(f"{what} ({handle.nbytes} bytes) changed in host memory.")
+            copy: Copy = DoneCopy()
+            for part, piece in zip(_split(out, handle.slot.pieces), handle.slot.pieces, strict=True):
+                if self._engine is None:
+                    part.copy_(piece)
+                else:
+                    copy = self._engine.copy_in(part, piece, after=[handle.written])
+            handle.reads = [read for read in handle.reads if not read.done()] + [copy]
+            return copy
 
     def free(self, handle: Handle) -> None:
         """Gives the slot back. Freeing twice does nothing."""
         assert isinstance(handle, HostHandle)
-        slot, handle.slot = handle.slot, None
-        if slot is None:
-            return
-        after = [handle.written, *handle.reads]
-        if self._check:
-            for copy in after:
-                copy.synchronize()
-            slot.buffer.fill_(0xFF)
-        self.arena.free(slot, after=after)
+        with self._lock:
+            slot, handle.slot = handle.slot, None
+            if slot is None or self._closed:
+                return
+            after = [handle.written, *handle.reads]
+            if self._check:
+                for copy in after:
+                    copy.synchronize()
+                for piece in slot.pieces:
+                    piece.fill_(0xFF)
+            self.arena.free(slot, after=after)
 
     def close(self) -> None:
-        """Gives the arena back."""
-        self.arena.close()
+        """Lets copies end and gives the arena back. Closing twice does nothing."""
+        with self._lock:
+            self._closed = True
+            if self._engine is not None:
+                self._engine.synchronize()
+            self.arena.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("this tier of host memory is closed; make a new one.")
+
+    def _copy(self, source: torch.Tensor, slot: Slot, after: list[Copy]) -> Copy:
+        copy: Copy = DoneCopy()
+        for part, piece in zip(_split(source, slot.pieces), slot.pieces, strict=True):
+            if self._engine is None:
+                piece.copy_(part)
+            else:
+                copy = self._engine.copy_out(piece, part, after=after)
+        return copy  # one stream: the last to be queued is the last to end
 
 
-def _checksum(data: torch.Tensor) -> int:
-    host = data.cpu()  # the view does not keep it alive
-    return zlib.crc32(byte_view(host))
+def _split(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    stops = list(accumulate(piece.nbytes for piece in pieces))
+    return [tensor[stop - piece.nbytes : stop] for piece, stop in zip(pieces, stops, strict=True)]
+
+
+def _checksum(pieces: list[torch.Tensor]) -> int:
+    checksum = 0
+    for piece in pieces:
+        host = piece.cpu()  # the view does not keep it alive
+        checksum = zlib.crc32(byte_view(host), checksum)
+    return checksum

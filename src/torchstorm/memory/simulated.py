@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torchstorm.errors import BudgetError, StorageError, UnsupportedError
-from torchstorm.memory.tier import Handle, TierSpec
-from torchstorm.sizes import format_size
+from torchstorm.errors import StorageError
+from torchstorm.memory.tier import Handle, TierSpec, check_row_of_bytes, gone, no_room
 from torchstorm.storage.backend import StorageCopy
 
 if TYPE_CHECKING:
@@ -92,18 +91,17 @@ class SimulatedTier:
 
     def put(self, source: torch.Tensor, *, label: str = "") -> SimulatedHandle:
         """Begins to copy a contiguous 1-D uint8 tensor; see `Tier`."""
-        _check_bytes(source)
+        check_row_of_bytes(source)
         with self._changed:
             self._check_open()
             needed = self.used_bytes + source.nbytes
             if needed > self.spec.capacity_bytes:
-                raise BudgetError(
-                    f"{self.spec.name}={format_size(self.spec.capacity_bytes)} (simulated), but "
-                    f"{label or 'a saved tensor'} needs {format_size(source.nbytes)} more with "
-                    f"{format_size(self.used_bytes)} in use. Give {self.spec.name}= at least {format_size(needed)}.",
-                    tier=self.spec.name,
-                    budget_bytes=self.spec.capacity_bytes,
-                    needed_bytes=needed,
+                raise no_room(
+                    self.spec,
+                    label=label,
+                    wanted_bytes=source.nbytes,
+                    used_bytes=self.used_bytes,
+                    where=" (simulated)",
                 )
             self.used_bytes = needed
             self.peak_bytes = max(self.peak_bytes, needed)
@@ -120,13 +118,11 @@ class SimulatedTier:
     def get(self, handle: Handle, out: torch.Tensor) -> SimulatedCopy:
         """Begins to copy a storage back, after its `put`; see `Tier`."""
         assert isinstance(handle, SimulatedHandle)
-        _check_bytes(out)
-        if out.nbytes != handle.nbytes:
-            raise StorageError(f"{handle.label or 'a saved tensor'} has {handle.nbytes} bytes, out has {out.nbytes}.")
+        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
         with self._changed:
             self._check_open()
             if handle.freed:
-                raise StorageError(f"{handle.label or 'a saved tensor'} was freed before it was fetched.")
+                raise gone(handle.label)
             copy = self._copy("read", out.nbytes, self.spec.read_bytes_per_s, not_before_s=handle.written.end_s)
             handle.last_end_s = max(handle.last_end_s, copy.end_s)
 
@@ -202,11 +198,3 @@ class SimulatedTier:
                 else:
                     heapq.heappop(self._events)[2]()
             self._thread = None
-
-
-def _check_bytes(tensor: torch.Tensor) -> None:
-    if str(tensor.dtype) != "torch.uint8" or tensor.ndim != 1 or not tensor.is_contiguous():
-        raise UnsupportedError(
-            f"a tier moves contiguous 1-D uint8 tensors, not {tensor.dtype} of shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}. Pass the storage's bytes."
-        )

@@ -156,7 +156,8 @@ class StagedDiskTier:
     def _ring(self, num_buffers: int) -> queue.SimpleQueue[torch.Tensor]:
         ring: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(num_buffers):
-            ring.put(self._arena.allocate(self._piece_bytes).buffer)
+            (buffer,) = self._arena.allocate(self._piece_bytes).pieces
+            ring.put(buffer)
         return ring
 
     def _run(self, pool: ThreadPoolExecutor, queued: Future[StreamCopy], work: Callable[[], StreamCopy]) -> None:

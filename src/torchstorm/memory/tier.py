@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from torchstorm.errors import BudgetError, StorageError, UnsupportedError
+from torchstorm.sizes import format_size
+
 if TYPE_CHECKING:
     import torch
 
@@ -101,3 +104,38 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Gives back everything: memory, threads, files. Closing twice does nothing."""
+
+
+def check_row_of_bytes(tensor: torch.Tensor, *, nbytes: int | None = None, label: str = "") -> None:
+    """Holds what `put` and `get` ask of a tensor.
+
+    Raises:
+        UnsupportedError: it is not contiguous 1-D uint8, or has no bytes at all (device "meta").
+        StorageError: it has not `nbytes` bytes.
+    """
+    is_row = str(tensor.dtype) == "torch.uint8" and tensor.ndim == 1 and tensor.is_contiguous()
+    if not is_row or tensor.device.type == "meta":
+        raise UnsupportedError(
+            f"a tier moves contiguous 1-D uint8 tensors, not {tensor.dtype} of shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()} on {tensor.device}. Pass the storage's bytes."
+        )
+    if nbytes is not None and tensor.nbytes != nbytes:
+        raise StorageError(f"{label or 'a saved tensor'} has {nbytes} bytes, but out has {tensor.nbytes}.")
+
+
+def no_room(spec: TierSpec, *, label: str, wanted_bytes: int, used_bytes: int, where: str = "") -> BudgetError:
+    """The error of a tier whose budget is spent."""
+    needed = used_bytes + wanted_bytes
+    return BudgetError(
+        f"{spec.name}={format_size(spec.capacity_bytes)}{where}, but {label or 'a saved tensor'} needs "
+        f"{format_size(wanted_bytes)} more with {format_size(used_bytes)} in use. Give {spec.name}= at least "
+        f"{format_size(needed)}, or a larger budget on a faster tier.",
+        tier=spec.name,
+        budget_bytes=spec.capacity_bytes,
+        needed_bytes=needed,
+    )
+
+
+def gone(label: str) -> StorageError:
+    """The error for a storage that was freed before it was asked for."""
+    return StorageError(f"{label or 'a saved tensor'} was freed before it was fetched.")

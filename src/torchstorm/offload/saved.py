@@ -283,7 +283,7 @@ class SavedTensors:
         for saved in list(self._unowned):  # pragma: gpu
             record, hold = self._unowned[saved], saved.parcel.hold
             if hold is not None and record.watch is not None:
-                alone = not saved.kept and held_only_here(hold, aliases=2)
+                alone = held_only_here(hold, aliases=2 + len(saved.kept))
             else:
                 alone = record.watch is None or has_expired(record.watch)
             if alone:

@@ -217,7 +217,7 @@ class Session:
 
     def _plan(self, trace: Trace, *, base_bytes: int, warm: bool) -> _Planned:
         shifted = shift_base(trace, base_bytes - trace.base_bytes) if self.device.type == "cuda" else trace
-        plan = solve(shifted, self._stack.machine(), self._stack.budget)
+        plan = solve(shifted, self._stack.machine(), self._stack.budget, spare=self._stack.spare)
         return _Planned(plan, trace, plan.forecast, base_bytes, times_are_warm=warm)
 
     def _last_kept_to_budget(self, *, more_bytes: int) -> bool:
@@ -233,7 +233,7 @@ class Session:
             return False
         delta = self._base_bytes - planned.base_bytes  # pragma: gpu
         limit = self._stack.budget.vram  # pragma: gpu
-        return delta > limit // 1000 or delta < -limit // 20  # pragma: gpu
+        return delta > self._stack.spare.vram // 2 or delta < -limit // 20  # pragma: gpu
 
     def _reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""

@@ -25,7 +25,7 @@ from torchstorm.transfer.pinned import PinnedArena, pin_memory
 
 _UNLIMITED_BYTES = 1 << 62
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
-_VRAM_SLACK = 250
+_VRAM_SPARE_BYTES = 16 * 2**20
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,6 +36,7 @@ class Stack:
         device: the fast device.
         budget: bytes per tier, as the user named them.
         fast_bytes: what the Session may fill the fast device with.
+        spare: what plans leave free of the budget.
         tiers: where parcels can go.
         default_tier: where they go without a plan.
         staging_bytes: constant part of the fast tier's budget.
@@ -44,6 +45,7 @@ class Stack:
     device: torch.device
     budget: Budget
     fast_bytes: int
+    spare: Budget = field(default_factory=Budget)
     tiers: dict[str, Tier] = field(default_factory=dict)
     default_tier: str = KEEP
     staging_bytes: int = 0
@@ -83,7 +85,7 @@ class Stack:
     def trim(self, forecast: Figures) -> None:
         """Gives pinned memory back that the plan has no use for."""
         if self.arenas:  # pragma: gpu
-            self.arenas[-1].trim(forecast.ram_bytes)
+            self.arenas[-1].trim(forecast.ram_bytes - self.spare.ram)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""
@@ -169,10 +171,9 @@ def _cuda_stack(
             needed_bytes=allocated,
         )
     engine = Engine(device)
-    slack = max(vram_bytes // _VRAM_SLACK, 2**20)
     stack = Stack(
         device=device,
-        budget=Budget(vram=vram_bytes - slack, ram=ram_bytes),
+        budget=Budget(vram=vram_bytes, ram=ram_bytes),
         fast_bytes=vram_bytes,
         default_tier=RAM,
         directory=directory,
@@ -188,11 +189,9 @@ def _cuda_stack(
     stack.tiers[RAM] = HostTier(
         arena, engine=engine, spec=TierSpec(name="ram", capacity_bytes=ram_bytes - staging), check=check
     )
-    stack.budget = Budget(
-        vram=vram_bytes - slack,
-        ram=ram_bytes - staging,
-        disk=stack.tiers[DISK].spec.capacity_bytes if DISK in stack.tiers else 0,
-    )
+    disk_capacity = stack.tiers[DISK].spec.capacity_bytes if DISK in stack.tiers else 0
+    stack.budget = Budget(vram=vram_bytes, ram=ram_bytes, disk=disk_capacity)
+    stack.spare = Budget(vram=_VRAM_SPARE_BYTES, ram=staging)
     return stack
 
 

@@ -70,11 +70,6 @@ class Plan:
         return schedule
 
     def __str__(self) -> str:
-        kept = self.trace.saved_bytes - sum(
-            parcel.nbytes
-            for parcel, placement in zip(self.trace.parcels, self.placements, strict=True)
-            if placement.tier != KEEP
-        )
         lines = [
             f"{len(self.trace.storages)} saved storages, {format_size(self.trace.saved_bytes)}, "
             f"in {len(self.trace.parcels)} parcels; {self.trace.num_moments} moments",
@@ -88,10 +83,8 @@ class Plan:
         for block, row in rows.items():
             cells = "".join(f"{format_size(row[tier]) if row[tier] else '-':>12}" for tier in (KEEP, RAM, DISK))
             lines.append(f"{block or '(model)':<28}{cells}")
-        total = "".join(
-            f"{format_size(nbytes) if nbytes else '-':>12}"
-            for nbytes in (max(kept, 0), self.moved_bytes(RAM), self.moved_bytes(DISK))
-        )
+        sums = [sum(row[tier] for row in rows.values()) for tier in (KEEP, RAM, DISK)]
+        total = "".join(f"{format_size(nbytes) if nbytes else '-':>12}" for nbytes in sums)
         lines.append(f"{'total':<28}{total}")
         lines.append(f"{'forecast':<12}{'peak':>12}{'budget':>12}")
         for tier in ("vram", "ram", "disk"):
@@ -118,7 +111,7 @@ class Plan:
         """
         try:
             fields = json.loads(text)
-            return Plan(
+            plan = Plan(
                 trace=trace_from_dict(fields["trace"]),
                 budget=Budget(**fields["budget"]),
                 placements=tuple(Placement(**placement) for placement in fields["placements"]),
@@ -126,6 +119,12 @@ class Plan:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan that torchstorm wrote: {error}") from error
+        if len(plan.placements) != len(plan.trace.parcels):
+            raise PlanError(
+                f"this plan places {len(plan.placements)} parcels, but its trace has {len(plan.trace.parcels)}: it was "
+                "changed after it was written."
+            )
+        return plan
 
 
 def outer_block(name: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchstorm.errors import BudgetError
+from torchstorm.errors import BudgetError, PlanError
 from torchstorm.plan.forecast import (
     DISK,
     KEEP,
@@ -42,48 +42,54 @@ _ROOMS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
 _EARLY = 1.5
 
 
-def solve(trace: Trace, machine: Machine, budget: Budget, *, reserve_bytes: int = 0) -> Plan:
+def solve(trace: Trace, machine: Machine, budget: Budget, *, spare: Budget | None = None) -> Plan:
     """Plans a step.
 
     Args:
         trace: the measured step.
         machine: speeds of the link and the disk.
         budget: bytes per tier.
-        reserve_bytes: bytes on the fast tier that the traced step did not have but later ones will (optimizer state).
+        spare: bytes of each budget that are kept free of what is planned.
 
     Returns:
         The fastest plan found whose forecast keeps to the budget on every tier.
 
     Raises:
         BudgetError: no plan does; names the block, its need and the smallest feasible budget.
+        PlanError: the machine has no speed for a tier that the budget names.
     """
+    spare = spare or Budget()
     fast = "ram" if trace.device == "cpu" else "vram"
-    limit = getattr(budget, fast)
-    fixed = other_profile(trace) + reserve_bytes
-    tier = _slow_tier(trace, budget)
-    everything = [_shortest(parcel.sealed, parcel.needed, tier) for parcel in trace.parcels]
-    _check_feasible(trace, everything, limit, fast, reserve_bytes, has_tier=tier != KEEP)
+    limit = getattr(budget, fast) - getattr(spare, fast)
+    fixed = other_profile(trace)
+    tier = _slow_tier(trace, machine, budget)
+    num_parcels = len(trace.parcels)
+    order, peaks = _furthest_first(trace, fixed, tier)
+    if min(peaks) > limit:
+        raise _too_little(trace, order[: peaks.index(min(peaks))], budget, spare, fast, tier)
     best: Plan | None = None
-    seen: set[tuple[bool, ...]] = set()
+    seen: set[int] = set()
     overflow: BudgetError | None = None
     for room in _ROOMS:
-        moved = _furthest_first(trace, fixed, int(limit * room), tier)
-        if moved is None:  # not even everything moved fits into this room: move everything
-            moved = [tier != KEEP] * len(trace.parcels)
-        if tuple(moved) in seen:
+        number = next((number for number, peak in enumerate(peaks) if peak <= limit * room), None)
+        if number is None:  # nothing fits into so small a room: move all that helps
+            number = peaks.index(min(peaks))
+        if number in seen:
             continue
-        seen.add(tuple(moved))
+        seen.add(number)
+        leaving = set(order[:number])
+        moved = [parcel in leaving for parcel in range(num_parcels)]
         try:
-            placements = _assign_tiers(trace, budget, _schedule(trace, machine, fixed, limit, moved, tier))
+            placements = _assign_tiers(trace, budget, spare, _schedule(trace, machine, fixed, limit, moved, tier))
         except BudgetError as error:  # too much for the slower tiers; a larger room moves less
             if overflow is None or error.needed_bytes < overflow.needed_bytes:
                 overflow = error
             continue
-        fast_bytes = int(fast_profile(trace, placements).max()) + reserve_bytes
+        fast_bytes = int(fast_profile(trace, placements).max())
         forecast = Figures(
             step_ms=forecast_s(trace, placements, machine) * 1e3,
             vram_bytes=0 if fast == "ram" else fast_bytes,
-            ram_bytes=fast_bytes if fast == "ram" else tier_peak(trace, placements, RAM),
+            ram_bytes=fast_bytes if fast == "ram" else tier_peak(trace, placements, RAM) + spare.ram,
             disk_bytes=tier_peak(trace, placements, DISK),
         )
         plan = Plan(trace=trace, budget=budget, placements=tuple(placements), forecast=forecast)
@@ -96,23 +102,26 @@ def solve(trace: Trace, machine: Machine, budget: Budget, *, reserve_bytes: int 
     return best
 
 
-def smallest_fast_bytes(trace: Trace, *, reserve_bytes: int = 0, movable: bool = True) -> int:
-    """The smallest budget on the fast tier with which the traced step can run, given a tier to move to."""
-    tier = DISK if movable else KEEP
-    placements = [_shortest(parcel.sealed, parcel.needed, tier) for parcel in trace.parcels]
-    return int(fast_profile(trace, placements).max()) + reserve_bytes
-
-
 def shift_base(trace: Trace, delta_bytes: int) -> Trace:
     """The same step with `delta_bytes` more memory that is not the Session's in every interval."""
     moments = tuple(replace(moment, other_bytes=max(0, moment.other_bytes + delta_bytes)) for moment in trace.moments)
     return replace(trace, moments=moments, base_bytes=trace.base_bytes + delta_bytes)
 
 
-def _slow_tier(trace: Trace, budget: Budget) -> str:
+def _slow_tier(trace: Trace, machine: Machine, budget: Budget) -> str:
+    """Where parcels go first; "keep" where the budget names no tier below the fast one."""
     if trace.device == "cpu":
-        return DISK if budget.disk else KEEP
-    return RAM if budget.ram else DISK if budget.disk else KEEP
+        tier = DISK if budget.disk else KEEP
+    else:
+        tier = RAM if budget.ram else DISK if budget.disk else KEEP
+    for channel in {RAM, DISK} if budget.disk and trace.device == "cuda" else {tier} - {KEEP}:
+        if not min(channel_speed(machine, channel, direction) for direction in ("out", "back")) > 0:
+            named = getattr(budget, channel)
+            raise PlanError(
+                f"{channel}={format_size(named)} was asked, but machine {machine.name!r} says no speed for {channel}: "
+                f"measure one, or leave {channel}= out."
+            )
+    return tier
 
 
 def _shortest(sealed: int, needed: int, tier: str) -> Placement:
@@ -122,26 +131,26 @@ def _shortest(sealed: int, needed: int, tier: str) -> Placement:
     return Placement(tier=tier, drop=sealed + 1, fetch=max(needed, sealed + 1))
 
 
-def _check_feasible(
-    trace: Trace, everything: Sequence[Placement], limit: int, fast: str, reserve_bytes: int, *, has_tier: bool
-) -> None:
-    profile = fast_profile(trace, everything) + reserve_bytes
+def _too_little(
+    trace: Trace, leaving: Sequence[int], budget: Budget, spare: Budget, fast: str, tier: str
+) -> BudgetError:
+    """The error for a fast tier that is too small even with all those parcels away that help."""
+    limit, kept_free = getattr(budget, fast), getattr(spare, fast)
+    profile = fast_profile(trace, _away(trace, leaving, tier))
     worst = int(profile.argmax())
-    needed = int(profile[worst])
-    if needed <= limit:
-        return
+    needed = int(profile[worst]) + kept_free
     block = _block_at(trace, worst)
     where = f"block {block!r} alone" if block else "the code around the model"
-    if has_tier:
+    if tier != KEEP:
         way_out = f"Smallest feasible: {fast}={needed} ({format_size(needed)})."
     else:
-        least = smallest_fast_bytes(trace, reserve_bytes=reserve_bytes)
+        least = min(_furthest_first(trace, other_profile(trace), DISK)[1]) + kept_free
         target = 'disk="DIR:SIZE"' if fast == "ram" else "ram= or disk="
         way_out = (
             f"Smallest feasible without a tier to move to: {fast}={needed} ({format_size(needed)}); "
             f"with {target}: {fast}={least} ({format_size(least)})."
         )
-    raise BudgetError(
+    return BudgetError(
         f"{fast}={format_size(limit)}, but {where} needs {format_size(needed)} at once. {way_out}",
         tier=fast,
         budget_bytes=limit,
@@ -149,6 +158,15 @@ def _check_feasible(
         smallest_bytes=needed,
         block=block,
     )
+
+
+def _away(trace: Trace, leaving: Sequence[int], tier: str) -> list[Placement]:
+    """Those parcels away for as long as possible, the others kept."""
+    gone = set(leaving)
+    return [
+        _shortest(parcel.sealed, parcel.needed, tier if number in gone else KEEP)
+        for number, parcel in enumerate(trace.parcels)
+    ]
 
 
 def _block_at(trace: Trace, interval: int) -> str:
@@ -160,14 +178,21 @@ def _block_at(trace: Trace, interval: int) -> str:
     return trace.storages[storage].block if storage >= 0 else ""
 
 
-def _furthest_first(trace: Trace, fixed: Profile, room: int, tier: str) -> list[bool] | None:
-    """Moves parcels, furthest next use first, until the profile fits into `room`; None where it never does."""
+def _furthest_first(trace: Trace, fixed: Profile, tier: str) -> tuple[list[int], list[int]]:
+    """Parcels in the order in which they leave, furthest next use first, as long as that lowers some moment.
+
+    Returns:
+        The order, and the peak with the first 0, 1, 2, ... of them away.
+    """
     num_parcels = len(trace.parcels)
-    moved = [False] * num_parcels
     profile = fast_profile(trace, [Placement(tier=KEEP)] * num_parcels) - other_profile(trace) + fixed
-    if tier == KEEP:
-        return moved if not num_parcels or profile.max() <= room else None
-    sealed, needed = (np.array([getattr(p, name) for p in trace.parcels]) for name in ("sealed", "needed"))
+    order: list[int] = []
+    peaks = [int(profile.max())]
+    if tier == KEEP or not num_parcels:
+        return order, peaks
+    sealed, needed, freed, owned = (
+        np.array([getattr(parcel, name) for parcel in trace.parcels]) for name in ("sealed", "needed", "freed", "owned")
+    )
     waiting = np.ones(num_parcels, dtype=bool)
     kept: list[list[tuple[int, int, int]]] = [[] for _ in range(num_parcels)]
     for storage in trace.storages:
@@ -175,19 +200,18 @@ def _furthest_first(trace: Trace, fixed: Profile, room: int, tier: str) -> list[
             kept[storage.parcel].append((storage.owned, storage.freed, storage.nbytes))
     while True:
         worst = int(profile.argmax())
-        if profile[worst] <= room:
-            return moved
-        helps = waiting & (sealed < worst) & (worst < needed)
+        helps = waiting & (sealed < worst) & (owned <= worst) & (worst < needed) & (worst < freed)
         if not helps.any():
-            return None
+            return order, peaks
         number = int(np.where(helps, needed, -1).argmax())
         waiting[number] = False
-        moved[number] = True
         parcel = trace.parcels[number]
-        for owned, freed, nbytes in kept[number]:
-            profile[owned:freed] -= nbytes
+        for start, stop, nbytes in kept[number]:
+            profile[start:stop] -= nbytes
         profile[parcel.owned : parcel.sealed + 1] += parcel.nbytes
         profile[parcel.needed : parcel.freed] += parcel.nbytes
+        order.append(number)
+        peaks.append(int(profile.max()))
 
 
 def _schedule(
@@ -245,19 +269,19 @@ def _grow_forward(profile: Profile, first: int, wanted: int, nbytes: int, limit:
     return first + int(too_full[0]) if too_full.size else wanted
 
 
-def _assign_tiers(trace: Trace, budget: Budget, placements: list[Placement]) -> list[Placement]:
+def _assign_tiers(trace: Trace, budget: Budget, spare: Budget, placements: list[Placement]) -> list[Placement]:
     """Sends to disk what does not fit in RAM: the parcels that have longest until they are needed."""
     if trace.device == "cuda" and budget.ram and budget.disk:
         order = sorted(range(len(placements)), key=lambda number: -trace.parcels[number].needed)
         for number in order:
-            if tier_peak(trace, placements, RAM) <= budget.ram:
+            if tier_peak(trace, placements, RAM) + spare.ram <= budget.ram:
                 break
             if placements[number].tier == RAM:
                 placements[number] = replace(placements[number], tier=DISK)
     for tier in (RAM, DISK):
         if tier == RAM and trace.device == "cpu":
             continue
-        peak, limit = tier_peak(trace, placements, tier), getattr(budget, tier)
+        peak, limit = tier_peak(trace, placements, tier) + getattr(spare, tier), getattr(budget, tier)
         if peak > limit:
             raise BudgetError(
                 f"{tier}={format_size(limit)}, but what leaves the fast tier takes {format_size(peak)} there at once. "

@@ -25,6 +25,8 @@ class Extents:
     def allocate(self, nbytes: int) -> int | None:
         """Takes `nbytes`, rounded up. Returns the start, or None where no free extent is large enough."""
         size = self.rounded(nbytes)
+        if size == 0:
+            return 0
         fits = [(stop - start, index) for index, (start, stop) in enumerate(self._free) if stop - start >= size]
         if not fits:
             return None
@@ -40,6 +42,8 @@ class Extents:
     def free(self, start: int, nbytes: int) -> None:
         """Gives back what `allocate(nbytes)` returned as `start`."""
         size = self.rounded(nbytes)
+        if size == 0:
+            return
         stop = start + size
         self.used_bytes -= size
         index = bisect_left(self._free, (start, stop))
