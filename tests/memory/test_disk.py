@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, UnsupportedError
 from torchstorm.memory import spill
@@ -454,8 +455,14 @@ def test_budget_names_what_did_not_fit(tmp_path: Path) -> None:
 
 def test_cuda_is_told_to_come_through_the_host(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, capacity_bytes=MIB)
-    with pytest.raises(UnsupportedError, match=r"on the CPU, not torch.uint8 .* on meta"):
-        tier.put(torch.empty(5, dtype=torch.uint8, device="meta"))
+    handle = tier.put(numbered(5))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_gpu = torch.empty(5, dtype=torch.uint8, device="cuda:1")
+    told = "the disk reaches host memory, not cuda:1: a StagedDiskTier goes between"
+    with pytest.raises(UnsupportedError, match=told):
+        tier.put(on_gpu)
+    with pytest.raises(UnsupportedError, match=told):
+        tier.get(handle, on_gpu)
     tier.close()
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import tempfile
 import threading
 import time
@@ -21,9 +22,11 @@ from hypothesis import strategies as st
 from torchstorm.errors import BudgetError, StorageError, UnsupportedError
 from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.disk import DiskTier
-from torchstorm.memory.host import HostTier
+from torchstorm.memory.host import DoneCopy, HostTier
 from torchstorm.memory.simulated import SimulatedTier
+from torchstorm.memory.staged import StagedDiskTier
 from torchstorm.memory.tier import Tier, TierSpec
+from torchstorm.sizes import format_size
 from torchstorm.transfer.pinned import PinnedArena
 
 MIB = 2**20
@@ -37,15 +40,12 @@ class Case:
         make: makes one of a capacity in bytes, which may use the directory.
         unit_bytes: what it rounds sizes up to.
         memory: the directory is in memory, not on the disk.
-        in_pieces: a storage may lie in several pieces, so that any free room is room.
         device: where sources and outs are.
-        refuses_after_close: put raises once closed.
     """
 
     make: Callable[[Path, int], Any]
     unit_bytes: int = 1
     memory: bool = False
-    in_pieces: bool = True
     device: str = "cpu"
 
 
@@ -57,6 +57,69 @@ def simulated(capacity_bytes: int, *, sleep: bool) -> SimulatedTier:
     return SimulatedTier(spec, sleep=sleep)
 
 
+def host(capacity_bytes: int, *, segment_bytes: int = 2**28, check: bool = False) -> HostTier:
+    return HostTier(
+        PinnedArena(capacity_bytes, pin=None, available_bytes=lambda: 1 << 40, segment_bytes=segment_bytes),
+        engine=None,
+        spec=TierSpec(name="ram", capacity_bytes=capacity_bytes),
+        check=check,
+    )
+
+
+class LateCopy:
+    """A copy that a thread of its own makes, a little late."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._thread = threading.Thread(target=self._move, args=(target, source))
+        self._thread.start()
+
+    @staticmethod
+    def _move(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(1e-4)
+        target.copy_(source)
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def synchronize(self) -> None:
+        self._thread.join()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+
+class Engine:
+    """Stands for a GPU's copy streams."""
+
+    def __init__(self, *, late: bool) -> None:
+        self._late = late
+
+    def mark(self) -> object:
+        return object()
+
+    def copy_out(self, host: torch.Tensor, source: torch.Tensor, *, ready: object) -> DoneCopy | LateCopy:
+        return self._copy(host, source)
+
+    def copy_in(self, out: torch.Tensor, host: torch.Tensor, *, ready: object) -> DoneCopy | LateCopy:
+        return self._copy(out, host)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> DoneCopy | LateCopy:
+        if self._late:
+            return LateCopy(target, source)
+        target.copy_(source)
+        return DoneCopy()
+
+
+def staged(place: Path, capacity_bytes: int, *, late: bool, num_buffers: int = 8) -> StagedDiskTier:
+    piece = 65_536
+    return StagedDiskTier(
+        DiskTier(place, capacity_bytes=capacity_bytes),
+        PinnedArena(num_buffers * piece, pin=None, available_bytes=lambda: 1 << 40),
+        Engine(late=late),
+        piece_bytes=piece,
+    )
+
+
 CASES = {
     "disk": Case(make=lambda place, size: DiskTier(place, capacity_bytes=size), unit_bytes=4096),
     "disk-check": Case(make=lambda place, size: DiskTier(place, capacity_bytes=size, check=True), unit_bytes=4096),
@@ -64,14 +127,13 @@ CASES = {
         make=lambda place, size: DiskTier(place, capacity_bytes=size, threads=2, block_bytes=16_384), unit_bytes=4096
     ),
     "disk-tmpfs": Case(make=lambda place, size: DiskTier(place, capacity_bytes=size), unit_bytes=4096, memory=True),
-    "host": Case(
-        make=lambda _, size: HostTier(
-            PinnedArena(size, pin=None, available_bytes=lambda: 1 << 40),
-            engine=None,
-            spec=TierSpec(name="ram", capacity_bytes=size),
-        ),
-        unit_bytes=4096,
-        in_pieces=False,
+    "host": Case(make=lambda _, size: host(size), unit_bytes=4096),
+    "host-check": Case(make=lambda _, size: host(size, check=True), unit_bytes=4096),
+    "host-small-segments": Case(make=lambda _, size: host(size, segment_bytes=5 * 4096), unit_bytes=4096),
+    "staged": Case(make=lambda place, size: staged(place, size, late=False), unit_bytes=4096),
+    "staged-late": Case(make=lambda place, size: staged(place, size, late=True), unit_bytes=4096),
+    "staged-two-buffers": Case(
+        make=lambda place, size: staged(place, size, late=False, num_buffers=2), unit_bytes=4096
     ),
     "device": Case(make=lambda _, size: DeviceTier(TierSpec(name="vram", capacity_bytes=size))),
     "simulated": Case(make=lambda _, size: simulated(size, sleep=False)),
@@ -189,11 +251,19 @@ def test_used_and_peak(room: Room) -> None:
 def test_the_budget_holds_to_the_byte(room: Room) -> None:
     tier = room.tier(3 * 4096)
     handles = [tier.put(room.data(4096, seed)) for seed in range(2)]
-    with pytest.raises(BudgetError, match=r"=12.00 KiB .*blocks.7 needs .* more with 8.00 KiB in use. Give") as caught:
+    with pytest.raises(BudgetError) as caught:
         tier.put(room.data(4097), label="blocks.7")
-    error = caught.value
-    assert (error.tier, error.budget_bytes) == (tier.spec.name, 12_288)
+    error, name = caught.value, tier.spec.name
+    assert (error.tier, error.budget_bytes) == (name, 12_288)
     assert error.needed_bytes == 8192 + room.rounded(4097)
+    assert re.fullmatch(
+        rf"{name}=12\.00 KiB(| in {re.escape(str(room.place))}\S*| \(simulated\)), but blocks\.7 needs "
+        rf"{re.escape(format_size(room.rounded(4097)))} more with 8\.00 KiB in use\. Give {name}= at least "
+        rf"{re.escape(format_size(error.needed_bytes))}, or a larger budget on a faster tier\.",
+        str(error),
+    )
+    with pytest.raises(BudgetError, match="but a saved tensor needs"):
+        tier.put(room.data(4097))
     assert tier.used_bytes == tier.peak_bytes == 8192
     handles.append(tier.put(room.data(4096, 2)))
     for seed, handle in enumerate(handles):
@@ -206,10 +276,6 @@ def test_scattered_room_is_room(room: Room) -> None:
     handles = [tier.put(room.data(4096, seed)) for seed in range(16)]
     for handle in handles[::2]:
         tier.free(handle)
-    if not room.case.in_pieces:
-        with pytest.raises(BudgetError):
-            tier.put(room.data(8 * 4096 - 5, 99))
-        return
     large = tier.put(room.data(8 * 4096 - 5, 99))
     assert torch.equal(room.fetch(tier, large), room.data(8 * 4096 - 5, 99))
     for seed in range(1, 16, 2):
@@ -323,17 +389,33 @@ def test_tensors_are_let_go_when_their_copies_have_ended(room: Room) -> None:
 
 def test_what_is_no_row_of_bytes_is_refused(room: Room) -> None:
     tier = room.tier()
-    handle = tier.put(room.data(8))
-    for wrong in (torch.zeros(2), room.data(8).view(2, 4), room.data(16)[::2], torch.empty(8, device="meta")):
-        with pytest.raises(UnsupportedError, match="contiguous"):
+    handle, unnamed = tier.put(room.data(8), label="h.2.mlp"), tier.put(room.data(8))
+    wrongs = (
+        torch.zeros(2),
+        torch.zeros(8, dtype=torch.int8),
+        torch.zeros(8, dtype=torch.bool),
+        room.data(8).view(2, 4),
+        room.data(1).view(()),
+        room.data(16)[::2],
+        room.data(1).expand(8),
+        torch.empty(8, dtype=torch.uint8, device="meta"),
+    )
+    for wrong in wrongs:
+        with pytest.raises(UnsupportedError, match="a tier moves contiguous 1-D uint8 tensors, not torch"):
             tier.put(wrong)
-        with pytest.raises(UnsupportedError, match="contiguous"):
+        with pytest.raises(UnsupportedError, match="a tier moves contiguous 1-D uint8 tensors, not torch"):
             tier.get(handle, wrong)
-    with pytest.raises(StorageError, match="has 8 bytes"):
-        tier.get(handle, room.data(9))
-    tier.free(handle)
-    with pytest.raises(StorageError, match="was freed before it was fetched"):
-        tier.get(handle, room.data(8))
+    assert tier.used_bytes == 2 * room.rounded(8)
+    for nbytes in (0, 7, 9):
+        with pytest.raises(StorageError, match=rf"^h\.2\.mlp has 8 bytes, but out has {nbytes}\.$"):
+            tier.get(handle, room.data(nbytes))
+        with pytest.raises(StorageError, match="^a saved tensor has 8 bytes"):
+            tier.get(unnamed, room.data(nbytes))
+    for freed, named in ((handle, r"h\.2\.mlp"), (unnamed, "a saved tensor")):
+        assert torch.equal(room.fetch(tier, freed), room.data(8))
+        tier.free(freed)
+        with pytest.raises(StorageError, match=f"^{named} was freed before it was fetched"):
+            tier.get(freed, room.data(8))
 
 
 def test_closing_lets_copies_end(room: Room) -> None:

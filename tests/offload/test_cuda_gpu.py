@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.steps import Outcome, Step, assert_same
+from plan import naive
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
-from torchstorm.plan.solve import smallest_fast_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -238,9 +238,9 @@ def bounds(make: Make, step: Step) -> tuple[int, int]:
     assert found.session is not None
     plan = found.session.plan()
     assert plan is not None
-    trace = plan.trace
+    trace, spare = plan.trace, found.session._stack.spare.vram
     found.session.close()
-    return smallest_fast_bytes(trace), smallest_fast_bytes(trace, movable=False)
+    return naive.all_away_bytes(trace) + spare, naive.all_kept_bytes(trace) + spare
 
 
 def budget_for(make: Make, step: Step, share: float) -> int:

@@ -193,6 +193,30 @@ def test_a_disk_budget_that_fits_the_plan_is_kept_in_every_step(tmp_path: Path) 
     session.close()
 
 
+def test_a_session_with_exactly_what_the_forecast_names_keeps_to_it(tmp_path: Path) -> None:
+    """The forecast's disk bytes are bytes in the spill file, where a storage takes whole pages."""
+    model = mlp(60)  # storages that are not a multiple of a page
+
+    def run(disk_bytes: int | str) -> Session:
+        torch.manual_seed(0)
+        session = Session(model, ram=ram, disk=f"{tmp_path}:{disk_bytes}")
+        for _ in range(4):
+            with session.step():
+                model(torch.randn(1001, 60)).square().mean().backward()
+        session.close()
+        return session
+
+    with Session(model, unlimited=True) as session, session.step():
+        model(torch.randn(1001, 60)).square().mean().backward()
+    ram = session.usage().ram_bytes // 2
+    forecast = run("1GiB").report().forecast
+    assert forecast is not None
+    report = run(forecast.disk_bytes).report()
+    assert report.highest is not None
+    assert report.highest.ram_bytes <= ram
+    assert report.highest.disk_bytes <= forecast.disk_bytes
+
+
 def test_a_longer_batch_than_fits_is_a_budget_error_and_the_next_step_is_right(tmp_path: Path) -> None:
     ram = int(saved_bytes(mlp, square) * 0.5)
     expected, _ = train(mlp, square, None)

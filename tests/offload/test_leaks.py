@@ -69,8 +69,8 @@ def anonymous_bytes() -> int:
 def held(session: Session, spill: Path) -> Held:
     gc.collect()
     saved, residency = session._saved, session._saved.residency
-    records = (saved._letting_go, saved._inputs, saved._records, saved._numbered)
-    parcels = (residency.resident, residency._away, residency._by_key, residency._shared)
+    records = (saved._letting_go, saved._inputs, saved._numbered)
+    parcels = (residency.resident, residency._away, residency._at)
     return Held(
         resident_bytes=residency.resident_bytes - residency.staging_bytes,
         disk_bytes=session._stack.tiers["disk"].used_bytes,

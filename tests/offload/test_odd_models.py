@@ -166,7 +166,7 @@ def jagged_step(model: nn.Module, index: int) -> torch.Tensor:
 def nested_step(model: nn.Module, index: int) -> torch.Tensor:
     parts = torch.tanh(model(batch())).split([100, 12, 200, 200])
     nested = torch.nested.as_nested_tensor(list(parts))
-    return square(torch.nested.to_padded_tensor(torch.tanh(F.linear(nested, model[0].weight)), 0.0))
+    return square(torch.nested.to_padded_tensor(F.linear(nested, model[0].weight), 0.0))
 
 
 # ---------------------------------------------------------------------- odd autograd
@@ -323,7 +323,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "RNN cell": (lambda: Unrolled(nn.RNNCell), unrolled_step, 0.5),
     "GRU": (lambda: nn.GRU(WIDTH, WIDTH, num_layers=2), recurrent_step, 0.6),
     "packed LSTM": (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2), packed_step, 0.85),
-    "packed GRU, both ways": (lambda: nn.GRU(WIDTH, WIDTH, bidirectional=True), packed_step, 0.85),
     "gates of one buffer": (GatesOfOneBuffer, plain_step, 0.5),
     "gates of one large buffer": (GatesOfOneBuffer, large_step, 0.5),
     "broadcast, empty and 0-dim tensors": (OddShapes, plain_step, 0.5),
@@ -358,6 +357,7 @@ IN_A_CHILD = ["forward-mode AD", "a deep copy of the model"]
 THIRD_PARTY = [
     "ignore:Anomaly Detection has been enabled:UserWarning",
     "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # by torch.compile, of any block's input
     "ignore:Sparse CSR tensor support is in beta state:UserWarning",
 ]
 
@@ -402,11 +402,13 @@ class CompiledBlocks(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings(*THIRD_PARTY)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_train_to_the_same_bits(backend: str, tmp_path: Path) -> None:
     assert_exact_within(lambda: CompiledBlocks(backend), plain_step, tmp_path, share=0.6)
 
 
+@pytest.mark.filterwarnings(*THIRD_PARTY)
 @pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
 def test_a_compiled_model_is_exact_and_not_compiled_again_in_every_step(how: str, tmp_path: Path) -> None:
     num_compiled = 0
@@ -477,9 +479,7 @@ def test_a_saved_tensor_that_backward_changes_raises_for_the_next_who_needs_it(r
             else:
                 found = [parameter.grad for parameter in model.parameters()]
                 assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, found, strict=True))
-        report = session.report()
-    assert report.highest is not None
-    assert report.highest.disk_bytes > 0
+        assert session._residency.moved_bytes > 0, "nothing moved, so nothing was tested"
 
 
 def wrong_order(first: nn.Module, last: nn.Module, x: torch.Tensor) -> torch.Tensor:

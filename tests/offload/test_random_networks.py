@@ -19,8 +19,8 @@ from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 
 WIDTH = 16
-# A storage has a few hundred bytes, tens of KiB or 1 MiB: too small to move, moved with others, moved alone.
-ROWS = (4, 1000, 2**14)
+# A storage has a few hundred bytes, 64 KiB or 256 KiB: too small to move, moved with others, moved alone.
+ROWS = (4, 1000, 4096)
 
 
 class Cube(torch.autograd.Function):

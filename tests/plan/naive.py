@@ -47,6 +47,16 @@ def keep(trace: Trace) -> list[Placement]:
     return [Placement(tier="keep") for _ in trace.parcels]
 
 
+def all_away_bytes(trace: Trace) -> int:
+    """The peak on the fast tier with everything moved."""
+    return max(fast_bytes(trace, away(trace, "disk")))
+
+
+def all_kept_bytes(trace: Trace) -> int:
+    """The peak on the fast tier with nothing moved."""
+    return max(fast_bytes(trace, keep(trace)))
+
+
 class _Channel:
     """Serves one copy after the other."""
 

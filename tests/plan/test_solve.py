@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from dataclasses import replace
 
@@ -11,12 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plan import naive
+from plan.naive import all_away_bytes, all_kept_bytes
 from plan.traces import blocks_trace, is_parcel_valid, machines, trace_of, traces
-from torchstorm.errors import BudgetError
-from torchstorm.plan.forecast import Placement
+from torchstorm.errors import BudgetError, PlanError
+from torchstorm.plan.forecast import Placement, other_profile
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.solve import shift_base, smallest_fast_bytes, solve
+from torchstorm.plan.solve import _furthest_first, shift_base, solve
 from torchstorm.plan.trace import SavedStorage, Trace
 
 AMPLE = 1 << 40
@@ -36,19 +38,13 @@ def budget_of(trace: Trace, fast_bytes: int, *, ram: int = AMPLE, disk: int = AM
     return Budget(vram=fast_bytes, ram=ram, disk=disk)
 
 
-def solve_or_error(trace: Trace, machine: Machine, budget: Budget) -> Plan | BudgetError:
+def solve_or_error(
+    trace: Trace, machine: Machine, budget: Budget, *, spare: Budget | None = None
+) -> Plan | BudgetError:
     try:
-        return solve(trace, machine, budget)
+        return solve(trace, machine, budget, spare=spare)
     except BudgetError as error:
         return error
-
-
-def all_away_bytes(trace: Trace) -> int:
-    return max(naive.fast_bytes(trace, naive.away(trace, "disk")))
-
-
-def all_kept_bytes(trace: Trace) -> int:
-    return max(naive.fast_bytes(trace, naive.keep(trace)))
 
 
 @st.composite
@@ -61,7 +57,8 @@ def feasible(draw: st.DrawFn, *, padding: bool = True) -> tuple[Trace, Budget]:
     return trace, budget_of(trace, limit, disk=disk)
 
 
-def assert_keeps_to(plan: Plan, budget: Budget) -> None:
+def assert_keeps_to(plan: Plan, budget: Budget, spare: Budget | None = None) -> None:
+    spare = spare or Budget()
     trace = plan.trace
     fast = max(naive.fast_bytes(trace, plan.placements))
     ram, disk = (max(naive.slow_bytes(trace, plan.placements, tier)) for tier in ("ram", "disk"))
@@ -71,10 +68,11 @@ def assert_keeps_to(plan: Plan, budget: Budget) -> None:
     else:
         found = Budget(vram=fast, ram=ram, disk=disk)
     forecast = plan.forecast
-    assert (forecast.vram_bytes, forecast.ram_bytes, forecast.disk_bytes) == (found.vram, found.ram, found.disk)
-    assert found.vram <= budget.vram
-    assert found.ram <= budget.ram
-    assert found.disk <= budget.disk
+    rings = spare.ram if trace.device == "cuda" else 0
+    assert (forecast.vram_bytes, forecast.ram_bytes, forecast.disk_bytes) == (found.vram, found.ram + rings, found.disk)
+    assert found.vram + spare.vram <= budget.vram
+    assert found.ram + spare.ram <= budget.ram
+    assert found.disk + spare.disk <= budget.disk
 
 
 @quick
@@ -126,7 +124,6 @@ def test_below_what_moving_everything_takes_there_is_no_plan(trace: Trace, machi
     """Moving everything takes least where each travels alone and nobody else still holds it when it is needed."""
     assume(all(parcel.num_storages == 1 and parcel.owned <= parcel.needed for parcel in trace.parcels))
     least = all_away_bytes(trace)
-    assert smallest_fast_bytes(trace) == least
     assert_keeps_to(solve(trace, machine, budget_of(trace, least)), budget_of(trace, least))
     if least > 0:
         with pytest.raises(BudgetError, match=r"needs .* at once") as caught:
@@ -236,21 +233,134 @@ def test_without_a_slower_tier_everything_stays_or_it_says_what_would_do(trace: 
             solve(trace, machine, budget_of(trace, kept - 1, ram=0, disk=0))
         assert caught.value.smallest_bytes == kept
         target = 'disk="DIR:SIZE"' if trace.device == "cpu" else "ram= or disk="
-        assert f"with {target}: {fast_name(trace)}={smallest_fast_bytes(trace)} (" in str(caught.value)
+        named = re.search(rf"with {target}: {fast_name(trace)}=([0-9]+) \(", str(caught.value))
+        assert named is not None
+        least = int(named[1])
+        assert least <= kept
+        assert_keeps_to(solve(trace, machine, budget_of(trace, least)), budget_of(trace, least))
+        with pytest.raises(BudgetError):
+            solve(trace, machine, budget_of(trace, least - 1))
+
+
+def spares(trace: Trace, fast: int, ram: int, disk: int) -> Budget:
+    return Budget(ram=fast, disk=disk) if trace.device == "cpu" else Budget(vram=fast, ram=ram, disk=disk)
+
+
+def plus(first: Budget, second: Budget) -> Budget:
+    return Budget(vram=first.vram + second.vram, ram=first.ram + second.ram, disk=first.disk + second.disk)
+
+
+few_bytes = st.integers(0, 100_000)
 
 
 @quick
-@given(case=feasible(), machine=machines(), reserve=st.integers(1, 100_000))
-def test_a_reserve_is_room_that_nothing_else_gets(case: tuple[Trace, Budget], machine: Machine, reserve: int) -> None:
+@given(case=feasible(), machine=machines(), fast=few_bytes, ram=few_bytes, disk=few_bytes)
+def test_spare_is_room_that_nothing_planned_gets(
+    case: tuple[Trace, Budget], machine: Machine, fast: int, ram: int, disk: int
+) -> None:
+    """With so much more budget, the same plan: the forecast tells of spare only where it is taken, in RAM on CUDA."""
     trace, budget = case
-    name = fast_name(trace)
+    spare = spares(trace, fast, ram, disk if budget.disk else 0)
     plain = solve(trace, machine, budget)
-    plan = solve(trace, machine, replace(budget, **{name: getattr(budget, name) + reserve}), reserve_bytes=reserve)
-    forecast = getattr(plan.forecast, f"{name}_bytes")
-    assert forecast <= getattr(budget, name) + reserve
-    assert forecast == max(naive.fast_bytes(trace, plan.placements)) + reserve
-    assert smallest_fast_bytes(trace, reserve_bytes=reserve) == smallest_fast_bytes(trace) + reserve
-    assert plain.forecast.step_ms >= 0
+    plan = solve(trace, machine, plus(budget, spare), spare=spare)
+    assert_keeps_to(plan, plus(budget, spare), spare)
+    assert (plan.budget, plan.placements) == (plus(budget, spare), plain.placements)
+    rings = spare.ram if trace.device == "cuda" else 0
+    assert plan.forecast == replace(plain.forecast, ram_bytes=plain.forecast.ram_bytes + rings)
+    assert solve(trace, machine, budget, spare=Budget()) == plain
+
+
+@quick
+@given(trace=traces(), machine=machines(), below=st.integers(1, 5000), spare_bytes=st.integers(1, 100_000))
+def test_the_smallest_budget_named_has_the_spare_in_it(
+    trace: Trace, machine: Machine, below: int, spare_bytes: int
+) -> None:
+    spare = spares(trace, spare_bytes, 7, 9)
+    found = solve_or_error(trace, machine, budget_of(trace, max(0, all_away_bytes(trace) - below)), spare=spare)
+    without = solve_or_error(trace, machine, budget_of(trace, 0))
+    if isinstance(found, Plan):
+        return
+    assert found.tier == fast_name(trace)
+    smallest = found.smallest_bytes
+    assert smallest is not None
+    assert isinstance(without, Plan) == (smallest == spare_bytes)
+    if isinstance(without, BudgetError):
+        assert smallest == (without.smallest_bytes or 0) + spare_bytes
+    assert f"{fast_name(trace)}={smallest} (" in str(found)
+    assert_keeps_to(solve(trace, machine, budget_of(trace, smallest), spare=spare), budget_of(trace, smallest), spare)
+    with pytest.raises(BudgetError):
+        solve(trace, machine, budget_of(trace, smallest - 1), spare=spare)
+
+
+@quick
+@given(trace=traces(), machine=machines(), spare_bytes=st.integers(1, 100_000))
+def test_without_a_slower_tier_both_budgets_named_have_the_spare_in_them(
+    trace: Trace, machine: Machine, spare_bytes: int
+) -> None:
+    spare = spares(trace, spare_bytes, 0, 0)
+    enough = all_kept_bytes(trace) + spare_bytes
+    nowhere = budget_of(trace, enough, ram=0, disk=0)
+    assert_keeps_to(solve(trace, machine, nowhere, spare=spare), nowhere, spare)
+    with pytest.raises(BudgetError, match="Smallest feasible without a tier to move to") as caught:
+        solve(trace, machine, budget_of(trace, enough - 1, ram=0, disk=0), spare=spare)
+    assert caught.value.smallest_bytes == enough
+    named = re.search(r"; with .*=([0-9]+) \(", str(caught.value))
+    assert named is not None
+    least = budget_of(trace, int(named[1]))
+    assert_keeps_to(solve(trace, machine, least, spare=spare), least, spare)
+    with pytest.raises(BudgetError):
+        solve(trace, machine, budget_of(trace, int(named[1]) - 1), spare=spare)
+
+
+@quick
+@given(trace=traces(), machine=machines(), spare_bytes=st.integers(1, 100_000))
+def test_what_a_slower_tier_lacks_has_the_spare_in_it(trace: Trace, machine: Machine, spare_bytes: int) -> None:
+    limit = all_away_bytes(trace)
+    slow = "disk" if trace.device == "cpu" else "ram"
+    other = {} if trace.device == "cpu" else {"disk": 0}
+    spare = Budget(**{slow: spare_bytes})
+    found = solve_or_error(trace, machine, budget_of(trace, limit, **{slow: 1}, **other), spare=spare)
+    if isinstance(found, Plan):
+        assert spare_bytes == 1
+        assert {placement.tier for placement in found.placements} <= {"keep"}
+        return
+    needed = found.smallest_bytes
+    assert found.tier == slow
+    assert needed is not None
+    budget = budget_of(trace, limit, **{slow: needed}, **other)
+    plan = solve(trace, machine, budget, spare=spare)
+    assert_keeps_to(plan, budget, spare)
+    assert max(naive.slow_bytes(trace, plan.placements, slow)) + spare_bytes == needed
+    with pytest.raises(BudgetError, match=f"{slow}="):
+        solve(trace, machine, budget_of(trace, limit, **{slow: needed - 1}, **other), spare=spare)
+
+
+@quick
+@given(trace=traces(device="cuda"), machine=machines(), spare_bytes=st.integers(1, 100_000), share=st.floats(0, 1.2))
+def test_what_the_spare_leaves_of_ram_is_what_the_disk_relieves(
+    trace: Trace, machine: Machine, spare_bytes: int, share: float
+) -> None:
+    limit = all_away_bytes(trace)
+    everything = max(naive.slow_bytes(trace, naive.away(trace, "ram"), "ram"))
+    budget = Budget(vram=limit, ram=spare_bytes + int(everything * share), disk=AMPLE)
+    spare = Budget(ram=spare_bytes)
+    plan = solve(trace, machine, budget, spare=spare)
+    assert_keeps_to(plan, budget, spare)
+    if budget.ram - spare_bytes >= everything:
+        assert "disk" not in {placement.tier for placement in plan.placements}
+
+
+@quick
+@given(trace=traces(), tier=st.sampled_from(["ram", "disk"]))
+def test_peaks_are_those_of_the_first_so_many_away(trace: Trace, tier: str) -> None:
+    order, peaks = _furthest_first(trace, other_profile(trace), tier)
+    assert len(set(order)) == len(order) == len(peaks) - 1
+    away = naive.away(trace, tier)
+    for number, peak in enumerate(peaks):
+        gone = order[:number]
+        places = [away[parcel] if parcel in gone else Placement(tier="keep") for parcel in range(len(away))]
+        assert max(naive.fast_bytes(trace, places)) == peak
+    assert _furthest_first(trace, other_profile(trace), "keep") == ([], [all_kept_bytes(trace)])
 
 
 @quick
@@ -261,12 +371,6 @@ def test_a_shifted_base_is_in_every_interval_and_never_below_nothing(trace: Trac
     assert shifted.base_bytes == trace.base_bytes + delta
     assert [m.signature for m in shifted.moments] == [m.signature for m in trace.moments]
     assert (shifted.storages, shifted.parcels) == (trace.storages, trace.parcels)
-
-
-@quick
-@given(trace=traces(), machine=machines())
-def test_the_smallest_budget_without_moving_is_what_keeping_takes(trace: Trace, machine: Machine) -> None:
-    assert smallest_fast_bytes(trace, movable=False) == all_kept_bytes(trace)
 
 
 def storage(nbytes: int, made: int, needed: int, freed: int, parcel: int, block: str = "") -> SavedStorage:
@@ -333,17 +437,49 @@ def test_the_entry_is_named_after_the_block_that_follows() -> None:
         solve(trace, MACHINE, Budget(vram=4000, ram=100))
 
 
-def test_a_tier_of_no_speed_is_not_a_division_by_zero() -> None:
+SPEEDS = ("d2h_bytes_per_s", "h2d_bytes_per_s", "disk_write_bytes_per_s", "disk_read_bytes_per_s")
+
+
+@pytest.mark.parametrize("missing", SPEEDS)
+@pytest.mark.parametrize(
+    ("device", "budget", "used"),
+    [
+        ("cpu", Budget(ram=150), set()),
+        ("cpu", Budget(ram=150, disk=1000), {"disk"}),
+        ("cuda", Budget(vram=150), set()),
+        ("cuda", Budget(vram=150, ram=1000), {"ram"}),
+        ("cuda", Budget(vram=150, ram=1000, disk=1000), {"ram", "disk"}),
+        ("cuda", Budget(vram=150, disk=1000), {"ram", "disk"}),  # what goes to the disk crosses the link, too
+    ],
+)
+def test_a_tier_of_no_speed_is_named(device: str, budget: Budget, used: set[str], missing: str) -> None:
+    trace = trace_of(
+        "p0 p1 u1 u0", [storage(100, 1, 4, 5, 0), storage(100, 2, 3, 4, 1)], seconds=[1.0] * 5, device=device
+    )
+    machine = replace(MACHINE, **{missing: 0.0})
+    tier = "disk" if "disk" in missing else "ram"
+    if tier in used:
+        with pytest.raises(PlanError, match=rf"machine 'test' says no speed for {tier}: measure one, or leave {tier}="):
+            solve(trace, machine, budget)
+    elif used:
+        assert_keeps_to(solve(trace, machine, budget), budget)
+    else:
+        with pytest.raises(BudgetError, match="without a tier to move to"):
+            solve(trace, machine, budget)
+
+
+def test_a_machine_of_no_speed_at_all_is_not_a_division_by_zero() -> None:
     trace = trace_of("p0 p1 u1 u0", [storage(100, 1, 4, 5, 0), storage(100, 2, 3, 4, 1)], seconds=[1.0] * 5)
-    budget = Budget(ram=150, disk=1000)
-    with pytest.raises((BudgetError, ValueError), match="disk"):
-        solve(trace, Machine(name="bare"), budget)
+    with pytest.raises(PlanError, match="disk=1000 B was asked, but machine 'bare' says no speed for disk"):
+        solve(trace, Machine(name="bare"), Budget(ram=150, disk=1000))
+    budget = Budget(ram=200)
+    assert_keeps_to(solve(trace, Machine(name="bare"), budget), budget)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_80_blocks_of_13_take_seconds(device: str) -> None:
     trace = blocks_trace(80, 13, device=device)
-    kept, least = smallest_fast_bytes(trace, movable=False), smallest_fast_bytes(trace)
+    kept, least = all_kept_bytes(trace), all_away_bytes(trace)
     start_s = time.perf_counter()
     fast = replace(MACHINE, d2h_bytes_per_s=5e10, h2d_bytes_per_s=5e10, disk_write_bytes_per_s=5e9)
     plan = solve(trace, fast, budget_of(trace, (kept + least) // 2))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
+import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstorm.errors import BudgetError
-from torchstorm.transfer.pinned import PinnedArena
+from torchstorm.transfer.pinned import PinnedArena, Slot
 
 PAGE = mmap.PAGESIZE
 AMPLE = 1 << 40
@@ -64,14 +68,26 @@ def make_arena(
     return PinnedArena(capacity_pages * PAGE, pin=pin, available_bytes=available, segment_bytes=segment_pages * PAGE)
 
 
+def only(slot: Slot) -> torch.Tensor:
+    """The memory of a slot that lies in one piece."""
+    (piece,) = slot.pieces
+    return piece
+
+
+def pages(slot: Slot) -> int:
+    """Pages that a slot takes: its bytes, rounded up once, however many pieces there are."""
+    assert sum(size for _, _, size in slot.extents) == -(-slot.nbytes // PAGE) * PAGE
+    return -(-slot.nbytes // PAGE)
+
+
 def test_without_a_gpu_memory_is_pageable_and_the_arena_says_so() -> None:
     arena = make_arena(16)
     assert arena.not_pinned == "no CUDA device"
     slot = arena.allocate(100)
-    assert (slot.buffer.nbytes, slot.buffer.dtype, slot.after) == (100, torch.uint8, [])
-    slot.buffer.fill_(7)
-    assert slot.buffer.tolist() == [7] * 100
-    assert slot.buffer.data_ptr() % PAGE == 0
+    assert (slot.nbytes, only(slot).nbytes, only(slot).dtype, slot.after) == (100, 100, torch.uint8, [])
+    only(slot).fill_(7)
+    assert only(slot).tolist() == [7] * 100
+    assert only(slot).data_ptr() % PAGE == 0
     assert (arena.used_bytes, arena.peak_bytes, arena.held_bytes) == (PAGE, PAGE, 4 * PAGE)
     arena.free(slot, after=[])
     assert (arena.used_bytes, arena.peak_bytes, arena.held_bytes) == (0, PAGE, 4 * PAGE)
@@ -87,7 +103,7 @@ def test_segments_are_pinned_as_they_are_needed_and_kept() -> None:
     slots.append(arena.allocate(1))
     assert [nbytes for _, nbytes in pin.pinned] == [4 * PAGE, 4 * PAGE]
     for slot in slots:
-        first = slot.buffer.data_ptr()
+        first = only(slot).data_ptr()
         assert any(begin <= first < begin + nbytes for begin, nbytes in pin.pinned)
         arena.free(slot, after=[])
     assert (len(pin.pinned), pin.num_unpinned) == (2, 0)
@@ -100,7 +116,7 @@ def test_what_is_larger_than_a_segment_gets_one_of_its_own() -> None:
     arena = make_arena(32, pin=pin)
     slot = arena.allocate(9 * PAGE + 1)
     assert [nbytes for _, nbytes in pin.pinned] == [10 * PAGE]
-    assert slot.buffer.nbytes == 9 * PAGE + 1
+    assert only(slot).nbytes == slot.nbytes == 9 * PAGE + 1
     assert arena.held_bytes == arena.used_bytes == 10 * PAGE
 
 
@@ -123,10 +139,23 @@ def test_the_budget_holds_to_the_page() -> None:
         "ram=24.00 KiB, but 4.00 KiB more is needed with 24.00 KiB already held (20.00 KiB of it in use) and "
         "1.00 TiB available on this machine. Give a larger ram=, or disk=, or a larger vram=."
     )
-    assert (error.tier, error.budget_bytes, error.needed_bytes) == ("ram", 6 * PAGE, 6 * PAGE + PAGE + 1)
+    assert (error.tier, error.budget_bytes) == ("ram", 6 * PAGE)
     assert arena.used_bytes == arena.peak_bytes == 5 * PAGE
     arena.free(slots[0], after=[])
-    assert arena.allocate(PAGE + 1).buffer.nbytes == PAGE + 1
+    assert only(arena.allocate(PAGE + 1)).nbytes == PAGE + 1
+
+
+def test_what_is_said_to_be_needed_is_enough() -> None:
+    arena = make_arena(6)
+    sizes = [3 * PAGE, 2 * PAGE, PAGE + 1]
+    for nbytes in sizes[:2]:
+        arena.allocate(nbytes)
+    with pytest.raises(BudgetError) as caught:
+        arena.allocate(sizes[2])
+    needed = caught.value.needed_bytes
+    enough = PinnedArena(needed, pin=None, available_bytes=lambda: AMPLE, segment_bytes=4 * PAGE)
+    slots = [enough.allocate(nbytes) for nbytes in sizes]
+    assert [slot.nbytes for slot in slots] == sizes
 
 
 def test_a_budget_below_a_page_holds_nothing() -> None:
@@ -169,7 +198,7 @@ def test_empty_segments_make_room_for_one_that_is_large_enough() -> None:
 def test_empty_segments_are_given_back_before_the_machine_is_said_to_be_full() -> None:
     arena = make_arena(100, available=lambda: 8 * PAGE - arena.held_bytes)
     arena.free(arena.allocate(4 * PAGE), after=[])
-    assert arena.allocate(6 * PAGE).buffer.nbytes == 6 * PAGE
+    assert only(arena.allocate(6 * PAGE)).nbytes == 6 * PAGE
 
 
 def test_where_pinning_is_refused_memory_stays_pageable() -> None:
@@ -182,7 +211,7 @@ def test_where_pinning_is_refused_memory_stays_pageable() -> None:
     arena = make_arena(8, pin=refuse)
     assert arena.not_pinned == ""
     slot = arena.allocate(5)
-    slot.buffer.fill_(1)
+    only(slot).fill_(1)
     assert arena.not_pinned == "cudaHostRegister refused 16.00 KiB with error 2"
     arena.allocate(4 * PAGE)
     assert asked == [4 * PAGE], "it is asked once"
@@ -204,7 +233,7 @@ def test_trim_gives_empty_segments_back_down_to_what_is_kept() -> None:
     assert arena.held_bytes == 12 * PAGE
     arena.trim(0)
     assert (arena.held_bytes, arena.used_bytes, pin.num_unpinned) == (4 * PAGE, 4 * PAGE, 3)
-    slots[3].buffer.fill_(3)
+    only(slots[3]).fill_(3)
 
 
 def test_a_segment_under_copy_is_waited_for_before_it_is_unpinned() -> None:
@@ -231,10 +260,10 @@ def test_the_next_owner_follows_the_copies_of_the_last() -> None:
     arena = make_arena(4)
     written, read = FakeCopy(), FakeCopy()
     first, second = arena.allocate(2 * PAGE), arena.allocate(2 * PAGE)
-    place = first.buffer.data_ptr()
+    place = only(first).data_ptr()
     arena.free(first, after=[written, read])
     part = arena.allocate(PAGE)
-    assert part.buffer.data_ptr() == place
+    assert only(part).data_ptr() == place
     assert part.after == [written, read]
     rest = arena.allocate(PAGE)
     assert rest.after == [written, read], "each part of it follows them"
@@ -264,38 +293,209 @@ def test_ended_copies_do_not_pile_up() -> None:
         copy.ended = True
     slot = arena.allocate(PAGE)
     assert slot.after == []
-    assert len(slot.segment.busy) == 0
+    ((segment, start, nbytes),) = slot.extents
+    assert (start, nbytes, segment.busy) == (0, PAGE, [])
 
 
-@settings(max_examples=60, deadline=None)
+def test_scattered_room_is_room_once_the_arena_cannot_grow() -> None:
+    arena = make_arena(8)
+    slots = [arena.allocate(PAGE) for _ in range(8)]
+    for index, slot in enumerate(slots):
+        only(slot).fill_(index)
+        if index % 2 == 0:
+            arena.free(slot, after=[])
+    scattered = arena.allocate(4 * PAGE - 5)
+    assert [piece.nbytes for piece in scattered.pieces] == [PAGE, PAGE, PAGE, PAGE - 5]
+    assert (scattered.nbytes, pages(scattered)) == (4 * PAGE - 5, 4)
+    assert arena.used_bytes == arena.held_bytes == 8 * PAGE
+    for piece in scattered.pieces:
+        piece.fill_(0xEE)
+    for index in range(1, 8, 2):
+        assert set(only(slots[index]).tolist()) == {index}
+    with pytest.raises(BudgetError):
+        arena.allocate(1)
+    arena.free(scattered, after=[])
+    assert arena.used_bytes == 4 * PAGE
+    for index in range(1, 8, 2):
+        arena.free(slots[index], after=[])
+    assert [only(arena.allocate(4 * PAGE)).nbytes for _ in range(2)] == [4 * PAGE] * 2, "all of it has joined again"
+
+
+def test_an_arena_that_can_grow_does_so_before_it_scatters() -> None:
+    arena = make_arena(16)
+    slots = [arena.allocate(PAGE) for _ in range(4)]
+    for slot in slots[::2]:
+        arena.free(slot, after=[])
+    assert len(arena.allocate(2 * PAGE).pieces) == 1
+    assert arena.held_bytes == 8 * PAGE
+
+
+def test_every_piece_follows_the_copies_of_its_last_owner() -> None:
+    arena = make_arena(8)
+    copies = [FakeCopy() for _ in range(8)]
+    slots = [arena.allocate(PAGE) for _ in range(8)]
+    for slot, copy in list(zip(slots, copies, strict=True))[::2]:
+        arena.free(slot, after=[copy])
+    copies[2].ended = True
+    scattered = arena.allocate(4 * PAGE)
+    assert len(scattered.pieces) == 4
+    assert len(scattered.after) == 3
+    assert set(scattered.after) == {copies[0], copies[4], copies[6]}
+    following = FakeCopy()
+    arena.free(scattered, after=[following])
+    assert set(arena.allocate(PAGE).after) & {following} == {following}, "and hands its own on, wherever it lay"
+
+
+@pytest.mark.parametrize(("sizes", "freed", "wanted"), [((4, 2), 1, 4), ((3, 4), 1, 5), ((1, 4), 1, 7)])
+def test_room_that_is_partly_free_and_partly_not_taken_yet_is_room(
+    sizes: tuple[int, ...], freed: int, wanted: int
+) -> None:
+    """The free room alone is too little, and so is a new segment alone; together they are what the budget leaves."""
+    arena = make_arena(8)
+    slots = [arena.allocate(size * PAGE) for size in sizes]
+    arena.free(slots[freed], after=[])
+    assert arena.used_bytes + wanted * PAGE <= arena.capacity_bytes
+    slot = arena.allocate(wanted * PAGE)
+    assert pages(slot) == wanted
+    assert arena.held_bytes <= arena.capacity_bytes
+
+
+@pytest.mark.parametrize("capacity_pages", [0, 1, 8])
+def test_nothing_takes_nothing(capacity_pages: int) -> None:
+    arena = make_arena(capacity_pages)
+    for _ in range(2):
+        empty = arena.allocate(0)
+        assert (empty.nbytes, empty.after, arena.used_bytes) == (0, [], 0)
+        if capacity_pages:
+            arena.allocate(PAGE)
+            assert arena.allocate(0).nbytes == 0, "even where it is full"
+        arena.free(empty, after=[])
+        if capacity_pages:
+            assert arena.used_bytes == PAGE
+        arena.close()
+        arena = make_arena(capacity_pages)
+
+
+def test_what_nobody_closed_is_unpinned_when_it_is_collected() -> None:
+    pin = FakePin()
+    arena = make_arena(32, pin=pin)
+    slots = [arena.allocate(4 * PAGE) for _ in range(2)]
+    assert (len(pin.pinned), pin.num_unpinned) == (2, 0)
+    del arena
+    gc.collect()
+    assert pin.num_unpinned == 0, "a slot keeps its segment pinned: a copy may be under way"
+    del slots[0]
+    gc.collect()
+    assert (len(pin.pinned), pin.num_unpinned) == (1, 1)
+    slots.clear()
+    gc.collect()
+    assert (pin.pinned, pin.num_unpinned) == ([], 2)
+
+
+def test_a_closed_arena_unpins_once() -> None:
+    pin = FakePin()
+    arena = make_arena(8, pin=pin)
+    slot = arena.allocate(PAGE)
+    arena.close()
+    del arena, slot
+    gc.collect()
+    assert (pin.pinned, pin.num_unpinned) == ([], 1)
+
+
+def test_memory_goes_back_only_after_it_was_unpinned() -> None:
+    """The view that pinning was given is alive until then, whoever else has let go."""
+    alive: list[bool] = []
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def pin(buffer: torch.Tensor) -> Callable[[], None]:
+        seen.append(weakref.ref(buffer))
+
+        def unpin() -> None:
+            alive.append(buffer.nbytes == 4 * PAGE and int(buffer.sum()) == 0)
+
+        return unpin
+
+    arena = make_arena(8, pin=pin)
+    arena.allocate(PAGE)
+    del arena
+    gc.collect()
+    assert alive == [True]
+    assert seen[0]() is None, "and no longer"
+
+
+def test_pageable_memory_is_collected_likewise() -> None:
+    arena = make_arena(8)
+    memory = weakref.ref(arena.allocate(PAGE).extents[0][0])
+    assert memory() is not None
+    del arena
+    gc.collect()
+    assert memory() is None
+
+
+def test_many_threads_never_share_memory_and_the_count_stays_right() -> None:
+    pin = FakePin()
+    arena = make_arena(24, pin=pin, segment_pages=3)
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        start.wait()
+        for round_ in range(60):
+            try:
+                slot = arena.allocate(rng.choice((0, 1, PAGE, 2 * PAGE + 1, 3 * PAGE)))
+            except BudgetError:
+                continue
+            mark = (seed * 31 + round_) % 256
+            for piece in slot.pieces:
+                piece.fill_(mark)
+            if round_ % 7 == 0:
+                arena.trim(rng.randint(0, 24) * PAGE)
+            assert all(bool((piece == mark).all()) for piece in slot.pieces)
+            assert arena.used_bytes <= arena.capacity_bytes
+            arena.free(slot, after=[])
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert arena.used_bytes == 0
+    assert arena.peak_bytes <= 24 * PAGE
+    assert sum(nbytes for _, nbytes in pin.pinned) == arena.held_bytes <= 24 * PAGE
+    arena.close()
+    assert pin.pinned == []
+
+
+@settings(max_examples=100, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
 def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: random.Random) -> None:
+    """And what the sum has room for always fits."""
     pin = FakePin()
     capacity = rng.randint(1, 24)
     arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6))
-    held: list[tuple[object, int]] = []
-    peak = 0
+    held: list[tuple[Slot, int]] = []
+    used = peak = 0
     for mark in range(rng.randint(1, 40)):
         what = rng.choice(("allocate", "allocate", "free", "trim"))
         if what == "allocate":
-            nbytes = rng.choice((1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE - 1))
-            try:
+            nbytes = rng.choice((0, 1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE - 1))
+            if used + -(-nbytes // PAGE) * PAGE > capacity * PAGE:
+                with pytest.raises(BudgetError):
+                    arena.allocate(nbytes)
+            else:
                 slot = arena.allocate(nbytes)
-            except BudgetError:
-                continue
-            slot.buffer.fill_(mark)
-            held.append((slot, mark))
+                assert slot.nbytes == nbytes
+                for piece in slot.pieces:
+                    piece.fill_(mark)
+                held.append((slot, mark))
         elif what == "free" and held:
-            slot, mark = held.pop(rng.randrange(len(held)))
-            arena.free(slot, after=[])  # type: ignore[arg-type]
+            slot, _ = held.pop(rng.randrange(len(held)))
+            arena.free(slot, after=[])
         elif what == "trim":
             arena.trim(rng.randint(0, capacity) * PAGE)
-        used = sum(-(-slot.buffer.nbytes // PAGE) * PAGE for slot, _ in held)  # type: ignore[attr-defined]
+        used = sum(pages(slot) * PAGE for slot, _ in held)
         peak = max(peak, used)
         assert (arena.used_bytes, arena.peak_bytes) == (used, peak)
         assert used <= arena.held_bytes <= capacity * PAGE
         assert sum(nbytes for _, nbytes in pin.pinned) == arena.held_bytes
         for slot, mark in held:
-            assert bool((slot.buffer == mark).all())  # type: ignore[attr-defined]
+            assert all(bool((piece == mark).all()) for piece in slot.pieces)
     arena.close()
     assert pin.pinned == []

@@ -258,6 +258,8 @@ class _Bench:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            # What the others pinned through PyTorch's cache would be missing from the memory that the next may use.
+            torch._C._host_emptyCache()
 
     def _data(self, seed: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(seed)

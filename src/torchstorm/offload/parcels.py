@@ -59,10 +59,13 @@ class Saved:
         nbytes: bytes of the storage.
         offset: its first byte within the parcel.
         version: autograd's version counter when it was saved.
+        counter: shares that version counter, but not the memory.
+        watch: keeps the storage's address from being used again for another one.
         live: how many saved tensors refer to it.
         ordinal: its number in the step that is running or last ran, -1 once that is over.
-        keys: the (address, version) pairs under which a further save of the same bytes finds it.
-        watch: keeps the address from being used again for another storage while `keys` names it.
+        address: where the storage was.
+        base: (nbytes,) uint8 over bytes that came back, whose version counter all views of them share; None before.
+        base_version: its version counter when it was made.
         kept: tensors that are handed back as they were, by handle.
         stale: whether its bytes changed in place while they were being copied.
     """
@@ -71,10 +74,13 @@ class Saved:
     nbytes: int
     offset: int
     version: int
+    counter: torch.Tensor
+    address: int
+    watch: StorageWeakRef
     live: int = 0
     ordinal: int = -1
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    watch: list[StorageWeakRef] = field(default_factory=list)
+    base: torch.Tensor | None = None
+    base_version: int = 0
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     stale: bool = False
 
@@ -84,9 +90,34 @@ def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)
 
 
-def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A (nbytes,) uint8 tensor over a whole storage; no copy, and a version counter of its own."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def flat_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """A 1-D uint8 tensor over a storage or a part of it; no copy, and a version counter of its own."""
+    size = storage.nbytes() if nbytes is None else nbytes
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares another's version counter, and none of its memory."""
+    token = tensor.detach()
+    token.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return token
+
+
+def share_a_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a version counter, so that equal versions mean unchanged bytes.
+
+    Parts made by `unsafe_chunk` (every recurrent cell does) have one storage and a counter each. PyTorch tells it only
+    by example: set the one, look at the other, set it back. Where it cannot be asked, the answer is False, which only
+    means that bytes are saved twice.
+    """
+    set_counter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
+    version = one._version
+    if set_counter is None or other._version != version:
+        return False
+    set_counter((one,), (version + (1 << 30),))
+    shared = other._version != version
+    set_counter((one,), (version,))
+    return shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +143,16 @@ class View:
             tensor.is_neg(),
         )
 
-    def over(self, buffer: torch.Tensor, base_offset: int) -> torch.Tensor:
-        """The same view over bytes that now begin at byte `base_offset` of `buffer`'s storage."""
-        offset = (self.offset_bytes + base_offset) // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        tensor.set_(buffer.untyped_storage(), offset, self.size, self.stride)
+    def over(self, base: torch.Tensor) -> torch.Tensor:
+        """The same view over bytes that now are `base`, 1-D uint8; shares its version counter."""
+        itemsize = self.dtype.itemsize
+        offset = (int(base.storage_offset()) + self.offset_bytes) // itemsize
+        with torch.no_grad():
+            tensor = base[: base.nbytes // itemsize * itemsize].view(self.dtype)
+            tensor = tensor.as_strided(self.size, self.stride, offset)
         if self.conjugate:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.negative else tensor
-
-
-@functools.cache
-def fresh_version() -> int:
-    """Autograd's version counter of a tensor that `View.over` has just made."""
-    buffer = torch.empty(4, dtype=torch.uint8)
-    return View.of(buffer).over(buffer, 0)._version
 
 
 def held_only_here(alias: torch.Tensor, *, aliases: int) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchstorm.offload.parcels import Parcel, Saved, has_expired, held_only_here
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
 from torchstorm.transfer.engine import StreamClock
+
+_NEVER = 1 << 30
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,8 +26,6 @@ class StorageRecord:
     owned: int | None = None
     needed: int | None = None
     freed: int | None = None
-    watch: StorageWeakRef | None = None
-    own_references: int = 0
 
 
 class CpuClock:
@@ -59,8 +60,10 @@ class Recorder:
 
     def __init__(self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int) -> None:
         self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
-        self.storages: list[StorageRecord] = []
-        self.parcel_bytes: list[int] = []
+        self._storages: list[StorageRecord] = []
+        self._parcel_bytes: list[int] = []
+        self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
+        self._unowned: dict[Saved, StorageRecord] = {}  # of those, what the user may hold too
         self._device = device
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
@@ -102,6 +105,60 @@ class Recorder:
         self._held_bytes = held_bytes
         self._left = self.clock.mark()
 
+    def saved(self, saved: Saved, *, movable: bool, is_input: bool) -> None:
+        """A storage was saved for the first time, at this moment."""
+        parcel = saved.parcel
+        record = StorageRecord(
+            nbytes=saved.nbytes if parcel.shared else parcel.nbytes, made=self.moment, block=parcel.block
+        )
+        if movable:  # where there is no tier to go to, it still tells what one would be worth
+            if parcel.number < 0:
+                parcel.number = len(self._parcel_bytes)
+                self._parcel_bytes.append(0)
+            record.parcel = parcel.number
+            self._parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
+        self._storages.append(record)
+        self._records[saved] = record
+        if self._device.type == "cuda":  # pragma: gpu
+            if is_input:
+                record.owned = _NEVER
+            else:
+                self._unowned[saved] = record
+
+    def needed(self, saved: Saved) -> None:
+        """A storage was unpacked at this moment."""
+        record = self._records.get(saved)
+        if record is not None and record.needed is None:
+            record.needed = self.moment
+
+    def let_go(self, saved: Saved) -> None:
+        """Autograd has let go of a storage since the latest moment."""
+        record = self._records.pop(saved, None)
+        if record is not None:
+            record.freed = self.moment + 1
+            if self._unowned.pop(saved, None) is not None:  # pragma: gpu
+                record.owned = self.moment + 1
+
+    def watch(self, interval: int) -> None:
+        """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
+        for saved in list(self._unowned):  # pragma: gpu
+            hold = saved.parcel.hold
+            aliases = 2 + len(saved.kept) + (saved.base is not None)
+            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=aliases):
+                self._unowned.pop(saved).owned = interval
+
+    def held_alone(self, resident: Iterable[Parcel]) -> int:
+        """Bytes on the fast device that only the Session keeps alive; of those on a CPU nobody asks."""
+        if self._device.type == "cpu":
+            return 0
+        held = 0  # pragma: gpu
+        for parcel in resident:  # pragma: gpu
+            records = [self._records.get(saved) for saved in parcel.members]
+            theirs = not parcel.shared and parcel.hold is not None and records
+            if not theirs or any(not record or (record.owned or _NEVER) <= self.moment for record in records):
+                held += parcel.nbytes
+        return held  # pragma: gpu
+
     def trace(self) -> Trace:
         """The finished step as a value. On CUDA the host waits for the device here."""
         num_moments = len(self._signatures)
@@ -115,13 +172,13 @@ class Recorder:
                 parcel=record.parcel,
                 block=record.block,
             )
-            for record in self.storages
+            for record in self._storages
         )
         return Trace(
             device=self._device.type,
             moments=self._moments(),
             storages=storages,
-            parcels=make_parcels(storages, self.parcel_bytes),
+            parcels=make_parcels(storages, self._parcel_bytes),
             base_bytes=self._base_bytes,
             staging_bytes=self._staging_bytes,
         )

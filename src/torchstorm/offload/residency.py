@@ -10,7 +10,7 @@ import torch
 
 from torchstorm.errors import BudgetError, StorageError
 from torchstorm.memory.tier import Tier
-from torchstorm.offload.parcels import Parcel, Saved, View, fresh_version, held_only_here, weak_reference
+from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, held_only_here, share_a_counter
 from torchstorm.plan.forecast import KEEP
 
 
@@ -57,8 +57,7 @@ class Residency:
         self._away: dict[int, Parcel] = {}  # by order of making
         self._order = 0
         self._first_order = 0
-        self._by_key: dict[tuple[int, int], Saved] = {}
-        self._shared: dict[int, Parcel] = {}  # storage address of a shared buffer -> parcel
+        self._at: dict[int, list[Saved]] = {}  # by the address of the storage that holds the bytes, first or returned
 
     def begin_step(self) -> None:
         """Counts peaks and moved bytes from here."""
@@ -71,39 +70,42 @@ class Residency:
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> tuple[Saved | None, int]:
         """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
-        saved = self._by_key.get((storage._cdata, tensor._version))
-        if saved is not None:
-            return saved, 0
-        parcel = self._shared.get(storage._cdata)
-        if parcel is not None and tensor._version == fresh_version():
-            start = int(tensor.storage_offset()) * tensor.element_size()
-            for member in parcel.members:
-                if member.offset <= start < member.offset + member.nbytes:
-                    return member, member.offset
+        for saved in self._at.get(storage._cdata, ()):
+            came_back = saved.base is not None and saved.address != storage._cdata
+            token, version = (saved.base, saved.base_version) if came_back else (saved.counter, saved.version)
+            assert token is not None
+            if tensor._version == version and share_a_counter(token, tensor):
+                return saved, saved.offset if came_back else 0
         return None, 0
 
-    def add(self, saved: Saved, storage: torch.UntypedStorage) -> None:
+    def add(self, saved: Saved) -> None:
         """Remembers a storage that has just been saved."""
         saved.parcel.members.add(saved)
-        self._remember(saved, (storage._cdata, saved.version), storage)
+        self._at.setdefault(saved.address, []).append(saved)
 
-    def all_saved(self) -> set[Saved]:
+    def all_saved(self) -> list[Saved]:
         """Everything that autograd still holds."""
-        return set(self._by_key.values())
+        return [saved for group in self._at.values() for saved in group]
 
     def remove(self, saved: Saved) -> None:
         """Autograd has let go of a storage; the last one of a parcel takes the parcel with it."""
-        for key in saved.keys:
-            self._by_key.pop(key, None)
-        saved.watch.clear()
+        self._forget_base(saved)
+        self._forget(saved, saved.address)
         saved.parcel.members.discard(saved)
         if not saved.parcel.members and saved.parcel.sealed:
             self.discard(saved.parcel)
 
-    def _remember(self, saved: Saved, key: tuple[int, int], storage: torch.UntypedStorage) -> None:
-        saved.keys.append(key)
-        saved.watch.append(weak_reference(storage))
-        self._by_key[key] = saved
+    def _forget(self, saved: Saved, address: int) -> None:
+        group = self._at.get(address, [])
+        if saved in group:
+            group.remove(saved)
+        if not group:
+            self._at.pop(address, None)
+
+    def _forget_base(self, saved: Saved) -> None:
+        if saved.base is not None:
+            self._forget(saved, saved.base.untyped_storage()._cdata)
+            saved.base = None
 
     # ------------------------------------------------------------------ coming and going
 
@@ -121,7 +123,6 @@ class Residency:
         parcel.buffer = self._empty(nbytes)
         parcel.shared = True
         parcel.sealed = False
-        self._shared[parcel.buffer.untyped_storage()._cdata] = parcel
         return parcel
 
     def put(self, parcel: Parcel, tier: str) -> None:
@@ -152,9 +153,11 @@ class Residency:
             return
         (parcel.back or parcel.handle.written).wait()
         parcel.back = None
-        if parcel.hold is not None:
-            for saved in parcel.members:
+        for saved in parcel.members:
+            if parcel.hold is not None:
                 saved.stale = saved.stale or parcel.hold._version != saved.version
+            if saved.base is not None:
+                saved.stale = saved.stale or saved.base._version != saved.base_version
         self._away[parcel.order] = parcel
         self._release(parcel)
 
@@ -176,6 +179,8 @@ class Residency:
         parcel = saved.parcel
         if parcel.hold is not None and parcel.hold._version != saved.version:
             saved.stale = True
+        if saved.base is not None and saved.base._version != saved.base_version:
+            saved.stale = True
         if saved.stale:
             return None
         if parcel.buffer is None:
@@ -184,13 +189,13 @@ class Residency:
             parcel.back.wait()
             parcel.back = None
         assert parcel.buffer is not None
-        storage = parcel.buffer.untyped_storage()
-        key = (storage._cdata, fresh_version())
-        if parcel.shared:
-            self._shared[storage._cdata] = parcel
-        elif parcel.hold is None and key not in self._by_key:
-            self._remember(saved, key, storage)
-        return view.over(parcel.buffer, saved.offset)
+        if saved.base is None:
+            storage = parcel.buffer.untyped_storage()
+            saved.base = flat_bytes(storage, saved.offset, saved.nbytes)
+            saved.base_version = saved.base._version
+            if storage._cdata != saved.address:
+                self._at.setdefault(storage._cdata, []).append(saved)
+        return view.over(saved.base)
 
     def discard(self, parcel: Parcel) -> None:
         """Autograd has let go of everything in it: gone from every tier."""
@@ -216,14 +221,9 @@ class Residency:
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _release(self, parcel: Parcel) -> None:
-        if parcel.buffer is not None:
-            self._shared.pop(parcel.buffer.untyped_storage()._cdata, None)
         for saved in parcel.members:
             _forget_kept(saved)
-            for key in saved.keys[1:]:
-                self._by_key.pop(key, None)
-            del saved.keys[1:]
-            del saved.watch[1:]
+            self._forget_base(saved)
         parcel.buffer = None
         parcel.hold = None
         parcel.used = False
@@ -238,16 +238,26 @@ class Residency:
         """Pushes out what is needed latest until `nbytes` more fit the budget; on CUDA plans see to that themselves."""
         if self.device.type == "cuda":
             return
+        if self._push_out_until(nbytes) < nbytes and (
+            self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]
+        ):
+            self.shortfall = (self.resident_bytes + nbytes, block)
+
+    def room_bytes(self, wanted_bytes: int) -> int:
+        """How much of `wanted_bytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""
+        return wanted_bytes if self.device.type == "cuda" else min(wanted_bytes, self._push_out_until(wanted_bytes))
+
+    def _push_out_until(self, nbytes: int) -> int:
+        """Pushes parcels out until `nbytes` fit or none is left that can go; returns the room there is then."""
         stuck: set[Parcel] = set()  # the tiers have no room for these
         while self.resident_bytes + nbytes > self.limit_bytes:
             victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
             if victim is None:
-                if self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]:
-                    self.shortfall = (self.resident_bytes + nbytes, block)
-                return
+                break
             self._push_out(victim)
             if victim.buffer is not None:
                 stuck.add(victim)
+        return self.limit_bytes - self.resident_bytes
 
     def make_room_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
         """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
@@ -289,8 +299,8 @@ class Residency:
     def _is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer."""
         assert parcel.buffer is not None
-        kept = sum(len(saved.kept) for saved in parcel.members)
-        return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + kept)
+        ours = sum(len(saved.kept) + (saved.base is not None) for saved in parcel.members)
+        return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + ours)
 
     def _push_out(self, parcel: Parcel) -> None:
         parcel.sealed = True

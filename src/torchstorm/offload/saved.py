@@ -8,7 +8,6 @@ it is saved, and gives its room back as soon as the budget needs it.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,12 +23,11 @@ from torchstorm.offload.parcels import (
     Saved,
     View,
     flat_bytes,
-    has_expired,
-    held_only_here,
     in_place_error,
+    version_counter,
     weak_reference,
 )
-from torchstorm.offload.record import Recorder, StorageRecord
+from torchstorm.offload.record import Recorder
 from torchstorm.offload.residency import Residency
 from torchstorm.plan.forecast import KEEP, fast_profile, other_profile
 from torchstorm.plan.plan import Plan
@@ -41,6 +39,11 @@ _ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
 
 Choice = tuple[Plan | None, Recorder | None]
+
+
+def slab_bytes(limit_bytes: int) -> int:
+    """Size of the buffers that small storages share, for a budget on the fast tier."""
+    return max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
 
 
 class _Ticket:
@@ -82,7 +85,7 @@ class SavedTensors:
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
         self._cuda = residency.device.type == "cuda"
-        self._slab_bytes = max(min(4 * SMALL_BYTES, residency.limit_bytes // 32), 4 * TINY_BYTES)
+        self._slab_bytes = slab_bytes(residency.limit_bytes)
         self._lock = threading.Lock()
         self._letting_go: deque[tuple[Saved, int]] = deque()
         self._open: Parcel | None = None
@@ -97,8 +100,6 @@ class SavedTensors:
         self._numbered: dict[int, Parcel] = {}
         self._choose: Callable[[tuple[Any, ...]], Choice] | None = None
         self._recorder: Recorder | None = None
-        self._records: dict[Saved, StorageRecord] = {}
-        self._unowned: dict[Saved, StorageRecord] = {}
         self._planned_held: list[int] = []
         self.left_plan = False
         self.blocks: list[str] = []
@@ -137,7 +138,7 @@ class SavedTensors:
             recorder = self._recorder
             if recorder is not None:
                 recorder.arrive()
-                self._watch_all(recorder.moment + 1)
+                recorder.watch(recorder.moment + 1)
             self._end()
             return recorder
 
@@ -157,8 +158,6 @@ class SavedTensors:
         self._numbered = {}
         self._choose = None
         self._recorder = None
-        self._records = {}
-        self._unowned = {}
 
     # ------------------------------------------------------------------ hooks
 
@@ -200,9 +199,8 @@ class SavedTensors:
             self._arrive(UNPACK, saved.ordinal, saved.nbytes, None)
             if self._open is not None:
                 self._seal(self._open, move=False)
-            record = self._records.get(saved)
-            if record is not None and record.needed is None:
-                record.needed = self._moment
+            if self._recorder is not None:
+                self._recorder.needed(saved)
             tensor = saved.kept.get(id(packed))
             if tensor is not None and tensor._version != saved.version:
                 raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
@@ -213,7 +211,7 @@ class SavedTensors:
                 tensor = self.residency.rebuild(saved, view)
             if tensor is None:
                 hold = saved.parcel.hold
-                now = saved.version + 1 if hold is None else hold._version
+                now = saved.version + 1 if hold is None else max(hold._version, saved.version + 1)
                 raise in_place_error(now, saved.version, view.dtype, view.size)
             saved.parcel.used = True
             self._depart(look_ahead=True)
@@ -243,7 +241,7 @@ class SavedTensors:
                 self._planned_held = [int(nbytes) for nbytes in held]
         if self._recorder is not None:
             self._recorder.name(kind, ordinal, nbytes)
-            self._watch_all(self._moment)
+            self._recorder.watch(self._moment)
         plan = self._plan
         if plan is None:
             return
@@ -265,7 +263,9 @@ class SavedTensors:
         elif look_ahead and self._in_step:
             self.residency.look_ahead()
         if self._recorder is not None:
-            self._recorder.leave(self._held_alone())
+            resident = self.residency.resident.values()
+            planned = self._planned_held[self._moment] if self._plan is not None else None
+            self._recorder.leave(self._recorder.held_alone(resident) if planned is None else planned)
 
     def _leave_plan(self) -> None:
         """The step is not the one that was planned: from here on it is decided on the spot."""
@@ -273,36 +273,8 @@ class SavedTensors:
             self._seal(self._open, move=True)
         self._plan = None
         self._recorder = None
-        self._records = {}
-        self._unowned = {}
         self._numbered = {}
         self.left_plan = True
-
-    def _watch_all(self, interval: int) -> None:
-        """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
-        for saved in list(self._unowned):  # pragma: gpu
-            record, hold = self._unowned[saved], saved.parcel.hold
-            if hold is not None and record.watch is not None:
-                alone = held_only_here(hold, aliases=2 + len(saved.kept))
-            else:
-                alone = record.watch is None or has_expired(record.watch)
-            if alone:
-                record.owned = interval
-                del self._unowned[saved]
-
-    def _held_alone(self) -> int:
-        """Bytes on the fast device that only the Session keeps alive."""
-        if not self._cuda:
-            return 0
-        if self._plan is not None:  # pragma: gpu
-            return self._planned_held[self._moment]
-        held = 0  # pragma: gpu
-        for parcel in self.residency.resident.values():  # pragma: gpu
-            records = [self._records.get(saved) for saved in parcel.members]
-            theirs = not parcel.shared and parcel.hold is not None and records
-            if not theirs or any(not record or (record.owned or math.inf) <= self._moment for record in records):
-                held += parcel.nbytes
-        return held  # pragma: gpu
 
     # ------------------------------------------------------------------ saving
 
@@ -310,7 +282,9 @@ class SavedTensors:
         """The storage, where the Session may care for it."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             return None
-        if tensor.device != self.residency.device or tensor.is_quantized:
+        if tensor.device != self.residency.device or tensor.is_quantized or tensor.is_nested:
+            return None
+        if torch._is_zerotensor(tensor):  # a zero tangent of forward-mode AD: a storage without memory
             return None
         return tensor.untyped_storage() if tensor.untyped_storage().nbytes() else None
 
@@ -320,7 +294,9 @@ class SavedTensors:
         if self._in_step:
             ordinal = self._num_saved
             self._num_saved += 1
-        is_input = storage._cdata in self._inputs
+        # A small part of plain data is a slice of a data set, wherever the model got it from.
+        is_slice = tensor.grad_fn is None and not tensor.requires_grad and 4 * tensor.nbytes < nbytes
+        is_input = is_slice or storage._cdata in self._inputs
         movable = not is_input and nbytes >= TINY_BYTES
         number, num_together = -1, 0
         tier = self.residency.default_tier if movable else KEEP
@@ -345,37 +321,25 @@ class SavedTensors:
             parcel, offset = self.residency.new_parcel(counted, block, movable=movable), 0
             parcel.buffer = flat_bytes(storage)
             parcel.hold = tensor.detach()
-        saved = Saved(parcel, nbytes, offset, tensor._version, ordinal=ordinal)
-        self.residency.add(saved, storage)
+        saved = Saved(
+            parcel,
+            nbytes,
+            offset,
+            tensor._version,
+            version_counter(tensor),
+            storage._cdata,
+            weak_reference(storage),
+            ordinal=ordinal,
+        )
+        self.residency.add(saved)
         if tier != KEEP and not parcel.shared:
             if number >= 0:
                 parcel.number = number
                 self._numbered[number] = parcel
             self.residency.put(parcel, tier)
         if self._recorder is not None and self._plan is None:
-            self._record(saved, storage, movable=movable, is_input=is_input)
+            self._recorder.saved(saved, movable=movable, is_input=is_input)
         return saved
-
-    def _record(self, saved: Saved, storage: torch.UntypedStorage, *, movable: bool, is_input: bool) -> None:
-        assert self._recorder is not None
-        parcel = saved.parcel
-        record = StorageRecord(
-            nbytes=saved.nbytes if parcel.shared else parcel.nbytes, made=self._moment, block=parcel.block
-        )
-        if movable:  # where there is no tier to go to, it still tells what one would be worth
-            if parcel.number < 0:
-                parcel.number = len(self._recorder.parcel_bytes)
-                self._recorder.parcel_bytes.append(0)
-            record.parcel = parcel.number
-            self._recorder.parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
-            record.watch = weak_reference(storage)
-        self._recorder.storages.append(record)
-        self._records[saved] = record
-        if self._cuda:  # pragma: gpu
-            if is_input:
-                record.owned = 1 << 30
-            else:
-                self._unowned[saved] = record
 
     def _slab_for(self, nbytes: int, number: int, block: str) -> Parcel:
         """The shared buffer that takes the next small storage."""
@@ -385,9 +349,12 @@ class SavedTensors:
             if not (slab.number != number if self._plan is not None else full):
                 return slab
             self._seal(slab, move=True)
-        size = self._plan.trace.parcels[number].nbytes if self._plan is not None else self._slab_bytes
-        if self._cuda and self._plan is None:  # pragma: gpu
-            self.residency.make_room_on_cuda(size)
+        if self._plan is not None:
+            size = self._plan.trace.parcels[number].nbytes
+        else:
+            size = max(self.residency.room_bytes(self._slab_bytes), -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+            if self._cuda:  # pragma: gpu
+                self.residency.make_room_on_cuda(size)
         slab = self.residency.new_shared_parcel(size, block)
         if self._plan is not None:
             slab.number = number
@@ -442,10 +409,6 @@ class SavedTensors:
             saved.live -= 1
             if saved.live:
                 continue
-            record = self._records.pop(saved, None)
-            self._unowned.pop(saved, None)
-            if record is not None:
-                record.freed = self._moment + 1
-                if record.owned is None and self._cuda:  # pragma: gpu
-                    record.owned = self._moment + 1
+            if self._recorder is not None:
+                self._recorder.let_go(saved)
             self.residency.remove(saved)

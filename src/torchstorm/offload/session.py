@@ -9,6 +9,7 @@ the moment autograd saves them until it lets go, with staging and prefetched one
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ from torchstorm.errors import BudgetError, ConfigError, StorageError, Unsupporte
 from torchstorm.offload.record import CpuClock, Recorder, seconds_between
 from torchstorm.offload.report import Report
 from torchstorm.offload.residency import Residency
-from torchstorm.offload.saved import SavedTensors
-from torchstorm.offload.stack import Stack, build_stack
+from torchstorm.offload.saved import SavedTensors, slab_bytes
+from torchstorm.offload.stack import Stack, bounce_buffers, build_stack
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import shift_base, solve
@@ -91,7 +92,7 @@ class Session:
         )
         self._saved = SavedTensors(self._residency)
         self._plans: dict[tuple[Any, ...], _Planned] = {}
-        self._key: tuple[Any, ...] = ()
+        self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._start: object = None
         self._base_bytes = 0
         self._running = False
@@ -118,7 +119,7 @@ class Session:
         if self._saved.closed:
             raise StorageError(f"This Session is closed ({self._saved.closed}); make a new one to go on.")
         self._enter()
-        inputs = self._model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
+        inputs = self._model.register_forward_pre_hook(_NoteInputs(self._saved), with_kwargs=True)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
@@ -149,6 +150,7 @@ class Session:
         tensors = [*self._model.parameters(), *self._model.buffers()]
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
         self._running = True
+        self._key = None
         self._naming: list[Any] = []
         self._start = self._clock.mark()
         self._saved.begin(fixed, self._choose)
@@ -180,12 +182,12 @@ class Session:
         self._running = False
         self._num_steps += 1
         self._moved_bytes = moved
-        planned = self._plans.get(self._key)
+        planned = self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
-        if left_plan:
+        if left_plan and self._key is not None:
             del self._plans[self._key]
-        elif recorder is not None:
+        elif recorder is not None and self._key is not None:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             warm = planned is not None
             base = trace.base_bytes + self._reserve_bytes() if not warm else self._base_bytes
@@ -217,8 +219,16 @@ class Session:
 
     def _plan(self, trace: Trace, *, base_bytes: int, warm: bool) -> _Planned:
         shifted = shift_base(trace, base_bytes - trace.base_bytes) if self.device.type == "cuda" else trace
-        plan = solve(shifted, self._stack.machine(), self._stack.budget, spare=self._stack.spare)
+        plan = solve(
+            shifted, self._stack.machine(), self._stack.budget, spare=self._stack.spare, own_bytes=self._own_bytes
+        )
         return _Planned(plan, trace, plan.forecast, base_bytes, times_are_warm=warm)
+
+    def _own_bytes(self, fast_bytes: int) -> int:
+        """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
+        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._stack.fast_bytes))
+        threads, block = bounce_buffers(fast_bytes) if self.device.type == "cpu" else (0, 0)
+        return threads * block + 2 * growth
 
     def _last_kept_to_budget(self, *, more_bytes: int) -> bool:
         """Whether the last step would have with `more_bytes` on a GPU that are not the Session's."""
@@ -246,19 +256,20 @@ class Session:
 
     # ------------------------------------------------------------------ watching
 
-    def _note_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._saved.add_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
-
     def _start_naming(self) -> None:
         """While a step is measured, keeps the stack of running modules, so that a block can be named."""
+        if any(_is_compiled(module) for module in self._model.modules()):
+            return  # the hooks would be compiled too, and their names lost
         names = {module: name for name, module in self._model.named_modules()}
         blocks = self._saved.blocks
 
         def enter(module: torch.nn.Module, args: object) -> None:
+            if torch.compiler.is_compiling():
+                return
             blocks.append(names.get(module, blocks[-1] if blocks else ""))
 
         def leave(module: torch.nn.Module, args: object, output: object) -> None:
-            if blocks:
+            if blocks and not torch.compiler.is_compiling():
                 blocks.pop()
 
         self._naming = [
@@ -330,6 +341,9 @@ class Session:
             self._saved.closed = reason
             self._stack.close()
 
+    def __reduce__(self) -> str:
+        raise UnsupportedError("A Session holds memory, files and threads of this process: make a new one, not a copy.")
+
     def __enter__(self) -> Self:
         return self
 
@@ -337,6 +351,25 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _NoteInputs:
+    """The hook that tells which tensors the user gave to the model; in a copy of the model it does nothing."""
+
+    def __init__(self, saved: SavedTensors | None = None) -> None:
+        self._saved = weakref.ref(saved) if saved is not None else None
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        saved = self._saved() if self._saved is not None else None
+        if saved is not None:
+            saved.add_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+
+    def __reduce__(self) -> tuple[type[_NoteInputs], tuple[()]]:
+        return _NoteInputs, ()
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -130,9 +130,7 @@ def build_stack(
         return _cuda_stack(model, device, vram, ram_bytes, directory, disk_bytes, check)
     stack = Stack(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
     if directory is not None:
-        # Bounce buffers count as ram: a small budget gets small ones.
-        threads = 4 if ram_bytes >= 64 * 2**20 else 2
-        block = max(min(2**20, ram_bytes // 64 // threads // 4096 * 4096), 64 * 1024)
+        threads, block = bounce_buffers(ram_bytes)
         tier = DiskTier(directory, capacity_bytes=disk_bytes, check=check, threads=threads, block_bytes=block)
         stack.tiers[DISK] = tier
         stack.default_tier = DISK
@@ -193,6 +191,12 @@ def _cuda_stack(
     stack.budget = Budget(vram=vram_bytes, ram=ram_bytes, disk=disk_capacity)
     stack.spare = Budget(vram=_VRAM_SPARE_BYTES, ram=staging)
     return stack
+
+
+def bounce_buffers(ram_bytes: int) -> tuple[int, int]:
+    """How many buffers of how many bytes the disk gets: they count as ram, so a small budget gets small ones."""
+    threads = 4 if ram_bytes >= 64 * 2**20 else 2
+    return threads, max(min(2**20, ram_bytes // 64 // threads // 4096 * 4096), 64 * 1024)
 
 
 def model_device(model: torch.nn.Module) -> torch.device:

@@ -17,6 +17,7 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
+SLOT_BYTES = 4096  # slower tiers hand out whole pages
 
 Profile = npt.NDArray[np.int64]
 
@@ -80,7 +81,7 @@ def tier_peak(trace: Trace, placements: Sequence[Placement], tier: str) -> int:
     edges = np.zeros(trace.num_moments + 1, dtype=np.int64)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier == tier:
-            _add(edges, parcel.sealed, parcel.freed, parcel.nbytes)
+            _add(edges, parcel.sealed, parcel.freed, -(-parcel.nbytes // SLOT_BYTES) * SLOT_BYTES)
     return int(np.cumsum(edges).max())
 
 

@@ -12,7 +12,7 @@ Recomputing instead of moving is not offered yet: a placement has room for it as
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +42,14 @@ _ROOMS = (1.0, 0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
 _EARLY = 1.5
 
 
-def solve(trace: Trace, machine: Machine, budget: Budget, *, spare: Budget | None = None) -> Plan:
+def solve(
+    trace: Trace,
+    machine: Machine,
+    budget: Budget,
+    *,
+    spare: Budget | None = None,
+    own_bytes: Callable[[int], int] | None = None,
+) -> Plan:
     """Plans a step.
 
     Args:
@@ -50,6 +57,8 @@ def solve(trace: Trace, machine: Machine, budget: Budget, *, spare: Budget | Non
         machine: speeds of the link and the disk.
         budget: bytes per tier.
         spare: bytes of each budget that are kept free of what is planned.
+        own_bytes: what a Session with a given budget on the fast tier and a slower one below takes of it for copies;
+            the trace's `staging_bytes` where it does not depend on the budget.
 
     Returns:
         The fastest plan found whose forecast keeps to the budget on every tier.
@@ -66,7 +75,8 @@ def solve(trace: Trace, machine: Machine, budget: Budget, *, spare: Budget | Non
     num_parcels = len(trace.parcels)
     order, peaks = _furthest_first(trace, fixed, tier)
     if min(peaks) > limit:
-        raise _too_little(trace, order[: peaks.index(min(peaks))], budget, spare, fast, tier)
+        own_bytes = own_bytes or (lambda _: trace.staging_bytes)
+        raise _too_little(trace, order[: peaks.index(min(peaks))], budget, spare, own_bytes, fast, tier)
     best: Plan | None = None
     seen: set[int] = set()
     overflow: BudgetError | None = None
@@ -132,7 +142,13 @@ def _shortest(sealed: int, needed: int, tier: str) -> Placement:
 
 
 def _too_little(
-    trace: Trace, leaving: Sequence[int], budget: Budget, spare: Budget, fast: str, tier: str
+    trace: Trace,
+    leaving: Sequence[int],
+    budget: Budget,
+    spare: Budget,
+    own_bytes: Callable[[int], int],
+    fast: str,
+    tier: str,
 ) -> BudgetError:
     """The error for a fast tier that is too small even with all those parcels away that help."""
     limit, kept_free = getattr(budget, fast), getattr(spare, fast)
@@ -141,10 +157,13 @@ def _too_little(
     needed = int(profile[worst]) + kept_free
     block = _block_at(trace, worst)
     where = f"block {block!r} alone" if block else "the code around the model"
+    smallest = needed
     if tier != KEEP:
-        way_out = f"Smallest feasible: {fast}={needed} ({format_size(needed)})."
+        smallest = _with_own(needed - trace.staging_bytes, own_bytes)
+        way_out = f"Smallest feasible: {fast}={smallest} ({format_size(smallest)})."
     else:
-        least = min(_furthest_first(trace, other_profile(trace), DISK)[1]) + kept_free
+        least = min(_furthest_first(trace, other_profile(trace), DISK)[1]) + kept_free - trace.staging_bytes
+        least = _with_own(least, own_bytes)
         target = 'disk="DIR:SIZE"' if fast == "ram" else "ram= or disk="
         way_out = (
             f"Smallest feasible without a tier to move to: {fast}={needed} ({format_size(needed)}); "
@@ -155,9 +174,17 @@ def _too_little(
         tier=fast,
         budget_bytes=limit,
         needed_bytes=needed,
-        smallest_bytes=needed,
+        smallest_bytes=smallest,
         block=block,
     )
+
+
+def _with_own(nbytes: int, own_bytes: Callable[[int], int]) -> int:
+    """The smallest budget found that holds `nbytes` besides what a Session with it takes for itself."""
+    budget = nbytes
+    while budget < nbytes + own_bytes(budget):
+        budget = nbytes + own_bytes(budget)
+    return budget
 
 
 def _away(trace: Trace, leaving: Sequence[int], tier: str) -> list[Placement]:
