@@ -409,7 +409,7 @@ def test_what_is_no_row_of_bytes_is_refused(room: Room) -> None:
     for nbytes in (0, 7, 9):
         with pytest.raises(StorageError, match=rf"^h\.2\.mlp has 8 bytes, but out has {nbytes}\.$"):
             tier.get(handle, room.data(nbytes))
-        with pytest.raises(StorageError, match="^a saved tensor has 8 bytes"):
+        with pytest.raises(StorageError, match=r"^a saved tensor has 8 bytes"):
             tier.get(unnamed, room.data(nbytes))
     for freed, named in ((handle, r"h\.2\.mlp"), (unnamed, "a saved tensor")):
         assert torch.equal(room.fetch(tier, freed), room.data(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torchstorm.plan.forecast import Placement
@@ -29,10 +30,14 @@ def fast_bytes(trace: Trace, placements: Sequence[Placement]) -> list[int]:
 
 
 def slow_bytes(trace: Trace, placements: Sequence[Placement], tier: str) -> list[int]:
-    """Bytes on "ram" or "disk" in each interval."""
+    """Bytes on "ram" or "disk" in each interval: whole pages."""
     pairs = list(zip(trace.parcels, placements, strict=True))
     return [
-        sum(parcel.nbytes for parcel, place in pairs if place.tier == tier and parcel.sealed <= now < parcel.freed)
+        sum(
+            math.ceil(parcel.nbytes / 4096) * 4096
+            for parcel, place in pairs
+            if place.tier == tier and parcel.sealed <= now < parcel.freed
+        )
         for now in range(trace.num_moments)
     ]
 

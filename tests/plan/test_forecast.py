@@ -130,7 +130,7 @@ def test_what_no_backward_needs_never_comes_back() -> None:
     placements = [Placement(tier="disk", drop=2, fetch=4), KEEP]
     assert forecast_s(trace, placements, SLOW) == 18.0
     assert fast_profile(trace, placements).tolist() == [0, 100, 60, 60]
-    assert tier_peak(trace, placements, "disk") == 100
+    assert tier_peak(trace, placements, "disk") == 4096
     assert tier_peak(trace, placements, "ram") == 0
 
 

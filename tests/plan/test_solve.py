@@ -351,6 +351,45 @@ def test_what_the_spare_leaves_of_ram_is_what_the_disk_relieves(
 
 
 @quick
+@given(
+    trace=traces(device="cpu"),
+    machine=machines(),
+    below=st.integers(1, 5000),
+    spare_bytes=few_bytes,
+    share=st.sampled_from([3, 20, 64]),
+    least=st.sampled_from([0, 8192]),
+)
+def test_the_smallest_budget_named_has_room_for_what_a_session_with_it_takes(
+    trace: Trace, machine: Machine, below: int, spare_bytes: int, share: int, least: int
+) -> None:
+    """A larger budget gets larger buffers, which count: the one that is named has room for its own."""
+
+    def own_bytes(budget: int) -> int:
+        return max(budget // share // 4096 * 4096, least)
+
+    def with_buffers(fast: int) -> Trace:
+        return replace(trace, staging_bytes=own_bytes(fast))
+
+    spare = Budget(ram=spare_bytes)
+    limit = max(0, all_away_bytes(replace(trace, staging_bytes=0)) - below)
+    for disk in (AMPLE, 0):
+        try:
+            solve(with_buffers(limit), machine, Budget(ram=limit, disk=disk), spare=spare, own_bytes=own_bytes)
+        except BudgetError as error:
+            named = re.search(r"ram=([0-9]+) \([^)]*\)\.$", str(error))
+            assert named is not None
+            smallest = int(named[1])
+            assert error.tier == "ram"
+            assert not disk or smallest == error.smallest_bytes
+            enough = Budget(ram=smallest, disk=AMPLE)
+            plan = solve(with_buffers(smallest), machine, enough, spare=spare, own_bytes=own_bytes)
+            assert_keeps_to(plan, enough, spare)
+            short = Budget(ram=smallest - 1, disk=AMPLE)
+            with pytest.raises(BudgetError):
+                solve(with_buffers(smallest - 1), machine, short, spare=spare, own_bytes=own_bytes)
+
+
+@quick
 @given(trace=traces(), tier=st.sampled_from(["ram", "disk"]))
 def test_peaks_are_those_of_the_first_so_many_away(trace: Trace, tier: str) -> None:
     order, peaks = _furthest_first(trace, other_profile(trace), tier)
@@ -386,10 +425,10 @@ def test_what_is_needed_last_leaves_first() -> None:
     )
     # At most 300 at once, in interval 3. With 200 one must be away then, and the first is needed last.
     fast = replace(MACHINE, disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
-    plan = solve(trace, fast, Budget(ram=200, disk=1000))
+    plan = solve(trace, fast, Budget(ram=200, disk=10_000))
     assert [placement.tier for placement in plan.placements] == ["disk", "keep", "keep"]
     assert plan.forecast.ram_bytes == 200
-    assert plan.forecast.disk_bytes == 100
+    assert plan.forecast.disk_bytes == 4096
     assert plan.forecast.step_ms == pytest.approx(7000)
 
 
@@ -402,7 +441,7 @@ def test_what_is_never_needed_but_let_go_early_does_not_travel_for_nothing() -> 
         seconds=[1.0] * 7,
     )
     fast = replace(MACHINE, disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
-    plan = solve(trace, fast, Budget(ram=200, disk=1000))
+    plan = solve(trace, fast, Budget(ram=200, disk=10_000))
     assert plan.placements[0] == Placement(tier="keep")
 
 
@@ -445,11 +484,11 @@ SPEEDS = ("d2h_bytes_per_s", "h2d_bytes_per_s", "disk_write_bytes_per_s", "disk_
     ("device", "budget", "used"),
     [
         ("cpu", Budget(ram=150), set()),
-        ("cpu", Budget(ram=150, disk=1000), {"disk"}),
+        ("cpu", Budget(ram=150, disk=10_000), {"disk"}),
         ("cuda", Budget(vram=150), set()),
-        ("cuda", Budget(vram=150, ram=1000), {"ram"}),
-        ("cuda", Budget(vram=150, ram=1000, disk=1000), {"ram", "disk"}),
-        ("cuda", Budget(vram=150, disk=1000), {"ram", "disk"}),  # what goes to the disk crosses the link, too
+        ("cuda", Budget(vram=150, ram=10_000), {"ram"}),
+        ("cuda", Budget(vram=150, ram=10_000, disk=10_000), {"ram", "disk"}),
+        ("cuda", Budget(vram=150, disk=10_000), {"ram", "disk"}),  # what goes to the disk crosses the link, too
     ],
 )
 def test_a_tier_of_no_speed_is_named(device: str, budget: Budget, used: set[str], missing: str) -> None:
@@ -470,8 +509,8 @@ def test_a_tier_of_no_speed_is_named(device: str, budget: Budget, used: set[str]
 
 def test_a_machine_of_no_speed_at_all_is_not_a_division_by_zero() -> None:
     trace = trace_of("p0 p1 u1 u0", [storage(100, 1, 4, 5, 0), storage(100, 2, 3, 4, 1)], seconds=[1.0] * 5)
-    with pytest.raises(PlanError, match="disk=1000 B was asked, but machine 'bare' says no speed for disk"):
-        solve(trace, Machine(name="bare"), Budget(ram=150, disk=1000))
+    with pytest.raises(PlanError, match="disk=9.77 KiB was asked, but machine 'bare' says no speed for disk"):
+        solve(trace, Machine(name="bare"), Budget(ram=150, disk=10_000))
     budget = Budget(ram=200)
     assert_keeps_to(solve(trace, Machine(name="bare"), budget), budget)
 

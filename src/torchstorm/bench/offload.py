@@ -159,7 +159,7 @@ def run_offload(
     bench = _Bench(case, device, model, steps, say)
     bench.add("unlimited", lambda: contextlib.nullcontext())
     unlimited = bench.rows[0]
-    if device.type == "cuda":
+    if device.type == "cuda":  # pragma: gpu
         bench.add("save_on_cpu", lambda: save_on_cpu(pin_memory=True))
         if importlib.util.find_spec("trl") is None:
             bench.rows.append(OffloadRow(case=case.name, way="trl", note="trl is not installed"))
@@ -186,7 +186,7 @@ class _Bench:
         self.case, self.device, self.model, self.steps = case, device, model, steps
         self.rows: list[OffloadRow] = []
         self._say = say
-        self._reference: list[torch.Tensor] = []
+        self._reference: list[list[torch.Tensor]] = []  # gradients of each checked step
         self._seed = 0
 
     def add(self, way: str, context: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -195,14 +195,14 @@ class _Bench:
         try:
             self._measure(row, context, None)
         except RuntimeError as error:  # one way's failure (out of memory, say) is that way's result
-            self._finish(replace(row, note=str(error).splitlines()[0]))
+            self._finish(replace(row, note=(str(error).splitlines() or [type(error).__name__])[0]))
 
     def add_session(self, budget_bytes: int, disk: str | None) -> None:
         """Checks and times Session at a budget on the fast tier."""
         row = OffloadRow(case=self.case.name, way="session", budget_bytes=budget_bytes)
         optimizer = torch.optim.SGD(self.model.parameters())  # no state: the others have none either
         try:
-            if self.device.type == "cuda":
+            if self.device.type == "cuda":  # pragma: gpu
                 session = Session(self.model, vram=budget_bytes, optimizer=optimizer)
             else:
                 session = Session(self.model, ram=budget_bytes, disk=disk, optimizer=optimizer)
@@ -241,7 +241,7 @@ class _Bench:
             )
             if self.device.type == "cpu":
                 fields.update(peak_bytes=report.measured.ram_bytes)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # pragma: gpu
             fields.update(overlap=self._overlap(context))
         elif session is None:
             fields.update(peak_bytes=self._saved_bytes())
@@ -256,7 +256,7 @@ class _Bench:
         self.rows.append(row)
         self._say(format_row(row))
         gc.collect()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.empty_cache()
             # What the others pinned through PyTorch's cache would be missing from the memory that the next may use.
             torch._C._host_emptyCache()
@@ -271,7 +271,7 @@ class _Bench:
         self.model.zero_grad(set_to_none=True)
         x = self._data(self._seed if seed is None else seed)
         self._synchronize()
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.reset_peak_memory_stats(self.device)
         start = time.perf_counter()
         with context():
@@ -287,16 +287,16 @@ class _Bench:
         with _deterministic():
             for turn, seed in enumerate((-1, -2, -3)):
                 self._step(context, seed)
-                gradients = [p.grad.to("cpu", copy=True) for p in self.model.parameters() if p.grad is not None]
-                if turn == len(self._reference) // max(len(gradients), 1):
-                    self._reference += gradients
-                    continue
-                first = turn * len(gradients)
-                reference = self._reference[first : first + len(gradients)]
+                parameters = list(self.model.parameters())
+                gradients = [p.grad.to("cpu", copy=True) for p in parameters if p.grad is not None]
+                if turn == len(self._reference):
+                    self._reference.append(gradients)
+                reference = self._reference[turn]
+                same = same and len(parameters) == len(gradients) == len(reference)
                 same = same and all(torch.equal(a, b) for a, b in zip(reference, gradients, strict=True))
         return same
 
-    def _overlap(self, context: Callable[[], AbstractContextManager[Any]]) -> float | None:
+    def _overlap(self, context: Callable[[], AbstractContextManager[Any]]) -> float | None:  # pragma: gpu
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA]) as run:
@@ -311,7 +311,7 @@ class _Bench:
         return overlap(copies, kernels)
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self.device)
 
 

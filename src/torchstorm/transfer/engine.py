@@ -27,7 +27,7 @@ class StreamCopy(Protocol):
         """Whether the copy has ended."""
 
 
-class CudaCopy:
+class CudaCopy:  # pragma: gpu
     """One copy queued on a copy stream."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
@@ -47,7 +47,7 @@ class CudaCopy:
         return bool(self._event.query())
 
 
-class Engine:
+class Engine:  # pragma: gpu
     """The two copy streams of one device.
 
     Args:
@@ -117,7 +117,7 @@ class Engine:
         self._back.synchronize()
 
 
-class StreamClock:
+class StreamClock:  # pragma: gpu
     """Marks on the compute stream whose distances are device milliseconds."""
 
     def __init__(self, device: torch.device) -> None:
