@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # What tests and tools run with. `make test-gpu RUN=python3` uses an interpreter that already has what they need.
 RUN ?= $(VENV)/bin/python
-TRAIN ?= train --compare --ram 64MiB --disk runs/spill
+TRAIN ?= train --compare --ram 120MiB --disk torchstorm-runs/spill
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # The variables hold what a build in isolation installs to the same versions, too.

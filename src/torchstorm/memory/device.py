@@ -54,7 +54,12 @@ class DeviceTier:
                 raise no_room(self.spec, label=label, wanted_bytes=source.nbytes, used_bytes=self.used_bytes)
             self.used_bytes += source.nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return DeviceHandle(source.clone(), label)
+        try:
+            return DeviceHandle(source.clone(), label)
+        except BaseException:  # the device itself has no memory left
+            with self._lock:
+                self.used_bytes -= source.nbytes
+            raise
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
         """Copies the bytes back, in the order of the current stream.

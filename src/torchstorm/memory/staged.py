@@ -6,6 +6,7 @@ size. One thread a direction walks the pieces; the compute thread only waits, an
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -15,11 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
+from torchstorm.errors import BudgetError, StorageError
 from torchstorm.memory.disk import DiskHandle, DiskTier
-from torchstorm.memory.tier import Copy, Handle, TierSpec
+from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
 from torchstorm.storage.backend import BackendInfo
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.pinned import PinnedArena
+
+_PAGE = 4096
 
 
 class CopyEngine(Protocol):
@@ -67,6 +71,7 @@ class StagedHandle:
         self.pieces: list[DiskHandle] = []
         self.queued: Future[StreamCopy] = Future()
         self.freed = False
+        self.num_busy = 1  # the put and the gets that still need the pieces
 
     @property
     def written(self) -> Copy:
@@ -89,12 +94,16 @@ class StagedDiskTier:
         self._arena = arena
         self._engine = engine
         self._piece_bytes = piece_bytes
-        per_ring = max(arena.capacity_bytes // piece_bytes // 2, 1)
-        self._out_ring, self._back_ring = self._ring(per_ring), self._ring(per_ring)
-        self._depth = per_ring
+        self._depth = max(arena.capacity_bytes // piece_bytes // 2, 1)
+        # In one: a new arena gives it in one piece, whatever its segments.
+        (buffers,) = arena.allocate(2 * self._depth * piece_bytes).pieces
+        rings = buffers.split(self._depth * piece_bytes)
+        self._out_ring, self._back_ring = self._ring(rings[0]), self._ring(rings[1])
         self._out = ThreadPoolExecutor(1, thread_name_prefix="torchstorm-out")
         self._back = ThreadPoolExecutor(1, thread_name_prefix="torchstorm-back")
-        self._lock = threading.Lock()
+        # Room is counted here, in program order; the disk's own count follows as the copies do.
+        self._used = self._peak = 0
+        self._changed = threading.Condition()
         self._closed = False
 
     @property
@@ -105,67 +114,118 @@ class StagedDiskTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of slots in use on the disk."""
-        return self.disk.used_bytes
+        return self._used
 
     @property
     def peak_bytes(self) -> int:
         """The largest `used_bytes` since `reset_peak`."""
-        return self.disk.peak_bytes
+        return self._peak
 
     def reset_peak(self) -> None:
         """Starts `peak_bytes` again from `used_bytes`."""
-        self.disk.reset_peak()
+        with self._changed:
+            self._peak = self._used
 
     def info(self) -> BackendInfo:
         """Which path the disk's bytes take, and why."""
         return self.disk.info()
 
     def put(self, source: torch.Tensor, *, label: str = "") -> StagedHandle:
-        """Begins to move (nbytes,) uint8 to disk. What fails is told by the wait for `written`."""
-        handle = StagedHandle(source.nbytes, label)
+        """Begins to move (nbytes,) uint8 to disk.
+
+        Raises:
+            BudgetError: the disk has no room for it.
+            StorageError: the tier is closed. What fails later is told by the waits.
+            UnsupportedError: the tensor is not of that kind.
+        """
+        check_row_of_bytes(source)
         ready = self._engine.mark()
-        self._run(self._out, handle.queued, lambda: self._send(handle, source, ready))
+        wanted = self._rounded(source.nbytes)
+        with self._changed:
+            self._check_open()
+            if self._used + wanted > self.spec.capacity_bytes:
+                where = f" in {self.disk.path}"
+                raise no_room(self.spec, label=label, wanted_bytes=wanted, used_bytes=self._used, where=where)
+            self._used += wanted
+            self._peak = max(self._peak, self._used)
+            handle = StagedHandle(source.nbytes, label)
+            self._run(self._out, handle, handle.queued, lambda: self._send(handle, source, ready))
         return handle
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
-        """Begins to bring the bytes back; what fails is told by the wait for the copy."""
+        """Begins to bring the bytes back; what fails is told by the wait for the copy.
+
+        Raises:
+            StorageError: the handle was freed, `out` has another size, or the tier is closed.
+            UnsupportedError: `out` is not of the right kind.
+        """
         assert isinstance(handle, StagedHandle)
+        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
         ready = self._engine.mark()
         queued: Future[StreamCopy] = Future()
-        self._run(self._back, queued, lambda: self._bring(handle, out, ready))
+        with self._changed:
+            self._check_open()
+            if handle.freed:
+                raise gone(handle.label)
+            handle.num_busy += 1
+            self._run(self._back, handle, queued, lambda: self._bring(handle, out, ready))
         return QueuedCopy(queued)
 
     def free(self, handle: Handle) -> None:
-        """Gives the room on disk back, once the copy out has ended. Freeing twice does nothing."""
+        """Gives the room back; what is put there next waits for the copies under way. Freeing twice does nothing."""
         assert isinstance(handle, StagedHandle)
-        with self._lock:
-            if handle.freed:
-                return
-            handle.freed = True
-        handle.queued.add_done_callback(lambda _: self._free_pieces(handle))
+        with self._changed:
+            if not handle.freed:
+                handle.freed = True
+                self._used -= self._rounded(handle.nbytes)
+                if not handle.num_busy:
+                    self._free_pieces(handle)
 
     def close(self) -> None:
         """Lets copies end, removes the spill file and gives the rings back. Closing twice does nothing."""
-        if not self._closed:
+        with self._changed:
             self._closed = True
-            self._out.shutdown()
-            self._back.shutdown()
-            self.disk.close()
-            self._arena.close()
+        self._out.shutdown()
+        self._back.shutdown()
+        self.disk.close()
+        self._arena.close()
 
-    def _ring(self, num_buffers: int) -> queue.SimpleQueue[torch.Tensor]:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the disk tier in {self.disk.path} is closed.")
+
+    def _rounded(self, nbytes: int) -> int:
+        """What the disk takes for the pieces of so many bytes."""
+        whole, rest = divmod(nbytes, self._piece_bytes)
+        return whole * -(-self._piece_bytes // _PAGE) * _PAGE + -(-rest // _PAGE) * _PAGE
+
+    def _ring(self, buffers: torch.Tensor) -> queue.SimpleQueue[torch.Tensor]:
         ring: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(num_buffers):
-            (buffer,) = self._arena.allocate(self._piece_bytes).pieces
+        for buffer in buffers.split(self._piece_bytes):
             ring.put(buffer)
         return ring
 
-    def _run(self, pool: ThreadPoolExecutor, queued: Future[StreamCopy], work: Callable[[], StreamCopy]) -> None:
+    def _run(
+        self,
+        pool: ThreadPoolExecutor,
+        handle: StagedHandle,
+        queued: Future[StreamCopy],
+        work: Callable[[], StreamCopy],
+    ) -> None:
         def run() -> None:
+            last, failed = None, None
             try:
-                queued.set_result(work())
+                last = work()
             except BaseException as error:  # whoever waits for the copy is told
-                queued.set_exception(error)
+                failed = error.with_traceback(None)  # whose frames would keep the tensors alive
+            with self._changed:
+                handle.num_busy -= 1
+                if handle.freed and not handle.num_busy:
+                    self._free_pieces(handle)
+            if last is not None:
+                queued.set_result(last)
+            else:
+                queued.set_exception(failed)
 
         pool.submit(run)
 
@@ -173,6 +233,16 @@ class StagedDiskTier:
         for piece in handle.pieces:
             self.disk.free(piece)
         handle.pieces = []
+        self._changed.notify_all()
+
+    def _put_piece(self, staged: torch.Tensor, label: str) -> DiskHandle:
+        """Puts what there is room for in program order, once those whose room it takes have ended."""
+        with self._changed:
+            while True:
+                try:
+                    return self.disk.put(staged, label=label)
+                except BudgetError:
+                    self._changed.wait()
 
     def _send(self, handle: StagedHandle, source: torch.Tensor, ready: object) -> StreamCopy:
         last: StreamCopy | None = None
@@ -183,14 +253,15 @@ class StagedDiskTier:
                 try:
                     last = self._engine.copy_out(staged, part, ready=ready)
                     last.synchronize()
-                    piece = self.disk.put(staged, label=handle.label)
+                    piece = self._put_piece(staged, handle.label)
                 except BaseException:
                     self._out_ring.put(buffer)
                     raise
                 piece.written.when_done(lambda buffer=buffer: self._out_ring.put(buffer))  # type: ignore[misc]
                 handle.pieces.append(piece)
         except BaseException:
-            self._free_pieces(handle)
+            with self._changed:
+                self._free_pieces(handle)
             raise
         assert last is not None
         return last
@@ -206,13 +277,20 @@ class StagedDiskTier:
                     last = self._pass_on(reading, copying, ready)
                     self._reclaim(copying)
                 buffer = self._back_ring.get()
-                reading.append((part, buffer, self.disk.get(piece, buffer[: part.nbytes])))
+                try:
+                    reading.append((part, buffer, self.disk.get(piece, buffer[: part.nbytes])))
+                except BaseException:
+                    self._back_ring.put(buffer)
+                    raise
             while reading:
                 last = self._pass_on(reading, copying, ready)
-        finally:
             while copying:
                 self._reclaim(copying)
-            for _, buffer, read in reading:  # only after a failure
+        finally:
+            while copying:  # only after a failure, like what follows
+                with contextlib.suppress(Exception):
+                    self._reclaim(copying)
+            for _, buffer, read in reading:
                 while not read.done():
                     threading.Event().wait(0.001)
                 self._back_ring.put(buffer)
@@ -225,16 +303,16 @@ class StagedDiskTier:
         copying: deque[tuple[torch.Tensor, StreamCopy]],
         ready: object,
     ) -> StreamCopy:
-        if not reading:
-            return copying[-1][1]
-        part, buffer, read = reading[0]
+        part, buffer, read = reading[0]  # stays there until the copy in is queued
         read.synchronize()
-        reading.popleft()
         copy = self._engine.copy_in(part, buffer[: part.nbytes], ready=ready)
+        reading.popleft()
         copying.append((buffer, copy))
         return copy
 
     def _reclaim(self, copying: deque[tuple[torch.Tensor, StreamCopy]]) -> None:
         buffer, copy = copying.popleft()
-        copy.synchronize()
-        self._back_ring.put(buffer)
+        try:
+            copy.synchronize()
+        finally:
+            self._back_ring.put(buffer)

@@ -124,14 +124,19 @@ def _slow_tier(trace: Trace, machine: Machine, budget: Budget) -> str:
         tier = DISK if budget.disk else KEEP
     else:
         tier = RAM if budget.ram else DISK if budget.disk else KEEP
-    for channel in {RAM, DISK} if budget.disk and trace.device == "cuda" else {tier} - {KEEP}:
+    for channel in dict.fromkeys(leg for named in _named_tiers(trace, budget) for leg in hops(trace.device, named)):
         if not min(channel_speed(machine, channel, direction) for direction in ("out", "back")) > 0:
-            named = getattr(budget, channel)
+            below = tier if channel != DISK else DISK
             raise PlanError(
-                f"{channel}={format_size(named)} was asked, but machine {machine.name!r} says no speed for {channel}: "
-                f"measure one, or leave {channel}= out."
+                f"{below}={format_size(getattr(budget, below))} was asked, but machine {machine.name!r} says no speed "
+                f"for {channel}, which the way there crosses: measure one, or leave {below}= out."
             )
     return tier
+
+
+def _named_tiers(trace: Trace, budget: Budget) -> list[str]:
+    """The tiers below the fast one that the budget names."""
+    return [tier for tier in (RAM, DISK) if getattr(budget, tier) and (tier != RAM or trace.device == "cuda")]
 
 
 def _shortest(sealed: int, needed: int, tier: str) -> Placement:

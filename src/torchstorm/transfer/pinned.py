@@ -138,6 +138,10 @@ class PinnedArena:
 
     def _grown(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """A new segment's extent, if budget and machine have room for one."""
+        return self._whole(nbytes) if self._grow(nbytes) else []
+
+    def _grow(self, nbytes: int) -> bool:
+        """Adds a segment of `nbytes` or more, if budget and machine have room for one."""
         page = mmap.PAGESIZE
         wanted = max(-(-nbytes // page), 1) * page
         available = self._available_bytes()
@@ -146,7 +150,7 @@ class PinnedArena:
             available = self._available_bytes()
         room = min(self.capacity_bytes - self.held_bytes, available) // page * page
         if wanted > room:
-            return []
+            return False
         size = max(wanted, min(self._segment_bytes, room))
         try:
             segment = _Segment(size, self._pin)
@@ -155,12 +159,13 @@ class PinnedArena:
             self._pin = None
             segment = _Segment(size, None)
         self._segments.append(segment)
-        return self._whole(nbytes)
+        return True
 
     def _scattered(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        """Extents that together have room, the largest first."""
+        """Extents that together have room, the largest first; what is missing is added."""
+        page = mmap.PAGESIZE
         free = sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
-        if nbytes > free:
+        if nbytes > free and not self._grow(nbytes - free):
             raise BudgetError(
                 f"ram={format_size(self.capacity_bytes)}, but {format_size(nbytes)} more is needed with "
                 f"{format_size(self.held_bytes)} already held ({format_size(self.used_bytes)} of it in use) and "
@@ -168,7 +173,7 @@ class PinnedArena:
                 "larger vram=.",
                 tier="ram",
                 budget_bytes=self.capacity_bytes,
-                needed_bytes=self.used_bytes + nbytes,
+                needed_bytes=self.used_bytes + -(-nbytes // page) * page,
             )
         extents: list[tuple[_Segment, int, int]] = []
         while nbytes > 0:
