@@ -42,18 +42,33 @@ def _option(name: str, text: str) -> Any:
     return typer.Option(help=text if value is None else f"{text} (default: {shown})", show_default=False)
 
 
+# Options that several commands have.
+Model = Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")]
+Batch = Annotated[int | None, _option("batch", "Sequences in a micro-batch.")]
+Seq = Annotated[int | None, _option("seq", "Tokens in a sequence.")]
+Device = Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")]
+Dtype = Annotated[str | None, _option("dtype", "float32, or bfloat16 for autocast.")]
+Vram = Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.")]
+Ram = Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")]
+Disk = Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")]
+Layers = Annotated[int | None, _option("layers", "Blocks, instead of the model's.")]
+Heads = Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")]
+Width = Annotated[int | None, _option("width", "Width, instead of the model's.")]
+Dropout = Annotated[float | None, _option("dropout", "Dropout probability.")]
+
+
 @app.command()
 def train(
-    model: Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")] = None,
+    model: Model = None,
     data: Annotated[str | None, _option("data", "Text file or folder; left out: the Python library's source.")] = None,
     steps: Annotated[int | None, _option("steps", "Optimizer steps in all.")] = None,
-    batch: Annotated[int | None, _option("batch", "Sequences in a micro-batch.")] = None,
-    seq: Annotated[int | None, _option("seq", "Tokens in a sequence.")] = None,
-    device: Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
-    dtype: Annotated[str | None, _option("dtype", "float32, or bfloat16 for autocast.")] = None,
-    vram: Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.")] = None,
-    ram: Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")] = None,
-    disk: Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")] = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    disk: Disk = None,
     compare: Annotated[
         bool | None, typer.Option("--compare/--no-compare", help="Run again without the budget and compare.")
     ] = None,
@@ -61,10 +76,10 @@ def train(
     out: Annotated[str | None, _option("out", "Folder for checkpoints; left out: torchstorm-runs/<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.", show_default=False)] = None,
     json: Annotated[str | None, _option("json", "Write the results here.")] = None,
-    layers: Annotated[int | None, _option("layers", "Blocks, instead of the model's.")] = None,
-    heads: Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")] = None,
-    width: Annotated[int | None, _option("width", "Width, instead of the model's.")] = None,
-    dropout: Annotated[float | None, _option("dropout", "Dropout probability.")] = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    width: Width = None,
+    dropout: Dropout = None,
     lr: Annotated[float | None, _option("lr", "Learning rate after warm-up.")] = None,
     min_lr: Annotated[float | None, _option("min_lr", "Learning rate at the end; left out: lr / 10.")] = None,
     warmup: Annotated[int | None, _option("warmup", "Steps of warm-up.")] = None,
@@ -92,20 +107,20 @@ def train(
 
 @app.command()
 def plan(
-    model: Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")] = None,
-    batch: Annotated[int | None, _option("batch", "Sequences in a micro-batch.")] = None,
-    seq: Annotated[int | None, _option("seq", "Tokens in a sequence.")] = None,
-    device: Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
-    dtype: Annotated[str | None, _option("dtype", "float32, or bfloat16 for autocast.")] = None,
-    vram: Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.")] = None,
-    ram: Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")] = None,
-    disk: Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")] = None,
+    model: Model = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    disk: Disk = None,
     seed: Annotated[int | None, _option("seed", "What weights and tokens are drawn from.")] = None,
     json: Annotated[str | None, _option("json", "Write the plan here.")] = None,
-    layers: Annotated[int | None, _option("layers", "Blocks, instead of the model's.")] = None,
-    heads: Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")] = None,
-    width: Annotated[int | None, _option("width", "Width, instead of the model's.")] = None,
-    dropout: Annotated[float | None, _option("dropout", "Dropout probability.")] = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    width: Width = None,
+    dropout: Dropout = None,
 ) -> None:
     """Forecast a training without doing it: which tensors go where, peak per tier, step time."""
     given = {name: value for name, value in locals().items() if value is not None}

@@ -398,7 +398,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "commit": git.stdout.strip(),
+        "commit": git.stdout.strip() if git.returncode == 0 else "",
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
