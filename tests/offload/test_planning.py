@@ -1,0 +1,95 @@
+"""`torchstorm.plan` says what a training would cost, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchstorm
+from torchstorm.errors import BudgetError
+from torchstorm.offload.session import Session
+
+
+def model_of() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64), nn.BatchNorm1d(64)]
+    return nn.Sequential(*layers)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def test_a_plan_is_what_a_session_then_does(tmp_path: Path) -> None:
+    model, batch = model_of(), torch.randn(1024, 64)
+    found = torchstorm.plan(model, batch, loss_of, ram="6MiB", disk=f"{tmp_path}:1GiB")
+    assert found.budget.ram == 6 * 2**20
+    assert 0 < found.forecast.ram_bytes <= found.budget.ram
+    assert found.forecast.disk_bytes > 0
+    with Session(model, ram="6MiB", disk=f"{tmp_path}:1GiB") as session:
+        for _ in range(4):
+            with session.step():
+                loss_of(model, batch).backward()
+        measured = session.report().measured
+    assert measured is not None
+    assert measured.ram_bytes == pytest.approx(found.forecast.ram_bytes, rel=0.05)
+    assert measured.disk_bytes == pytest.approx(found.forecast.disk_bytes, rel=0.05)
+
+
+def test_planning_leaves_weights_gradients_buffers_and_random_numbers_as_they_were(tmp_path: Path) -> None:
+    model, batch = model_of(), torch.randn(1024, 64)
+    loss_of(model, batch).backward()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients if gradient is not None]
+    random_state = torch.get_rng_state()
+    torchstorm.plan(model, batch, loss_of, ram="6MiB", disk=str(tmp_path))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), values, strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_below_what_is_possible_says_what_is(tmp_path: Path) -> None:
+    model, batch = model_of(), torch.randn(1024, 64)
+    with pytest.raises(BudgetError, match="Smallest feasible: ram=") as caught:
+        torchstorm.plan(model, batch, loss_of, ram="1MiB", disk=str(tmp_path))
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    assert torchstorm.plan(model, batch, loss_of, ram=smallest, disk=str(tmp_path)).forecast.ram_bytes <= smallest
+
+
+def test_a_step_that_only_fits_unplanned_is_told_apart(tmp_path: Path) -> None:
+    model, batch = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)]), torch.randn(4096, 64)
+
+    def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = torch.tanh(model(batch)).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(BudgetError, match="decided as it goes"):
+        torchstorm.plan(model, batch, twice, ram="6MiB", disk=str(tmp_path))
+
+
+def test_a_report_prints_forecast_beside_measured(tmp_path: Path) -> None:
+    model, batch = model_of(), torch.randn(1024, 64)
+    with Session(model, ram="6MiB", disk=f"{tmp_path}:1GiB") as session:
+        assert "0 steps" in str(session.report())
+        assert session.usage().ram_bytes == 0
+        for _ in range(4):
+            with session.step():
+                loss_of(model, batch).backward()
+        report = session.report()
+        assert session.plan() is not None
+    text = str(report)
+    assert text.splitlines()[0].split() == ["budget", "forecast", "measured", "highest"]
+    assert "6.00 MiB" in text
+    assert "1.00 GiB" in text
+    assert "4 steps, 2 by the plan in force" in text
+    assert "disk: " in text
+    assert "vram" not in text

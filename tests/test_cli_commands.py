@@ -1,0 +1,66 @@
+"""`torchstorm plan`, `doctor` and `bench offload`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from torchstorm.cli import app
+
+SMALL = ["--layers", "2", "--heads", "2", "--width", "64", "--batch", "8", "--seq", "128"]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_plan_prints_blocks_and_forecast_and_writes_them(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    code, text = run("plan", *SMALL, "--ram", "12MiB", "--disk", f"{tmp_path}:1GiB", "--json", str(file))
+    assert code == 0, text
+    assert "blocks.1" in text
+    assert "forecast" in text
+    plan = json.loads(file.read_text())
+    assert 0 < plan["forecast"]["ram_bytes"] <= 12 * 2**20
+    assert plan["forecast"]["disk_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ram", "1MiB"], "BudgetError: ram=1.00 MiB, but"),
+        (["--vram", "8GiB"], "DeviceError: "),
+        (["--ram", "24 GB?"], "SizeError: "),
+        (["--model", "gpt-huge"], "ConfigError: "),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(options: list[str], said: str, tmp_path: Path) -> None:
+    code, text = run("plan", *SMALL, "--device", "cpu", "--disk", str(tmp_path), *options)
+    assert code == 2
+    assert text.startswith(said)
+    assert "Traceback" not in text
+
+
+def test_doctor_says_what_is_here(tmp_path: Path) -> None:
+    code, text = run("doctor", "--directory", str(tmp_path))
+    assert code == 0, text
+    for named in ("CPU", "GPU", "RAM", "disk", "active"):
+        assert named in text
+
+
+def test_bench_offload_checks_times_and_writes_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "offload.json"
+    code, text = run(
+        "bench", "offload", "--device", "cpu", "--steps", "2", "--disk", str(tmp_path), "--json", str(file)
+    )
+    assert code == 0, text
+    record = json.loads(file.read_text())
+    assert {row["way"] for row in record["rows"]} == {"unlimited", "session"}
+    assert all(row["checked"] and row["step_ms"] > 0 for row in record["rows"])
+    assert record["torch"]
+    assert record["device"]
