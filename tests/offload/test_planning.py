@@ -81,9 +81,12 @@ def test_a_report_prints_forecast_beside_measured(tmp_path: Path) -> None:
     with Session(model, ram="6MiB", disk=f"{tmp_path}:1GiB") as session:
         assert "0 steps" in str(session.report())
         assert session.usage().ram_bytes == 0
-        for _ in range(4):
+        for index in range(4):
             with session.step():
                 loss_of(model, batch).backward()
+            measured = session.report().measured
+            assert measured is not None
+            assert measured.step_ms > 0, f"after step {index}"
         report = session.report()
         assert session.plan() is not None
     text = str(report)

@@ -100,7 +100,9 @@ class Session:
         self._last: Figures | None = None
         self._highest: Figures | None = None
         self._in_force: _Planned | None = None
-        self._planned_figures: list[Figures] = []
+        self._planned_highest: Figures | None = None  # of the steps that followed the plan in force
+        self._num_planned = 0
+        self._naming: list[Any] = []
         self._times: deque[tuple[object, object]] = deque(maxlen=256)
 
     # ------------------------------------------------------------------ the step
@@ -151,7 +153,6 @@ class Session:
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
         self._running = True
         self._key = None
-        self._naming: list[Any] = []
         self._start = self._clock.mark()
         self._saved.begin(fixed, self._choose)
         if not self._plans and not self._unlimited:
@@ -176,12 +177,11 @@ class Session:
         return planned.plan if planned else None, recorder
 
     def _leave(self) -> None:
-        moved, left_plan, shortfall = self._residency.moved_bytes, self._saved.left_plan, self._residency.shortfall
+        left_plan, shortfall = self._saved.left_plan, self._residency.shortfall
         recorder = self._saved.end()
         stop = self._clock.mark()
         self._running = False
         self._num_steps += 1
-        self._moved_bytes = moved
         planned = self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
@@ -201,8 +201,7 @@ class Session:
                 assert self._last is not None
                 self._in_force = _Planned(None, trace, self._last, base, times_are_warm=True)
             self._plans[self._key] = self._in_force
-            self._planned_figures = []
-            self._times.clear()
+            self._num_planned, self._planned_highest = 0, None
             self._stack.trim(self._in_force.forecast)
         if shortfall is not None and (left_plan or recorder is None):
             needed, block = shortfall
@@ -295,12 +294,14 @@ class Session:
             disk_bytes=self._stack.disk_bytes(),
         )
         self._last = figures
-        self._highest = figures if self._highest is None else _highest([self._highest, figures])
+        self._highest = _highest(self._highest, figures)
         if followed is not None:
             if followed is not self._in_force:
-                self._in_force, self._planned_figures = followed, []
-                self._times.clear()
-            self._planned_figures.append(figures)
+                self._in_force, self._num_planned, self._planned_highest = followed, 0, None
+            if self._num_planned == 0:
+                self._times.clear()  # until a step follows the plan, the earlier ones' times are all there is
+            self._num_planned += 1
+            self._planned_highest = _highest(self._planned_highest, figures)
         self._times.append((self._start, stop))
 
     # ------------------------------------------------------------------ answers
@@ -318,11 +319,9 @@ class Session:
         if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self.device)
         measured = highest = None
-        if self._highest is not None and self._last is not None:
+        if self._highest is not None:
             times_ms = [seconds_between(*pair) * 1e3 for pair in self._times]
-            measured = replace(
-                _highest(self._planned_figures or [self._highest]), step_ms=statistics.median(times_ms or [0.0])
-            )
+            measured = replace(self._planned_highest or self._highest, step_ms=statistics.median(times_ms))
             highest = replace(self._highest, step_ms=max([*times_ms, self._highest.step_ms]))
         return Report(
             forecast=self._in_force.forecast if self._in_force else None,
@@ -330,8 +329,8 @@ class Session:
             highest=highest,
             budget=self._stack.budget,
             num_steps=self._num_steps,
-            num_planned=len(self._planned_figures),
-            moved_bytes=self._moved_bytes if self._num_steps else 0,
+            num_planned=self._num_planned,
+            moved_bytes=self._residency.moved_bytes,
             notes=self._stack.notes(),
         )
 
@@ -375,12 +374,14 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _highest(figures: list[Figures]) -> Figures:
+def _highest(one: Figures | None, other: Figures) -> Figures:
+    if one is None:
+        return other
     return Figures(
-        step_ms=max(each.step_ms for each in figures),
-        vram_bytes=max(each.vram_bytes for each in figures),
-        ram_bytes=max(each.ram_bytes for each in figures),
-        disk_bytes=max(each.disk_bytes for each in figures),
+        step_ms=max(one.step_ms, other.step_ms),
+        vram_bytes=max(one.vram_bytes, other.vram_bytes),
+        ram_bytes=max(one.ram_bytes, other.ram_bytes),
+        disk_bytes=max(one.disk_bytes, other.disk_bytes),
     )
 
 
