@@ -5,6 +5,9 @@ in forward, an `unpack` in backward. Interval i is the stretch of the user's own
 Memory only has to be known per interval, because the Session can act at moments and nowhere else.
 
 Storages travel in parcels: a large storage alone, several small ones together (small copies waste the link).
+
+What a storage could be computed from again stands in `ops` and `values`: every operation of the step whose output was
+saved, or that one of those can be traced back to. A value is what an operation made: the bytes of one new storage.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class Moment:
         compute_s: seconds of the user's own work until the next moment.
         other_bytes: on CUDA, the interval's peak of allocated bytes that the Session does not hold: weights,
             gradients, activations that the model itself still holds, temporaries. 0 on CPU, where they do not count.
+        still_bytes: the same at the moment itself, when no kernel of the user's runs: what lies there while the
+            Session computes something again. At most `other_bytes` of the interval before it.
     """
 
     kind: str
@@ -38,6 +43,7 @@ class Moment:
     nbytes: int
     compute_s: float
     other_bytes: int
+    still_bytes: int = 0
 
     @property
     def signature(self) -> tuple[str, int, int]:
@@ -58,6 +64,7 @@ class SavedStorage:
         freed: first interval in which autograd has let go; the number of moments where that came after the step.
         parcel: the parcel it travels in, -1 where it may not move (inputs, and storages below 4 KiB).
         block: dotted name of the innermost module that was running when it was saved.
+        value: what its bytes are, in `Trace.values`; -1 where it cannot be computed again.
     """
 
     nbytes: int
@@ -67,6 +74,41 @@ class SavedStorage:
     freed: int
     parcel: int
     block: str
+    value: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operation of the step, as it would be run again: with the same arguments, and random state where it draws.
+
+    Attributes:
+        name: "aten.addmm.default".
+        compute_s: seconds it takes.
+        scratch_bytes: on CUDA, the most it allocates besides its outputs; 0 on CPU.
+        inputs: values that it reads. Weights and the model's own inputs are always at hand, and not named.
+        outputs: values that it makes, all at once.
+    """
+
+    name: str
+    compute_s: float
+    scratch_bytes: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Value:
+    """The bytes of one storage as an operation left them.
+
+    Attributes:
+        nbytes: of the storage.
+        op: what makes it, in `Trace.ops`; -1 where that cannot be run again, so that the bytes must be at hand.
+        storage: the saved storage that holds it, in `Trace.storages`; -1 where autograd did not save it.
+    """
+
+    nbytes: int
+    op: int
+    storage: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +147,8 @@ class Trace:
         parcels: in the order of first saving.
         base_bytes: on CUDA, bytes allocated at the step's entry that are not the Session's; 0 on CPU.
         staging_bytes: constant room on the fast tier's budget for copies under way (on CPU, bounce buffers).
+        ops: operations that could be run again, in the order in which the step ran them.
+        values: what those made or read.
     """
 
     device: str
@@ -113,6 +157,8 @@ class Trace:
     parcels: tuple[Parcel, ...]
     base_bytes: int
     staging_bytes: int
+    ops: tuple[Op, ...] = ()
+    values: tuple[Value, ...] = ()
 
     @property
     def num_moments(self) -> int:
@@ -154,6 +200,10 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
             "moments": tuple(Moment(**moment) for moment in fields["moments"]),
             "storages": tuple(SavedStorage(**storage) for storage in fields["storages"]),
             "parcels": tuple(Parcel(**parcel) for parcel in fields["parcels"]),
+            "ops": tuple(
+                Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}) for op in fields["ops"]
+            ),
+            "values": tuple(Value(**value) for value in fields["values"]),
         }
     )
 
