@@ -51,6 +51,11 @@ WITHOUT_TORCH = [
     "plan.machine",
     "plan.plan",
     "plan.solve",
+    "plan.curve",
+    "plan.describe",
+    "plan.microbatch",
+    "plan.profiles",
+    "plan.waits",
     "plan.trace",
 ]
 STREAM_OWNER = "transfer/engine.py"

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torchstorm.cli import app
+from torchstorm.plan.plan import Plan
 
 SMALL = ["--layers", "2", "--heads", "2", "--width", "64", "--batch", "8", "--seq", "128"]
 
@@ -28,6 +29,34 @@ def test_plan_prints_blocks_and_forecast_and_writes_them(tmp_path: Path) -> None
     plan = json.loads(file.read_text())
     assert 0 < plan["forecast"]["ram_bytes"] <= 12 * 2**20
     assert plan["forecast"]["disk_bytes"] > 0
+
+
+def test_plan_answers_for_hardware_that_is_not_here_and_draws_its_curve(tmp_path: Path) -> None:
+    picture, numbers, file = tmp_path / "curve.png", tmp_path / "curve.json", tmp_path / "plan.json"
+    code, text = run("plan", *SMALL, "--machine", "rtx4090", "--vram", "2GiB", "--json", str(file))
+    assert code == 0, text
+    assert "FORECAST for rtx4090" in text
+    assert Plan.load(file).simulated
+    code, text = run("plan", *SMALL, "--machine", "rtx4090", "--curve", str(picture), "--json", str(numbers))
+    assert code == 0, text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(numbers.read_text())["checkpoint"]["step_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--machine", "rtx5090"], "PlanError: machine='rtx5090' is not a machine that torchstorm knows: use one of"),
+        (["--machine", "h200", "--device", "cpu"], "ConfigError: --device cpu was asked together with --machine h200"),
+        (["--machine", "rtx3090", "--vram", "40GiB"], "BudgetError: vram=40.00 GiB, but rtx3090 has 24.00 GiB"),
+        (["--machine", "rtx3090", "--vram", "20MiB", "--batch", "64"], "BudgetError: vram=20.00 MiB, but"),
+    ],
+)
+def test_a_mistake_about_another_machine_is_told_in_one_line(options: list[str], said: str) -> None:
+    code, text = run("plan", *SMALL, *options)
+    assert code == 2
+    assert text.startswith(said)
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
@@ -60,7 +89,7 @@ def test_bench_offload_checks_times_and_writes_its_rows(tmp_path: Path) -> None:
     )
     assert code == 0, text
     record = json.loads(file.read_text())
-    assert {row["way"] for row in record["rows"]} == {"unlimited", "session"}
-    assert all(row["checked"] and row["step_ms"] > 0 for row in record["rows"])
+    assert {row["way"] for row in record["rows"]} == {"unlimited", "checkpoint", "session", "unlimited-again"}
+    assert all(row["checked"] and row["step_s"] > 0 for row in record["rows"])
     assert record["torch"]
     assert record["device"]

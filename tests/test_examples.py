@@ -8,6 +8,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
+    "any_batch_size.py": ["split into", "losses the same up to the order of adding up: True"],
     "offload_any_model.py": ["forecast", "measured", "losses the same to the last bit: True"],
     "train_gpt.py": ["forecast", "measured", "losses and weights the same to the last bit: True"],
 }

@@ -31,11 +31,6 @@ bench_app = typer.Typer(help="Time an op's ways side by side, each checked in th
 app.add_typer(bench_app, name="bench")
 
 
-@bench_app.callback()
-def _bench() -> None:
-    """Keeps `offload` a command of its own while it is the only one."""
-
-
 def _option(name: str, text: str) -> Any:
     value = getattr(_DEFAULT, name)
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -116,18 +111,35 @@ def plan(
     ram: Ram = None,
     disk: Disk = None,
     seed: Annotated[int | None, _option("seed", "What weights and tokens are drawn from.")] = None,
-    json: Annotated[str | None, _option("json", "Write the plan here.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Plan for hardware that is not here: rtx4090, rtx3090, a100, h100, h200 or gb200."),
+    ] = None,
+    curve: Annotated[
+        Path | None, typer.Option(help="Draw step time against budget here, as in FILE.png; needs matplotlib.")
+    ] = None,
+    json: Annotated[str | None, _option("json", "Write the plan here; with --curve, the curve.")] = None,
     layers: Layers = None,
     heads: Heads = None,
     width: Width = None,
     dropout: Dropout = None,
 ) -> None:
     """Forecast a training without doing it: which tensors go where, peak per tier, step time."""
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if name not in ("machine", "curve") and value is not None}
+    from torchstorm.report.curve import require_matplotlib, write_curve
     from torchstorm.train.forecast import plan_training
 
     with _told():
-        plan_training(given, console=Console())
+        if curve is None:
+            plan_training(given, console=Console(), machine=machine)
+            return
+        require_matplotlib()
+        curve_json = given.pop("json", None)
+        found = plan_training(given, console=Console(), machine=machine)
+        config = TrainConfig(**given)
+        title = f"{config.model}, {config.batch} x {config.seq} tokens"
+        write_curve(found, curve, json_path=Path(curve_json) if curve_json else None, title=title)
+        Console().print(f"curve: {curve}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -141,18 +153,64 @@ def doctor(
         examine(Console(), directory=str(directory))
 
 
+# Options that all benches have.
+BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
+BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
+BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row.")]
+BenchJson = Annotated[
+    Path | None,
+    typer.Option(help="Write each row here as it is done; a file of the same machine keeps its other rows."),
+]
+
+
 @bench_app.command()
 def offload(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")] = None,
-    disk: Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")] = None,
-    steps: Annotated[int, typer.Option(help="Timed steps a row.")] = 8,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here.")] = None,
+    device: BenchDevice = None,
+    disk: BenchDisk = None,
+    steps: BenchSteps = 8,
+    shape: Annotated[str | None, typer.Option(help="Only these, as in 32768x1,4096x4 (default: all).")] = None,
+    way: Annotated[
+        str | None, typer.Option(help="Only these and what they are compared with, as in session,checkpoint.")
+    ] = None,
+    json: BenchJson = None,
 ) -> None:
-    """Compare ways of offloading in one run: keep everything, save_on_cpu, TRL, checkpointing, Session."""
+    """Compare ways of training in less memory, in one run: checkpointing, torch.compile, TRL, save_on_cpu, Session."""
     from torchstorm.bench.offload import bench_offload
 
     with _told():
-        bench_offload(device, disk=disk, steps=steps, json_path=json, console=Console())
+        bench_offload(
+            device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape, way_names=way
+        )
+
+
+@bench_app.command()
+def wall(
+    device: BenchDevice = None,
+    disk: BenchDisk = None,
+    steps: BenchSteps = 8,
+    json: Annotated[Path | None, typer.Option(help="Write what was measured and every verdict here.")] = None,
+) -> None:
+    """Prove it: a training step that needs twice the VRAM allowed, at nearly full speed. Exit code 1 if it does not."""
+    from torchstorm.bench.wall import bench_wall
+
+    with _told():
+        if not bench_wall(device, disk=disk, steps=steps, json_path=json, console=Console()):
+            raise typer.Exit(1)
+
+
+@bench_app.command()
+def models(
+    device: BenchDevice = None,
+    disk: BenchDisk = None,
+    steps: BenchSteps = 6,
+    model: Annotated[str | None, typer.Option(help="Only these, as in vit-huge,resnet-50 (default: all).")] = None,
+    json: BenchJson = None,
+) -> None:
+    """Train Hugging Face models with random weights: unlimited, by their own checkpointing, by Session within less."""
+    from torchstorm.bench.models import bench_models
+
+    with _told():
+        bench_models(device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model)
 
 
 @contextmanager

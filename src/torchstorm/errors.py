@@ -10,6 +10,7 @@ Each message says what was asked, what was found, the limit and the way out, wit
     ├── ConfigError        (ValueError)           options that contradict each other or name something unknown
     ├── CheckpointError    (ValueError)           a checkpoint that is missing, incomplete or of another model
     ├── PlanError          (ValueError)           a plan or trace that cannot be read or does not fit
+    ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory within a step, which must be repeated
     ├── UnsupportedError   (NotImplementedError)  something that cannot be done exactly, so it is not done
     └── StorageError       (OSError)              a disk that is full, not writable, or failed
         └── CorruptionError                       bytes that came back other than they left
@@ -37,6 +38,8 @@ class BudgetError(TorchstormError, ValueError):
         needed_bytes: what is needed at the worst moment.
         smallest_bytes: the smallest budget for this tier that would do, or None where it is not known.
         block: the module that needs it, "" where it is not known.
+        micro_batch: the most samples of the batch that would fit at once, 0 where not even one does, None where that
+            is not known.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class BudgetError(TorchstormError, ValueError):
         needed_bytes: int = 0,
         smallest_bytes: int | None = None,
         block: str = "",
+        micro_batch: int | None = None,
     ) -> None:
         super().__init__(message)
+        self.micro_batch = micro_batch
         self.tier = tier
         self.budget_bytes = budget_bytes
         self.needed_bytes = needed_bytes
@@ -71,6 +76,43 @@ class CheckpointError(TorchstormError, ValueError):
 
 class PlanError(TorchstormError, ValueError):
     """A plan or trace cannot be read, or does not fit the model."""
+
+
+class OutOfVRAMError(TorchstormError, RuntimeError):
+    """The device ran out of memory within a step; the step was dropped, and must be repeated.
+
+    A RuntimeError, as torch.OutOfMemoryError is, from which it is raised.
+
+    Attributes:
+        allocated_bytes: in tensors, when it was noticed. On a CPU, of saved tensors.
+        reserved_bytes: what PyTorch's allocator held of the device, those included.
+        free_bytes: of the device, held by nobody.
+        asked_bytes: of the allocation that failed; 0 where that is not known.
+        budget_bytes: what the Session may fill; 0 without a budget.
+        planned_anew: whether the plan for such steps now keeps more of the budget free.
+        lost_gradients: names of parameters whose gradients existed before the step and hold a part of it now.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        allocated_bytes: int = 0,
+        reserved_bytes: int = 0,
+        free_bytes: int = 0,
+        asked_bytes: int = 0,
+        budget_bytes: int = 0,
+        planned_anew: bool = False,
+        lost_gradients: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.allocated_bytes = allocated_bytes
+        self.reserved_bytes = reserved_bytes
+        self.free_bytes = free_bytes
+        self.asked_bytes = asked_bytes
+        self.budget_bytes = budget_bytes
+        self.planned_anew = planned_anew
+        self.lost_gradients = lost_gradients
 
 
 class UnsupportedError(TorchstormError, NotImplementedError):

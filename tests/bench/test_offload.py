@@ -1,235 +1,260 @@
-"""The offloading bench: the arithmetic of overlap, the small case on a CPU, and ways that get no time."""
+"""The offloading bench: the small case on a CPU, what is picked, and ways that get no time."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
-import itertools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
-from torchstorm.bench import offload
-from torchstorm.bench.offload import CASES, SMALL, OffloadRow, cases_for, format_row, overlap, run_offload
-from torchstorm.errors import DeviceError
+from torchstorm.bench import offload, ways
+from torchstorm.bench.cases import CASES, SMALL, cases_for, pick
+from torchstorm.bench.offload import OffloadBench, bench_offload
+from torchstorm.bench.rows import GIB, Results, Row
+from torchstorm.errors import ConfigError, DeviceError
 
-END = 40
-intervals = st.lists(
-    st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair))), max_size=12
-)
-
-
-def ticks(spans: list[tuple[int, int]]) -> set[int]:
-    """The whole units of time that some interval covers."""
-    return {tick for start, stop in spans for tick in range(start, stop)}
+CPU = torch.device("cpu")
+TINY = replace(SMALL, num_layers=1, batch=2, seq=16, width=32)
 
 
-@settings(max_examples=300, deadline=None)
-@given(copies=intervals, kernels=intervals)
-def test_overlap_is_the_share_of_copied_ticks_with_a_kernel(
-    copies: list[tuple[int, int]], kernels: list[tuple[int, int]]
-) -> None:
-    copied, busy = ticks(copies), ticks(kernels)
-    found = overlap(copies, kernels)
-    if not copied:
-        assert found is None
-    else:
-        assert found == pytest.approx(len(copied & busy) / len(copied))
+def make_bench(tmp_path: Path, **changes: Any) -> OffloadBench:
+    results = Results("offload", CPU, path=None, say=lambda line: None)
+    return OffloadBench(replace(TINY, **changes), CPU, results, disk=str(tmp_path), steps=1)
 
 
-@settings(max_examples=200, deadline=None)
-@given(spans=intervals)
-def test_a_union_is_sorted_apart_and_covers_the_same(spans: list[tuple[int, int]]) -> None:
-    merged = offload._union(spans)
-    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(merged))
-    assert ticks([(int(start), int(stop)) for start, stop in merged]) == ticks(spans)
-
-
-def test_overlap_by_hand() -> None:
-    # Copies cover 0..10 and 20..30; kernels 5..8, 9..22 and 29..40: 3 + 1 + 2 + 1 of 20.
-    assert overlap([(20, 30), (0, 10), (2, 4)], [(9, 22), (5, 8), (29, 40)]) == pytest.approx(7 / 20)
-    assert overlap([], [(0, 1)]) is None
-    assert overlap([(3, 3)], [(0, 9)]) is None
-    assert overlap([(0, 1)], []) == 0.0
-
-
-def make_bench(said: list[str], *, steps: int = 1) -> offload._Bench:
-    torch.manual_seed(0)
-    case = replace(SMALL, num_layers=1, batch=2, seq=16, width=32)
-    return offload._Bench(case, torch.device("cpu"), offload._Blocks(case), steps, said.append)
+def run(tmp_path: Path, *arguments: Any, **options: Any) -> tuple[list[Row], str]:
+    text = io.StringIO()
+    console = Console(file=text, width=500)
+    given = {"disk": str(tmp_path), "steps": 2, "json_path": None, "console": console, **options}
+    return bench_offload(*(arguments or ("cpu",)), **given), text.getvalue()
 
 
 def test_the_small_case_runs_every_way_bit_for_bit(tmp_path: Path) -> None:
-    said: list[str] = []
-    rows = run_offload(SMALL, torch.device("cpu"), disk=str(tmp_path), steps=2, say=said.append)
-    assert [row.way for row in rows] == ["unlimited", "session"]
-    assert said == [format_row(row) for row in rows]
-    unlimited, session = rows
+    rows, text = run(tmp_path)
+    assert [row.way for row in rows] == ["unlimited", "checkpoint", "session", "unlimited-again"]
+    unlimited, recomputed, session, again = rows
     for row in rows:
-        assert row.case == SMALL.name == "3 blocks, hidden 64, 64 x 4"
+        assert row.shape == SMALL.shape == "64x4"
         assert row.checked, row.note
         assert row.note == ""
-        assert row.step_ms is not None
-        assert row.slowest_ms is not None
-        assert 0 < row.step_ms <= row.slowest_ms
-        assert row.overlap is None
-    assert unlimited.peak_bytes is not None
-    assert session.peak_bytes is not None
-    assert session.budget_bytes == int(0.6 * unlimited.peak_bytes)
-    assert session.peak_bytes <= session.budget_bytes
-    assert session.forecast_bytes == session.peak_bytes
-    assert session.moved_bytes is not None
-    assert session.moved_bytes > 0
-    assert session.forecast_ms is not None
-    assert session.forecast_ms > 0
+        assert row.step_s is not None
+        assert row.slowest_s is not None
+        assert 0 < row.step_s <= row.slowest_s
+        assert row.against == "unlimited"
+        assert row.over_unlimited is not None
+        assert (row.gpu_busy, row.overlap) == (None, None)
+        assert row.steps == 2
+    assert unlimited.step_s is not None
+    assert again.step_s is not None
+    assert session.step_s is not None
+    assert session.over_unlimited == pytest.approx(2 * session.step_s / (unlimited.step_s + again.step_s))
+    assert unlimited.peak_gib is not None
+    assert session.peak_gib is not None
+    assert recomputed.peak_gib is not None
+    assert recomputed.peak_gib < unlimited.peak_gib
+    assert session.budget_gib == pytest.approx(0.6 * unlimited.peak_gib)
+    assert session.budget_gib is not None
+    assert session.peak_gib <= session.budget_gib
+    assert session.forecast_peak_gib == session.peak_gib == session.ram_gib
+    assert session.moved_gib is not None
+    assert session.recomputed_gib is not None
+    assert session.moved_gib + session.recomputed_gib > 0
+    assert session.forecast_step_s is not None
+    assert session.forecast_step_s > 0
+    assert session.forward_backward_s is not None
+    assert session.forward_backward_s > 0
     assert os.listdir(tmp_path) == [], "no spill file stays"
+    assert "10 blocks" not in text
+    assert len(text.splitlines()) == 2 + len(rows)
 
 
-def test_checkpointing_changes_no_bit_either() -> None:
-    bench = make_bench([])
-    bench.add("unlimited", contextlib.nullcontext)
-    bench.model.recompute = True
-    bench.add("checkpoint", contextlib.nullcontext)
-    assert [row.checked for row in bench.rows] == [True, True]
+def test_a_part_of_the_ways_runs_with_what_it_is_compared_with(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, way_names="checkpoint", shape_names="64x4", steps=1)
+    assert [row.way for row in rows] == ["unlimited", "checkpoint", "unlimited-again"]
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_the_command_writes_down_what_its_figures_depend_on(
-    device: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    text = io.StringIO()
+def test_parts_of_a_run_come_together_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
-    rows = offload.bench_offload(device, disk=None, steps=1, json_path=file, console=Console(file=text, width=500))
-    record = json.loads(file.read_text())
-    assert (record["op"], record["steps"], record["torch"]) == ("offload", 1, torch.__version__)
-    assert [OffloadRow(**row) for row in record["rows"]] == rows
-    assert {"device", "driver", "python", "cuda", "commit", "time"} < set(record)
-    assert record["driver"] == ""
-    assert text.getvalue().splitlines()[0] == SMALL.name
-    assert len(text.getvalue().splitlines()) == 1 + len(rows)
-    assert offload.bench_offload("cpu", disk=str(tmp_path), steps=1, json_path=None, console=Console(file=text))
+    for name in ("checkpoint", "save_on_cpu"):
+        run(tmp_path, way_names=name, steps=1, json_path=file)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["unlimited", "checkpoint", "unlimited-again", "save_on_cpu"]
+    assert all(row["checked"] and row["step_s"] > 0 for row in rows)
 
 
-def test_a_budget_that_cannot_be_kept_is_a_row_that_says_so() -> None:
-    said: list[str] = []
-    bench = make_bench(said)
-    bench.add("unlimited", contextlib.nullcontext)
-    bench.add_session(4096, None)
-    row = bench.rows[-1]
-    assert (row.way, row.budget_bytes, row.step_ms, row.checked) == ("session", 4096, None, False)
-    assert "Smallest feasible" in row.note
-    assert "NOT CHECKED" in said[-1]
+def test_compiled_ways_are_called_with_the_same_references_and_budgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling itself takes long: here it is left out, and what is around it runs."""
+    budgets: list[float | None] = []
+
+    @contextlib.contextmanager
+    def compiled(blocks: object, memory_budget: float | None = None) -> Iterator[None]:
+        budgets.append(memory_budget)
+        yield
+
+    class Uncompiled:
+        variants: dict[str, str] = {}  # noqa: RUF012
+
+        def tables(self) -> list[object]:
+            return []
+
+        def undo(self) -> None:
+            pass
+
+    monkeypatch.setattr(ways, "compiled", compiled)
+    monkeypatch.setattr("torchstorm.offload.session.Session.compile", lambda self: Uncompiled())
+    rows, _ = run(tmp_path, way_names="compile,session-compiled,compile-budget", steps=1)
+    assert [row.way for row in rows] == [
+        "unlimited",
+        "compile",
+        "session-compiled",
+        "compile-budget-0.5",
+        "compile-budget-0",
+        "compile-again",
+        "unlimited-again",
+    ]
+    assert budgets == [None, 0.5, 0.0, None]
+    assert all(row.checked for row in rows), rows
+    assert {row.against for row in rows[1:-1]} == {"compile"}
+    assert all(row.over_unlimited is not None for row in rows)
+    assert rows[1].note == "gradients within 0.0% of the eager ones"
+    assert rows[2].budget_gib is not None
 
 
-@pytest.mark.parametrize("turn", [1, 2, 3])
-def test_a_way_whose_gradients_differ_shows_no_time(turn: int) -> None:
-    """In one of the three compared steps alone, one bit of one gradient is wrong."""
-    bench = make_bench([])
-    bench.add("unlimited", contextlib.nullcontext)
-    calls = 0
+def test_compiled_ways_that_cannot_be_are_rows_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise AttributeError("there is no compiler here")
+
+    monkeypatch.setattr(ways, "compiled", fail)
+    monkeypatch.setattr("torchstorm.offload.session.Session.compile", fail)
+    rows, _ = run(tmp_path, way_names="session-compiled", steps=1)
+    assert [row.way for row in rows] == ["unlimited", "compile", "session-compiled", "compile-again", "unlimited-again"]
+    for row in rows[1:4]:
+        assert row.note == "AttributeError: there is no compiler here"
+        assert not row.checked
+        assert row.step_s is None
+
+
+def test_blocks_are_compiled_inside_and_plain_again_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import config
+
+    block = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: setattr(self, "_compiled_call_impl", lambda x: "x"))
+    before = config.activation_memory_budget
+    found: list[Any] = []
+
+    def run_and_fail() -> None:
+        with ways.compiled(iter([block]), 0.5):
+            found.extend([block(torch.ones(2)), config.activation_memory_budget])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run_and_fail()
+    assert found == ["x", 0.5]
+    assert isinstance(block(torch.ones(2)), torch.Tensor)
+    assert config.activation_memory_budget == before
+
+
+def test_trl_that_is_missing_is_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    rows, text = run(tmp_path, way_names="trl", steps=1)
+    assert [(row.way, row.note) for row in rows[1:-1]] == [("trl", "trl is not installed")]
+    assert "NOT CHECKED; trl is not installed" in text
+
+
+def test_a_way_whose_gradients_differ_shows_no_time(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.add_unlimited()
 
     @contextlib.contextmanager
     def perturb() -> Iterator[None]:
-        nonlocal calls
-        calls += 1
         yield
-        if calls == turn:
-            gradient = list(bench.model.parameters())[-1].grad
-            assert gradient is not None
-            gradient.view(torch.int32)[0] ^= 1
+        gradient = list(bench.model.parameters())[-1].grad
+        assert gradient is not None
+        gradient.view(torch.int32)[0] ^= 1
 
-    bench.add("wrong", perturb)
-    bench.add("right", contextlib.nullcontext)
-    unlimited, wrong, right = bench.rows
-    assert unlimited.checked
+    wrong, right = bench.add("wrong", perturb), bench.add("right", ways.keep_everything)
     assert not wrong.checked
-    assert (wrong.step_ms, wrong.slowest_ms) == (None, None)
-    assert wrong.note == "gradients differ from the unlimited run's, so no time is shown"
+    assert (wrong.step_s, wrong.slowest_s, wrong.over_unlimited) == (None, None, None)
+    assert wrong.note == ("gradients: in step 1 the bits of blocks.0.mlp.c_proj.bias differ; so no time is shown")
+    assert wrong.peak_gib is not None
     assert right.checked
-    assert right.step_ms is not None
+    assert right.step_s is not None
 
 
-def test_a_way_that_leaves_a_gradient_out_shows_no_time() -> None:
-    bench = make_bench([])
-    bench.add("unlimited", contextlib.nullcontext)
-
-    @contextlib.contextmanager
-    def forget() -> Iterator[None]:
-        yield
-        list(bench.model.parameters())[-1].grad = None
-
-    with contextlib.suppress(ValueError):  # it may refuse to compare, but must not pass
-        bench.add("forgetful", forget)
-    assert not any(row.checked for row in bench.rows[1:])
+def test_a_session_whose_gradients_differ_shows_no_time(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.add_unlimited()
+    assert bench.reference is not None
+    bench.reference = replace(bench.reference, steps=tuple({**bits, "the loss": 0} for bits in bench.reference.steps))
+    row = bench.add_session(2**-10)
+    assert not row.checked
+    assert (row.step_s, row.slowest_s, row.forward_backward_s) == (None, None, None)
+    assert row.note == "gradients: in step 1 the bits of the loss differ; so no time is shown"
 
 
-def test_a_way_without_any_gradient_shows_no_time() -> None:
-    bench = make_bench([])
-    bench.add("unlimited", contextlib.nullcontext)
+def test_a_way_that_fails_is_a_row_and_the_next_one_runs(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    bench.add_unlimited()
 
     @contextlib.contextmanager
-    def forget_all() -> Iterator[None]:
+    def fail() -> Iterator[None]:
+        raise torch.OutOfMemoryError("CUDA out of memory.\n  Tried to allocate 1 GiB")
         yield
-        bench.model.zero_grad(set_to_none=True)
 
-    with contextlib.suppress(ValueError):
-        bench.add("forgetful", forget_all)
-    assert not any(row.checked for row in bench.rows[1:])
-
-
-def test_the_same_numbers_for_every_way_and_new_ones_every_step() -> None:
-    bench = make_bench([])
-    assert torch.equal(bench._data(5), bench._data(5))
-    assert not torch.equal(bench._data(5), bench._data(6))
+    row = bench.add("fails", fail)
+    assert row.note == "OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB"
+    assert not row.checked
+    small = bench.add_session(100_000 / GIB)
+    assert small.note.startswith("BudgetError: ram=97.66 KiB, but")
+    assert "Smallest feasible" in small.note
+    assert bench.add("works", ways.keep_everything).checked
 
 
-def test_checking_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    before = torch.are_deterministic_algorithms_enabled()
-    with offload._deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert torch.are_deterministic_algorithms_enabled() == before
-    with pytest.raises(KeyError), offload._deterministic():
-        raise KeyError
-    assert torch.are_deterministic_algorithms_enabled() == before
+def test_the_same_numbers_for_every_way_and_new_ones_every_step(tmp_path: Path) -> None:
+    data = make_bench(tmp_path).meter.subject.data
+    assert torch.equal(data(5), data(5))
+    assert not torch.equal(data(5), data(6))
 
 
-def test_rows_print_what_they_have() -> None:
-    row = OffloadRow(case="x", way="trl", note="trl is not installed")
-    assert format_row(row).split() == ["trl", "-", "-", "-", "-", "-", "NOT", "CHECKED", *row.note.split()]
-    full = OffloadRow(
-        case="x",
-        way="session",
-        budget_bytes=2**30,
-        step_ms=12.3,
-        slowest_ms=13.0,
-        peak_bytes=2**29,
-        moved_bytes=2**28,
-        overlap=0.876,
-        forecast_ms=11.6,
-        forecast_bytes=2**29,
-        checked=True,
-    )
-    assert format_row(full) == (
-        "session         1.00 GiB     12 ms  512.00 MiB  256.00 MiB   88%  bit-identical  forecast 12 ms, 512.00 MiB"
-    )
+def test_budgets_are_those_asked_for_and_checkpointings_own_peak() -> None:
+    wide, batch = CASES
+    assert (wide.shape, batch.shape) == ("32768x1", "4096x4")
+    assert wide.all_budgets_gib(unlimited_gib=46.4, checkpoint_gib=None) == [27.6, 16.0, 12.6]
+    assert wide.all_budgets_gib(unlimited_gib=46.4, checkpoint_gib=12.571) == [27.6, 16.0, 12.6]
+    assert wide.all_budgets_gib(unlimited_gib=None, checkpoint_gib=12.61) == [27.6, 16.0, 12.7]
+    assert batch.all_budgets_gib(unlimited_gib=25.1, checkpoint_gib=9.94) == [12.5, 10.0]
+    assert SMALL.all_budgets_gib(unlimited_gib=2.0, checkpoint_gib=1.0) == [1.2]
 
 
 def test_the_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cases_for(torch.device("cpu")) == (SMALL,)
+    assert cases_for(CPU) == (SMALL,)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match="--device cuda:1 was asked, but PyTorch sees no GPU here; --device cpu"):
+    with pytest.raises(
+        DeviceError, match="--device cuda:1 was asked, but PyTorch sees no GPU here; --device cpu runs a small case"
+    ):
         cases_for(torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cases_for(torch.device("cuda")) == CASES
-    assert CASES[0].name == "10 blocks, hidden 4096, 4096 x 4"
+    assert cases_for(torch.device("cuda"), "4096x4") == CASES[1:]
+    assert CASES[1].title == "4096x4: 10 blocks, hidden 4096, 4096 tokens x 4"
+
+
+def test_names_that_do_not_exist_are_told() -> None:
+    assert pick("session, trl", ways.WAYS, option="--way") == ("session", "trl")
+    with pytest.raises(ConfigError, match=r"--way 'session,tlr' names \['tlr'\]; there are unlimited, checkpoint"):
+        pick("session,tlr", ways.WAYS, option="--way")
+    with pytest.raises(ConfigError, match="--shape ',' names nothing; there are 64x4"):
+        cases_for(CPU, ",")
+    with pytest.raises(ConfigError, match="--way"):
+        offload.bench_offload("cpu", disk=None, steps=1, json_path=None, console=Console(), way_names="x")

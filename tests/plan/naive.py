@@ -2,30 +2,114 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from torchstorm.plan.forecast import Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import Trace
 
 
-def fast_bytes(trace: Trace, placements: Sequence[Placement]) -> list[int]:
-    """Bytes on the fast tier in each interval."""
+@dataclass
+class Again:
+    """What is computed at one moment: by hand, one value after the other."""
+
+    ops: list[int]
+    made: set[int]
+    sources: set[int]
+    transient_bytes: int
+    seconds: float
+
+
+class Impossible(Exception):
+    """Something that is to be computed again cannot be."""
+
+
+def computed_again(trace: Trace, placements: Sequence[Placement]) -> dict[int, Again]:
+    """Plays recomputation as a Session does it.
+
+    Raises:
+        Impossible: something cannot be computed from what is there.
+    """
+    lost = {number for number, place in enumerate(placements) if place.tier == "recompute"}
+    storage_of = {storage.parcel: storage for storage in trace.storages if storage.parcel in lost}
+    if any(trace.parcels[number].num_storages > 1 for number in lost):
+        raise Impossible
+    found: dict[int, Again] = {}
+    for now in range(trace.num_moments):
+        for target in [number for number in lost if trace.parcels[number].needed == now]:
+            again = Again([], set(), set(), 0, 0.0)
+            local: set[int] = set()
+
+            def has(value: int, again: Again = again, local: set[int] = local, now: int = now) -> bool:
+                number = trace.values[value].storage
+                storage = trace.storages[number] if number >= 0 else None
+                if value in local or storage is None or not storage.made <= now < storage.freed:
+                    return value in local
+                if storage.parcel not in lost:
+                    before = storage.parcel >= 0 and placements[storage.parcel].tier != "recompute"
+                    again.sources |= {storage.parcel} if before else set()
+                    local.add(value)
+                return value in local
+
+            def get(value: int, again: Again = again, local: set[int] = local, now: int = now) -> None:
+                if has(value):
+                    return
+                if trace.values[value].op < 0:
+                    raise Impossible
+                op = trace.ops[trace.values[value].op]
+                # Everything is looked for, and so fetched, before anything is computed.
+                for other in [other for other in op.inputs if not has(other)]:
+                    get(other)
+                again.ops.append(trace.values[value].op)
+                again.seconds += op.compute_s
+                for output in op.outputs:
+                    local.add(output)
+                    where = trace.values[output].storage
+                    saved = trace.storages[where] if where >= 0 else None
+                    if saved is not None and saved.parcel in lost and saved.made <= now < saved.freed:
+                        lost.discard(saved.parcel)
+                        again.made.add(saved.parcel)
+                    else:
+                        again.transient_bytes += trace.values[output].nbytes
+
+            if storage_of[target].value < 0 or trace.values[storage_of[target].value].op < 0:
+                raise Impossible
+            get(storage_of[target].value)
+            again.transient_bytes += max(trace.ops[number].scratch_bytes for number in again.ops)
+            found[now] = again
+    for number in lost:
+        value = storage_of[number].value
+        if value < 0 or trace.values[value].op < 0:
+            raise Impossible
+    return found
+
+
+def fast_bytes(trace: Trace, placements: Sequence[Placement], again: dict[int, Again] | None = None) -> list[int]:
+    """Bytes on the fast tier in each interval; on CUDA also at the moment before it, while something is computed."""
+    again = computed_again(trace, placements) if again is None else again
     found = []
     for now, moment in enumerate(trace.moments):
-        held = moment.other_bytes + trace.staging_bytes
+        held = trace.staging_bytes
         for storage in trace.storages:
             stays = storage.parcel < 0 or placements[storage.parcel].tier == "keep"
             if stays and storage.owned <= now < storage.freed:
                 held += storage.nbytes
-        for parcel, placement in zip(trace.parcels, placements, strict=True):
-            if placement.tier != "keep":
+        for number, (parcel, placement) in enumerate(zip(trace.parcels, placements, strict=True)):
+            if placement.tier == "recompute":
+                made = [at for at, one in again.items() if number in one.made]
+                held += parcel.nbytes * any(at <= now < parcel.freed for at in made)
+            elif placement.tier != "keep":
                 before = parcel.owned <= now < placement.drop
                 after = placement.fetch <= now < parcel.freed
                 assert not (before and after), "it takes room once, at most"
                 held += parcel.nbytes * (before or after)
-        found.append(held)
+        peak = held + moment.other_bytes
+        if now in again and trace.device == "cuda":
+            peak = max(peak, held + moment.still_bytes + again[now].transient_bytes)
+        found.append(peak)
     return found
 
 
@@ -74,40 +158,98 @@ class _Channel:
         return self.idle_s
 
 
-def step_s(trace: Trace, placements: Sequence[Placement], machine: Machine) -> float:
+def step_s(
+    trace: Trace, placements: Sequence[Placement], machine: Machine, again: dict[int, Again] | None = None
+) -> float:
     """Seconds of the step. A parcel for the disk of a GPU's host crosses the link first, and last on its way back."""
+    again = computed_again(trace, placements) if again is None else again
     out = {"ram": _Channel(machine.d2h_bytes_per_s or 1), "disk": _Channel(machine.disk_write_bytes_per_s or 1)}
     back = {"ram": _Channel(machine.h2d_bytes_per_s or 1), "disk": _Channel(machine.disk_read_bytes_per_s or 1)}
     left: dict[int, float] = {}
     arrived: dict[int, float] = {}
     now_s = 0.0
+
+    def fetch(number: int) -> float:
+        if number not in arrived:
+            ready_s = max(now_s, left[number])
+            if placements[number].tier == "disk":
+                ready_s = back["disk"].serve(trace.parcels[number].nbytes, ready_s)
+            if trace.device == "cuda":
+                ready_s = back["ram"].serve(trace.parcels[number].nbytes, ready_s)
+            arrived[number] = ready_s
+        return arrived[number]
+
+    moved = [number for number, place in enumerate(placements) if place.tier in ("ram", "disk")]
     for now, moment in enumerate(trace.moments):
-        moved = [
-            (number, parcel, place)
-            for number, (parcel, place) in enumerate(zip(trace.parcels, placements, strict=True))
-            if place.tier != "keep"
-        ]
-        for number, _, place in moved:
-            if place.drop == now:
+        for number in moved:
+            if placements[number].drop == now:
                 now_s = max(now_s, left[number])
-        for number, parcel, place in moved:
-            if parcel.sealed == now:
+        for number in moved:
+            if trace.parcels[number].sealed == now:
                 ready_s = now_s
                 if trace.device == "cuda":
-                    ready_s = out["ram"].serve(parcel.nbytes, ready_s)
-                if place.tier == "disk":
-                    ready_s = out["disk"].serve(parcel.nbytes, ready_s)
+                    ready_s = out["ram"].serve(trace.parcels[number].nbytes, ready_s)
+                if placements[number].tier == "disk":
+                    ready_s = out["disk"].serve(trace.parcels[number].nbytes, ready_s)
                 left[number] = ready_s
-        for number, parcel, place in moved:
-            if place.fetch == now:
-                ready_s = max(now_s, left[number])
-                if place.tier == "disk":
-                    ready_s = back["disk"].serve(parcel.nbytes, ready_s)
-                if trace.device == "cuda":
-                    ready_s = back["ram"].serve(parcel.nbytes, ready_s)
-                arrived[number] = ready_s
-        for number, parcel, _ in moved:
-            if parcel.needed == now:
-                now_s = max(now_s, arrived[number])
+        if now in again:
+            # In any order: the last one is waited for.
+            for number in sorted(again[now].sources & set(moved)):
+                if placements[number].drop <= now:
+                    assert placements[number].fetch <= now, "what is read must be there"
+                    now_s = max(now_s, fetch(number))
+            now_s += again[now].seconds
+        for number in moved:
+            if trace.parcels[number].needed == now:
+                now_s = max(now_s, fetch(number))
+        for number in sorted(moved, key=lambda number: (trace.parcels[number].needed, number)):
+            if placements[number].fetch == now:
+                fetch(number)
         now_s += moment.compute_s
     return now_s
+
+
+def every_placement(trace: Trace, tiers: Sequence[str]) -> Iterator[tuple[list[Placement], dict[int, Again]]]:
+    """Every choice of these tiers with all moments of leaving and coming back; no two parcels of which make sense only
+    together are left out. For a handful of parcels."""
+    for chosen in itertools.product(tiers, repeat=len(trace.parcels)):
+        try:
+            again = computed_again(trace, [Placement(tier=tier) for tier in chosen])
+        except Impossible:
+            continue
+        options: list[list[Placement]] = []
+        for number, (parcel, tier) in enumerate(zip(trace.parcels, chosen, strict=True)):
+            if tier == "keep":
+                options.append([Placement(tier=tier)])
+            elif tier == "recompute":
+                made = [moment for moment, one in again.items() if number in one.made]
+                fetch = made[0] if made else trace.num_moments
+                options.append([Placement(tier=tier, drop=parcel.sealed, fetch=fetch)])
+            else:
+                reads = [at for at, one in again.items() if number in one.sources and at > parcel.sealed]
+                last = min([parcel.needed, *reads])
+                drops = range(parcel.sealed + 1, last + 1)
+                options.append(
+                    [
+                        Placement(tier=tier, drop=drop, fetch=fetch)
+                        for drop in drops
+                        for fetch in ([last] if last == trace.num_moments else range(drop + 1, last + 1))
+                    ]
+                )
+        for placements in itertools.product(*options):
+            yield list(placements), again
+
+
+def best_s(trace: Trace, machine: Machine, limit: int, tiers: Sequence[str]) -> float:
+    """Seconds of the fastest placements within a limit on the fast tier; infinite where there are none."""
+    best = math.inf
+    for placements, again in every_placement(trace, tiers):
+        if max(fast_bytes(trace, placements, again)) <= limit:
+            best = min(best, step_s(trace, placements, machine, again))
+    return best
+
+
+def num_placements(trace: Trace, num_slower: int) -> int:
+    """At most so many placements."""
+    ways = [parcel.needed - parcel.sealed for parcel in trace.parcels]
+    return math.prod(2 + num_slower * way * (way + 1) // 2 for way in ways)

@@ -21,7 +21,8 @@ from torchstorm.plan.forecast import (
     tier_peak,
 )
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.trace import SavedStorage, Trace
+from torchstorm.plan.recompute import can_recompute
+from torchstorm.plan.trace import Op, SavedStorage, Trace, Value
 
 KEEP = Placement(tier="keep")
 # 10 bytes a second to the disk, 20 from it; 40 off the GPU, 80 back to it.
@@ -53,12 +54,29 @@ def two(device: str = "cpu", seconds: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0, 5
 
 def random_placements(trace: Trace, rng: random.Random) -> list[Placement]:
     """Any valid ones, good or bad. What no backward needs is never fetched."""
+    able = can_recompute(trace)
+    slower = ["disk"] if trace.device == "cpu" else ["ram", "disk"]
+    tiers = [rng.choice(["keep", *slower, *(["recompute"] if can else [])]) for can in able]
+    again: dict[int, naive.Again] | None = None
+    while again is None:
+        try:
+            again = naive.computed_again(trace, [Placement(tier=tier) for tier in tiers])
+        except naive.Impossible:
+            tiers[rng.choice([number for number, tier in enumerate(tiers) if tier == "recompute"])] = "keep"
     found = []
-    for parcel in trace.parcels:
-        tier = rng.choice(("keep", "disk") if trace.device == "cpu" else ("keep", "ram", "disk"))
-        drop = rng.randint(parcel.sealed + 1, parcel.needed)
-        fetch = parcel.needed if parcel.needed == trace.num_moments else rng.randint(drop, parcel.needed)
-        found.append(KEEP if tier == "keep" else Placement(tier=tier, drop=drop, fetch=fetch))
+    for number, (parcel, tier) in enumerate(zip(trace.parcels, tiers, strict=True)):
+        if tier == "keep":
+            found.append(KEEP)
+            continue
+        if tier == "recompute":
+            made = [moment for moment, one in again.items() if number in one.made]
+            found.append(Placement(tier=tier, drop=parcel.sealed, fetch=(made or [trace.num_moments])[0]))
+            continue
+        reads = [moment for moment, one in again.items() if number in one.sources and moment > parcel.sealed]
+        needed = min([parcel.needed, *reads])
+        drop = rng.randint(parcel.sealed + 1, needed)
+        fetch = needed if needed == trace.num_moments else rng.randint(drop, needed)
+        found.append(Placement(tier=tier, drop=drop, fetch=fetch))
     return found
 
 
@@ -74,7 +92,8 @@ def test_any_placements_come_to_what_the_naive_simulation_says(
     assert forecast_s(trace, placements, machine) == pytest.approx(naive.step_s(trace, placements, machine))
     assert forecast_s(trace, placements, machine) >= trace.compute_s * (1 - 1e-9)
     faster = replace(machine, **{name: 1e15 for name in vars(machine) if name.endswith("per_s")})
-    assert forecast_s(trace, placements, faster) == pytest.approx(trace.compute_s, abs=1e-6)
+    again_s = sum(again.seconds for again in naive.computed_again(trace, placements).values())
+    assert forecast_s(trace, placements, faster) == pytest.approx(trace.compute_s + again_s, abs=1e-6)
 
 
 def test_what_is_kept_costs_its_compute_only() -> None:
@@ -106,9 +125,88 @@ def test_copies_in_one_direction_queue_and_both_directions_do_not() -> None:
     # (60 bytes) comes back 17..20 s, wait; 3: until 24 s. u0: fetched at 24 s, back at 29 s. 4: until 34 s.
     placements = [Placement(tier="disk", drop=3, fetch=4), Placement(tier="disk", drop=3, fetch=3)]
     assert forecast_s(two(), placements, SLOW) == 34.0
-    # Fetched together at u1, in the order of their numbers: 0 back 17..22 s, 1 back 22..25 s. 3: until 29 s, 4: 34 s.
+    # Fetched together at u1: what is needed there goes first, so 1 is back 17..20 s, 0 20..25 s. 3: until 24 s; u0
+    # waits until 25 s. 4: until 30 s.
     placements = [Placement(tier="disk", drop=3, fetch=3), Placement(tier="disk", drop=3, fetch=3)]
-    assert forecast_s(two(), placements, SLOW) == 34.0
+    assert forecast_s(two(), placements, SLOW) == 30.0
+
+
+def test_of_two_fetches_at_one_moment_the_one_needed_first_goes_first() -> None:
+    # Both copies out end long before u2 at 100 s, where both are fetched: 1 (60 bytes) until 103 s, when u1 is waited
+    # for; 0 (100 bytes) until 108 s, when u0 is.
+    trace = trace_of(
+        "p0 p1 p2 u2 u1 u0",
+        [storage(100, 1, 6, 7, 0), storage(60, 2, 5, 6, 1), storage(8, 3, 4, 5, -1)],
+        seconds=[0.0, 0.0, 0.0, 100.0, 0.0, 0.0, 0.0],
+    )
+    placements = [Placement(tier="disk", drop=4, fetch=4), Placement(tier="disk", drop=4, fetch=4)]
+    assert forecast_s(trace, placements, SLOW) == 108.0
+    trace = replace(trace, moments=(*trace.moments[:5], replace(trace.moments[5], compute_s=4.0), trace.moments[6]))
+    assert forecast_s(trace, placements, SLOW) == 108.0
+    trace = replace(trace, moments=(*trace.moments[:5], replace(trace.moments[5], compute_s=6.0), trace.moments[6]))
+    assert forecast_s(trace, placements, SLOW) == 109.0
+
+
+def recomputing(device: str) -> Trace:
+    """Storage 0 (100 bytes), 1 (60 bytes) made of it in 0.5 s with 30 bytes of scratch, 2 (40 bytes) made of what
+    nobody saved (7 bytes), which is made of 1 in 2 s. Needed in the order 2, 1, 0."""
+    trace = trace_of(
+        "p0 p1 p2 u2 u1 u0",
+        [storage(100, 1, 6, 7, 0), storage(60, 2, 5, 6, 1), storage(40, 3, 4, 5, 2)],
+        seconds=[1.0] * 7,
+        device=device,
+        other_bytes=1000 if device == "cuda" else 0,
+    )
+    ops = (
+        Op(name="norm", compute_s=0.5, scratch_bytes=30 if device == "cuda" else 0, inputs=(0,), outputs=(1,)),
+        Op(name="matmul", compute_s=2.0, scratch_bytes=0, inputs=(1,), outputs=(2,)),
+        Op(name="add", compute_s=0.25, scratch_bytes=0, inputs=(2,), outputs=(3,)),
+    )
+    values = (
+        Value(nbytes=100, op=-1, storage=0),
+        Value(nbytes=60, op=0, storage=1),
+        Value(nbytes=7, op=1, storage=-1),
+        Value(nbytes=40, op=2, storage=2),
+    )
+    storages = tuple(replace(one, value=value) for one, value in zip(trace.storages, (0, 1, 3), strict=True))
+    moments = tuple(replace(moment, still_bytes=moment.other_bytes) for moment in trace.moments)
+    return replace(trace, moments=moments, storages=storages, ops=ops, values=values)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_computed_again_worked_out_by_hand(device: str) -> None:
+    trace = recomputing(device)
+    others = 1000 if device == "cuda" else 0
+    # 2 alone: at u2 the matmul and the add run on 1. On a GPU 7 bytes lie there meanwhile.
+    alone = [KEEP, KEEP, Placement(tier="recompute", drop=3, fetch=4)]
+    assert forecast_s(trace, alone, SLOW) == 7 + 2.25
+    held = [0, 100, 160, 160, 200, 160, 100]
+    on_top = [0, 0, 0, 0, 7 if others else 0, 0, 0]
+    expected = [others + one + more for one, more in zip(held, on_top, strict=True)]
+    assert fast_profile(trace, alone).tolist() == expected
+    # 1 as well: at u2 it is made on the way, and stays. Its scratch is there at the same moment.
+    both = [KEEP, *(Placement(tier="recompute", drop=drop, fetch=4) for drop in (2, 3))]
+    assert forecast_s(trace, both, SLOW) == 7 + 2.75
+    held = [0, 100, 100, 100, 200, 160, 100]
+    on_top = [0, 0, 0, 0, 37 if others else 0, 0, 0]
+    expected = [others + one + more for one, more in zip(held, on_top, strict=True)]
+    assert fast_profile(trace, both).tolist() == expected
+
+
+def test_what_is_read_to_compute_again_is_fetched_on_demand_and_waited_for() -> None:
+    # On a CPU: 0 leaves 1..11 s. u2 is at 4 s: the drop waits until 11 s; 0 is read there, 5 s back: 16 s; then 2.75 s
+    # of computing. Three intervals of 1 s more.
+    trace = recomputing("cpu")
+    placements = [
+        Placement(tier="disk", drop=4, fetch=4),
+        Placement(tier="recompute", drop=2, fetch=4),
+        Placement(tier="recompute", drop=3, fetch=4),
+    ]
+    assert forecast_s(trace, placements, SLOW) == 16 + 2.75 + 3
+    # One that is dropped only later is still there.
+    placements = [Placement(tier="disk", drop=5, fetch=6), *placements[1:]]
+    # u2 at 4 s, computed until 6.75 s, u1 at 7.75 s waits until 11 s; u0 at 12 s waits until 17 s; 18 s.
+    assert forecast_s(trace, placements, SLOW) == 18.0
 
 
 def test_a_gpu_reaches_its_disk_through_ram() -> None:

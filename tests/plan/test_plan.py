@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
 from plan import naive
 from plan.traces import machines, trace_of, traces
-from torchstorm.errors import PlanError
+from torchstorm.errors import PlanError, StorageError
+from torchstorm.plan.describe import outer_block
 from torchstorm.plan.forecast import Figures, Placement
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Budget, Plan, outer_block
+from torchstorm.plan.plan import Budget, Plan, Subject
 from torchstorm.plan.solve import solve
-from torchstorm.plan.trace import Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import Moment, Op, SavedStorage, Trace, Value, make_parcels
 from torchstorm.sizes import parse_size
 
 KIB = 1024
@@ -54,12 +56,12 @@ def example(*, parcel_bytes: tuple[int, ...] = (8 * KIB, 12 * KIB, 6 * KIB)) -> 
 
 
 def table(text: str) -> dict[str, list[int]]:
-    """The rows of a printed plan: block -> bytes kept, in RAM, on disk."""
+    """The rows of a printed plan: block -> bytes kept, computed again, in RAM, on disk."""
     rows = {}
     for line in text.splitlines()[2:]:
         if line.startswith("forecast"):
             break
-        cells = (line[28:40], line[40:52], line[52:64])
+        cells = (line[28:40], line[40:52], line[52:64], line[64:76])
         rows[line[:28].strip()] = [0 if cell.strip() == "-" else parse_size(cell.strip()) for cell in cells]
     return rows
 
@@ -154,15 +156,15 @@ def test_a_plan_knows_what_moves_and_when() -> None:
 def test_a_printed_plan_names_blocks_totals_and_forecast() -> None:
     assert str(example()).splitlines() == [
         "5 saved storages, 27.00 KiB, in 3 parcels; 11 moments",
-        "block                               keep         ram        disk",
-        "h.0                            12.00 KiB           -    8.00 KiB",
-        "h.1                                    -           -    6.00 KiB",
-        "(model)                         1.00 KiB           -           -",
-        "total                          13.00 KiB           -   14.00 KiB",
+        "block                               keep   recompute         ram        disk  why",
+        "h.0                            12.00 KiB           -           -    8.00 KiB  moved to make room",
+        "h.1                                    -           -           -    6.00 KiB  moved to make room",
+        "(model)                         1.00 KiB           -           -           -  fits",
+        "total                          13.00 KiB           -           -   14.00 KiB",
         "forecast            peak      budget",
         "ram            15.00 KiB   16.00 KiB",
         "disk           14.00 KiB    1.00 MiB",
-        "step             12.3 ms",
+        "step             12.3 ms  0.0 ms of it recompute, 1.3 ms waiting for copies",
     ]
 
 
@@ -176,12 +178,12 @@ def test_a_printed_plan_for_a_gpu_has_its_three_tiers() -> None:
         forecast=Figures(step_ms=1.0, vram_bytes=60 * KIB, ram_bytes=8 * KIB, disk_bytes=6 * KIB),
     )
     assert str(plan).splitlines()[5:] == [
-        "total                          13.00 KiB    8.00 KiB    6.00 KiB",
+        "total                          13.00 KiB           -    8.00 KiB    6.00 KiB",
         "forecast            peak      budget",
         "vram           60.00 KiB   64.00 KiB",
         "ram             8.00 KiB   16.00 KiB",
         "disk            6.00 KiB           -",
-        "step              1.0 ms",
+        "step              1.0 ms  0.0 ms of it recompute, 0.0 ms waiting for copies",
     ]
 
 
@@ -189,7 +191,7 @@ def test_a_printed_plan_for_a_gpu_has_its_three_tiers() -> None:
 def test_the_totals_of_a_printed_plan_are_its_columns(parcel_bytes: tuple[int, ...]) -> None:
     rows = table(str(example(parcel_bytes=parcel_bytes)))
     total = rows.pop("total")
-    assert [sum(column) for column in zip(*rows.values(), strict=True)] == total == [13 * KIB, 0, 14 * KIB]
+    assert [sum(column) for column in zip(*rows.values(), strict=True)] == total == [13 * KIB, 0, 0, 14 * KIB]
 
 
 @pytest.mark.parametrize(
@@ -220,3 +222,64 @@ def test_no_parcels_make_none_and_a_lone_storage_keeps_its_owner() -> None:
     lone = SavedStorage(nbytes=5, made=1, owned=3, needed=6, freed=7, parcel=0, block="x")
     (parcel,) = make_parcels([lone], [512])
     assert (parcel.nbytes, parcel.owned, parcel.num_storages, parcel.block) == (512, 3, 1, "x")
+
+
+SLOW_DISK = Machine(name="a slow disk", disk_write_bytes_per_s=1e6, disk_read_bytes_per_s=1e6)
+FAST_DISK = Machine(name="a fast disk", disk_write_bytes_per_s=1e12, disk_read_bytes_per_s=1e12)
+
+
+def test_a_printed_plan_says_why_each_block_goes_where_it_goes() -> None:
+    plan = replace(example(), machine=FAST_DISK)
+    whys = {line[:28].strip(): line[78:] for line in str(plan).splitlines()[2:5]}
+    assert whys == {"h.0": "hidden behind compute", "h.1": "hidden behind compute", "(model)": "fits"}
+    slow = str(replace(plan, machine=SLOW_DISK)).splitlines()
+    assert slow[2].endswith("stalls 13.4 ms")  # 8 KiB out, less 2 ms, and back, less 1 ms
+
+
+def test_a_printed_plan_says_what_computing_again_takes() -> None:
+    plan = example()
+    ops = (Op(name="aten.gelu.default", compute_s=0.002, scratch_bytes=0, inputs=(1,), outputs=(0,)),)
+    values = (Value(nbytes=8 * KIB, op=0, storage=0), Value(nbytes=12 * KIB, op=-1, storage=1))
+    storages = (
+        replace(plan.trace.storages[0], value=0),
+        replace(plan.trace.storages[1], value=1, freed=11),
+        *plan.trace.storages[2:],
+    )
+    trace = replace(plan.trace, ops=ops, values=values, storages=storages)
+    placements = (Placement(tier="recompute", fetch=10), *plan.placements[1:])
+    lines = str(replace(plan, trace=trace, placements=placements)).splitlines()
+    assert lines[2].split("  ")[-1] == "cheap to recompute: 2.0 ms"
+    assert "2.0 ms of it recompute" in lines[-1]
+
+
+def test_a_plan_for_a_machine_that_is_not_here_says_that_it_is_a_forecast() -> None:
+    plan = replace(example(), machine=FAST_DISK, simulated=True)
+    assert str(plan).splitlines()[0].startswith("FORECAST for a fast disk, from its profile")
+    assert "FORECAST" not in str(replace(plan, simulated=False))
+
+
+SUBJECT = Subject(model="GPT", num_parameters=7, shapes_sha256="ab", inputs=("4x128 int64",))
+
+
+def test_a_saved_plan_is_the_same_after_loading(tmp_path: Path) -> None:
+    plan = replace(example(), machine=FAST_DISK, simulated=True, subject=SUBJECT, notes=("It was late.",))
+    assert str(plan).splitlines()[-1] == "note: It was late."
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    example().save(str(tmp_path / "plan.json"))  # over the old one
+    assert Plan.load(str(tmp_path / "plan.json")) == example()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"missing/plan.json: No such file .* Give a path in a folder"):
+        example().save(tmp_path / "missing" / "plan.json")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"\xff\xfe", PLAN_TEXT[: len(PLAN_TEXT) // 2].encode()])
+def test_a_file_that_is_no_plan_is_named_with_the_way_out(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(PlanError, match=r"plan\.json.*torchstorm\.plan\(\.\.\.\)"):
+        Plan.load(path)

@@ -16,10 +16,10 @@ from plan import naive
 from plan.naive import all_away_bytes, all_kept_bytes
 from plan.traces import blocks_trace, is_parcel_valid, machines, trace_of, traces
 from torchstorm.errors import BudgetError, PlanError
-from torchstorm.plan.forecast import Placement, other_profile
+from torchstorm.plan.forecast import Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.solve import _furthest_first, shift_base, solve
+from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import SavedStorage, Trace
 
 AMPLE = 1 << 40
@@ -394,19 +394,6 @@ def test_the_smallest_budget_named_has_room_for_what_a_session_with_it_takes(
         short = Budget(ram=smallest - 1, disk=AMPLE)
         with pytest.raises(BudgetError):
             solve(with_buffers(smallest - 1), machine, short, spare=spare, own_bytes=own_bytes)
-
-
-@quick
-@given(trace=traces(), tier=st.sampled_from(["ram", "disk"]))
-def test_peaks_are_those_of_the_first_so_many_away(trace: Trace, tier: str) -> None:
-    order, peaks = _furthest_first(trace, other_profile(trace), tier)
-    assert len(set(order)) == len(order) == len(peaks) - 1
-    away = naive.away(trace, tier)
-    for number, peak in enumerate(peaks):
-        gone = order[:number]
-        places = [away[parcel] if parcel in gone else Placement(tier="keep") for parcel in range(len(away))]
-        assert max(naive.fast_bytes(trace, places)) == peak
-    assert _furthest_first(trace, other_profile(trace), "keep") == ([], [all_kept_bytes(trace)])
 
 
 @quick

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Parcel, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import (
+    ENTER,
+    PACK,
+    UNPACK,
+    Moment,
+    Op,
+    Parcel,
+    SavedStorage,
+    Trace,
+    Value,
+    make_parcels,
+)
 
 NOT_OWNED = 1 << 30  # what the recorder writes for inputs on CUDA
 
 
-def random_trace(rng: random.Random, device: str, *, max_storages: int = 10, padding: bool = True) -> Trace:
+def random_trace(
+    rng: random.Random, device: str, *, max_storages: int = 10, padding: bool = True, with_ops: bool = False
+) -> Trace:
     """One or two forward and backward passes, with everything that a recorder may meet.
 
     Small storages share parcels, as the Session packs them: an unpack or a full buffer closes one. With `padding`
-    their sizes are no multiples of the alignment within a parcel.
+    their sizes are no multiples of the alignment within a parcel. With `with_ops` most of what was saved can be
+    computed again, from what was saved and what was not.
     """
     events = _events(rng, max_storages)
     num_moments = len(events)
@@ -71,7 +86,7 @@ def random_trace(rng: random.Random, device: str, *, max_storages: int = 10, pad
         )
         for kind, number in events
     )
-    return Trace(
+    trace = Trace(
         device=device,
         moments=moments,
         storages=tuple(storages),
@@ -79,6 +94,53 @@ def random_trace(rng: random.Random, device: str, *, max_storages: int = 10, pad
         base_bytes=rng.choice((0, 1000)) if device == "cuda" else 0,
         staging_bytes=rng.choice((0, 8192)),
     )
+    return _with_ops(rng, trace) if with_ops else trace
+
+
+def _with_ops(rng: random.Random, trace: Trace) -> Trace:
+    ops: list[Op] = []
+    values: list[Value] = []
+    storages = list(trace.storages)
+
+    def add_op(num_outputs: int) -> tuple[int, ...]:
+        """An operation on what there is, and values for what it makes."""
+        inputs = tuple(rng.sample(range(len(values)), min(len(values), rng.randint(0, 2))))
+        outputs = tuple(range(len(values), len(values) + num_outputs))
+        for _ in outputs:
+            values.append(Value(nbytes=rng.choice((100, 4096, 30_000)), op=len(ops), storage=-1))
+        ops.append(
+            Op(
+                name=rng.choice(("norm", "matmul")),
+                compute_s=rng.choice((0.0, 1e-5, 1e-4, 1e-3)),
+                scratch_bytes=rng.choice((0, 3000)) if trace.device == "cuda" else 0,
+                inputs=inputs,
+                outputs=outputs,
+                number=len(ops),
+            )
+        )
+        return outputs
+
+    for number, storage in enumerate(storages):
+        how = rng.random()
+        if how < 0.15:
+            continue  # nobody knows where it came from
+        if how < 0.25:
+            value = len(values)  # its bytes are known, not what made them
+            values.append(Value(nbytes=storage.nbytes, op=-1, storage=number))
+        else:
+            if rng.random() < 0.3:
+                add_op(1)  # what nobody saved
+            unsaved = [index for index, value in enumerate(values) if value.storage < 0]
+            value = rng.choice(unsaved) if unsaved and rng.random() < 0.3 else add_op(rng.choice((1, 1, 2)))[0]
+            values[value] = replace(values[value], nbytes=storage.nbytes, storage=number)
+        storages[number] = replace(storage, value=value)
+    moments = []
+    before = 1 << 30
+    for moment in trace.moments:
+        still = min(moment.other_bytes, before, rng.choice((0, 5000, 40_000)))
+        moments.append(replace(moment, still_bytes=still))
+        before = moment.other_bytes
+    return replace(trace, moments=tuple(moments), storages=tuple(storages), ops=tuple(ops), values=tuple(values))
 
 
 def _events(rng: random.Random, max_storages: int) -> list[tuple[str, int]]:
@@ -131,11 +193,22 @@ def random_machine(rng: random.Random) -> Machine:
 
 
 @st.composite
-def traces(draw: st.DrawFn, *, device: str | None = None, max_storages: int = 10, padding: bool = True) -> Trace:
-    """`random_trace`, in a form that Hypothesis can shrink."""
+def traces(
+    draw: st.DrawFn,
+    *,
+    device: str | None = None,
+    max_storages: int = 10,
+    padding: bool = True,
+    with_ops: bool | None = None,
+) -> Trace:
+    """`random_trace`, in a form that Hypothesis can shrink; with and without operations where nothing is said."""
     rng = draw(st.randoms(use_true_random=False))
     return random_trace(
-        rng, device or draw(st.sampled_from(["cpu", "cuda"])), max_storages=max_storages, padding=padding
+        rng,
+        device or draw(st.sampled_from(["cpu", "cuda"])),
+        max_storages=max_storages,
+        padding=padding,
+        with_ops=draw(st.booleans()) if with_ops is None else with_ops,
     )
 
 

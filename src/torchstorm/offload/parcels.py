@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.memory.tier import Copy, Handle, Tier
+from torchstorm.offload.operators import Operator
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Parcel:
         used: whether an unpack has been answered from the present buffer.
         members: its storages that autograd still holds.
         number: place among the parcels of the step's trace or plan, -1 where it has none.
+        recomputed: whether its bytes were let go when they were saved, to be computed again.
     """
 
     nbytes: int
@@ -48,6 +52,7 @@ class Parcel:
     used: bool = False
     members: set[Saved] = field(default_factory=set)
     number: int = -1
+    recomputed: bool = False
 
 
 @dataclass(eq=False)
@@ -68,6 +73,9 @@ class Saved:
         base_version: its version counter when it was made.
         kept: tensors that are handed back as they were, by handle.
         stale: whether its bytes changed in place while they were being copied.
+        value: where its bytes come from, where the step is recorded.
+        fingerprint: with self-check, of bytes that are to be computed again, as they were saved.
+        lost: whether its step ran out of memory, and its bytes were let go.
     """
 
     parcel: Parcel
@@ -83,6 +91,75 @@ class Saved:
     base_version: int = 0
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     stale: bool = False
+    value: Value | None = None
+    fingerprint: torch.Tensor | None = None
+    lost: bool = False
+
+
+class Value:
+    """The bytes of one storage, as one operation left them.
+
+    Attributes:
+        nbytes: of the storage.
+        call: the operation that made them; None where that is not known or cannot run again.
+        saved: the record of the same bytes saved by autograd, as long as it holds them.
+    """
+
+    __slots__ = ("__weakref__", "call", "nbytes", "saved")
+
+    def __init__(self, nbytes: int, call: Call | None) -> None:
+        self.nbytes = nbytes
+        self.call = call
+        self.saved: Saved | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Leaf:
+    """A tensor that no operation of the step made: a weight, an input, a constant."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that an earlier operation made."""
+
+    value: Value
+    view: View
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One operation as it was called.
+
+    Attributes:
+        device: where its outputs are.
+        func: the operator.
+        operator: what it does to its arguments.
+        args, kwargs: as they were, each tensor replaced by a `Ref` or a `Leaf`.
+        inputs: the values among them that are needed to run it again, each once.
+        outputs: the values it made; dead where nobody has a use for one any more.
+        places: which of its output tensors holds each of those.
+        state: random state that it drew from, None for an operation that draws none.
+        number, signature: as in `plan.trace.Op`.
+        scratch_bytes: as in `plan.trace.Op`.
+        marks: when it began and ended, where times are measured.
+    """
+
+    device: torch.device
+    func: Any
+    operator: Operator
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[weakref.ref[Value]]
+    places: list[int]
+    state: torch.Tensor | None
+    number: int
+    signature: int
+    scratch_bytes: int = 0
+    marks: tuple[object, object] | None = None
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from torchstorm.errors import BudgetError
+from torchstorm.offload.elsewhere import plan_elsewhere, with_micro_batch
+from torchstorm.offload.measure import measure_machine
 from torchstorm.offload.session import Session
+from torchstorm.offload.stack import model_device, parse_disk
+from torchstorm.offload.subject import input_tensors, subject_of
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
+from torchstorm.plan.profiles import named_machine
 
 Batch = TypeVar("Batch")
 
@@ -24,38 +31,60 @@ def plan(
     ram: int | str | None = None,
     disk: str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    machine: str | Machine | None = None,
 ) -> Plan:
-    """Measures two steps within the budget and plans the ones that would follow.
+    """Plans a training step within a budget, from two measured steps, or without any for a machine that is not here.
 
     Weights, gradients, buffers and random states are afterwards what they were.
 
     Args:
-        model: any nn.Module.
+        model: any nn.Module. With `machine`, on any device, also "meta", so that it may be larger than this machine.
         example_batch: one batch like those of the training.
         loss_fn: called as `loss_fn(model, example_batch)`; returns the loss, a scalar.
-        vram, ram, disk, optimizer: as for `Session`.
+        vram, ram, disk, optimizer: as for `Session`; with `machine`, of that machine.
+        machine: "rtx4090", "rtx3090", "a100", "h100", "h200" or "gb200", or a `Machine` with the rates of its GPU: the
+            step is then computed from shapes, and the plan says that it is a forecast.
 
     Returns:
         The plan, with its forecast; prints as a table.
 
     Raises:
         BudgetError: the budget is below what the model needs, or the step fits only when it is decided as it goes.
-        SizeError, DeviceError, StorageError, UnsupportedError: as `Session` does.
+            Names the smallest budget, and the micro-batch that would fit.
+        PlanError: there is no such machine; lists those there are.
+        SizeError, DeviceError, StorageError, UnsupportedError: as `Session` does; UnsupportedError also where a step
+            for another machine depends on numbers, not only on shapes.
     """
-    with _unchanged(model), Session(model, vram=vram, ram=ram, disk=disk, optimizer=optimizer) as session:
-        for _ in range(2):  # the second step's times are free of warm-up
-            for parameter in model.parameters():
-                parameter.grad = None
-            with session.step():
-                loss_fn(model, example_batch).backward()
-        found = session.plan()
-        report = session.report()
+    if machine is not None:
+        target = named_machine(machine) if isinstance(machine, str) else machine
+        return plan_elsewhere(model, example_batch, loss_fn, target, vram=vram, ram=ram, disk=disk, optimizer=optimizer)
+    inputs: list[torch.Tensor] = []
+
+    def note(_: torch.nn.Module, args: object, kwargs: object) -> None:
+        if not inputs:
+            inputs.extend(input_tensors((args, kwargs)))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with _unchanged(model), Session(model, vram=vram, ram=ram, disk=disk, optimizer=optimizer) as session:
+            for _ in range(2):  # the second step's times are free of warm-up
+                for parameter in model.parameters():
+                    parameter.grad = None
+                with session.step():
+                    loss_fn(model, example_batch).backward()
+            found = session.plan()
+            report = session.report()
+    except BudgetError as error:
+        raise with_micro_batch(error, model, example_batch, loss_fn, vram=vram, ram=ram, disk=disk) from error
+    finally:
+        hook.remove()
     if found is None:
         raise BudgetError(
             "This step stays within the budget only when it is decided as it goes, because storages stay saved after "
             f"their first use (retain_graph, double backward). Measured so:\n{report}"
         )
-    return found
+    speeds = measure_machine(model_device(model), parse_disk(disk)[0])
+    return replace(found, machine=speeds, subject=subject_of(model, inputs))
 
 
 @contextlib.contextmanager

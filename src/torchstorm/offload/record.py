@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchstorm.offload.parcels import Parcel, Saved, has_expired, held_only_here
+from torchstorm.offload.clock import CpuClock, seconds_between
+from torchstorm.offload.origins import Origins, call_seconds
+from torchstorm.offload.parcels import Call, Parcel, Saved, Value, has_expired, held_only_here
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
 from torchstorm.transfer.engine import StreamClock
 
@@ -23,26 +25,19 @@ class StorageRecord:
     made: int
     block: str
     parcel: int = -1
+    value: Value | None = None
     owned: int | None = None
     needed: int | None = None
     freed: int | None = None
 
 
-class CpuClock:
-    """Seconds of the host."""
+@dataclass(eq=False)
+class _Interval:
+    """What was measured of one stretch of the user's own work, in one piece or several."""
 
-    def mark(self) -> float:
-        """A point in time."""
-        return time.perf_counter()
-
-
-def seconds_between(first: object, second: object) -> float:
-    """Seconds from one mark to another of the same clock; on CUDA both must have been reached."""
-    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):  # pragma: gpu
-        return float(first.elapsed_time(second)) / 1e3
-    assert isinstance(first, float)
-    assert isinstance(second, float)
-    return second - first
+    marks: list[tuple[object, object]] = field(default_factory=list)
+    peak_bytes: int = 0
+    still_bytes: int = 0
 
 
 class Recorder:
@@ -56,10 +51,16 @@ class Recorder:
         start: the clock's mark at the step's entry.
         base_bytes: as in `Trace`.
         staging_bytes: as in `Trace`.
+        memory: whether to ask the CUDA allocator at every moment. That takes the host longer than many a kernel takes
+            the device, so that times are only right without.
     """
 
-    def __init__(self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int, memory: bool = True
+    ) -> None:
         self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
+        self.asks_memory = memory and device.type == "cuda"
+        self.calls: list[Call] = []  # whose times are being measured
         self._storages: list[StorageRecord] = []
         self._parcel_bytes: list[int] = []
         self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
@@ -68,9 +69,9 @@ class Recorder:
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
-        self._marks: list[tuple[object, object]] = []
+        self._intervals: list[_Interval] = []
+        self._interval = _Interval()
         self._left = start
-        self._peaks: list[int] = []
         # What the Session held alone in the interval that is running: it is not "other".
         self._held_bytes = 0
         self.peak_bytes = 0
@@ -84,14 +85,15 @@ class Recorder:
 
     def arrive(self) -> None:
         """The interval ends here: a hook was entered, or the step is over."""
-        self._marks.append((self._left, self.clock.mark()))
-        peak = 0
-        if self._device.type == "cuda":  # pragma: gpu
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self.peak_bytes = max(self.peak_bytes, peak)
-            self.excess_bytes = max(self.excess_bytes, peak - self._start_bytes)
-            peak -= self._held_bytes
-        self._peaks.append(peak)
+        self._pause()
+        interval = self._interval
+        if self.asks_memory:  # pragma: gpu
+            self.peak_bytes = max(self.peak_bytes, interval.peak_bytes)
+            self.excess_bytes = max(self.excess_bytes, interval.peak_bytes - self._start_bytes)
+            interval.peak_bytes -= self._held_bytes
+            interval.still_bytes = torch.cuda.memory_allocated(self._device) - self._held_bytes
+        self._intervals.append(interval)
+        self._interval = _Interval()
 
     def name(self, kind: str, storage: int, nbytes: int) -> None:
         """Says what the moment that has just arrived is."""
@@ -99,17 +101,39 @@ class Recorder:
 
     def leave(self, held_bytes: int) -> None:
         """The next interval begins; `held_bytes` are on the fast device because of the Session alone."""
-        if self._device.type == "cuda":  # pragma: gpu
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._resume()
+        if self.asks_memory:  # pragma: gpu
             self._start_bytes = torch.cuda.memory_allocated(self._device)
         self._held_bytes = held_bytes
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens within is not the step's: neither its time nor its memory counts."""
+        self._pause()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def _pause(self) -> None:
+        self._interval.marks.append((self._left, self.clock.mark()))
+        if self.asks_memory:  # pragma: gpu
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._interval.peak_bytes = max(self._interval.peak_bytes, peak)
+
+    def _resume(self) -> None:
+        if self.asks_memory:  # pragma: gpu
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._left = self.clock.mark()
 
     def saved(self, saved: Saved, *, movable: bool, is_input: bool) -> None:
         """A storage was saved for the first time, at this moment."""
         parcel = saved.parcel
         record = StorageRecord(
-            nbytes=saved.nbytes if parcel.shared else parcel.nbytes, made=self.moment, block=parcel.block
+            nbytes=saved.nbytes if parcel.shared else parcel.nbytes,
+            made=self.moment,
+            block=parcel.block,
+            value=saved.value,
         )
         if movable:  # where there is no tier to go to, it still tells what one would be worth
             if parcel.number < 0:
@@ -162,6 +186,8 @@ class Recorder:
     def trace(self) -> Trace:
         """The finished step as a value. On CUDA the host waits for the device here."""
         num_moments = len(self._signatures)
+        moments = self._moments()
+        origins = Origins([record.value for record in self._storages])
         storages = tuple(
             SavedStorage(
                 nbytes=record.nbytes,
@@ -171,40 +197,50 @@ class Recorder:
                 freed=num_moments if record.freed is None else record.freed,
                 parcel=record.parcel,
                 block=record.block,
+                value=-1 if record.value is None else origins.numbers[record.value],
             )
             for record in self._storages
         )
         return Trace(
             device=self._device.type,
-            moments=self._moments(),
+            moments=moments,
             storages=storages,
             parcels=make_parcels(storages, self._parcel_bytes),
             base_bytes=self._base_bytes,
             staging_bytes=self._staging_bytes,
+            ops=origins.ops(),
+            values=origins.values(),
         )
 
     def refine(self, trace: Trace) -> Trace:
-        """The same step with this run's times and memory: the first step's times hold warm-up too."""
+        """The same step with this run's times, and its memory where it was asked for: the first step's times hold
+        warm-up and much measuring."""
         moments = self._moments()
         if len(moments) != trace.num_moments:
             return trace
-        pairs = zip(trace.moments, moments, strict=True)
-        return replace(
-            trace,
-            base_bytes=self._base_bytes,
-            moments=tuple(replace(new, storage=old.storage, nbytes=old.nbytes) for old, new in pairs),
-        )
+        seconds = {call.number: call_seconds(call) for call in self.calls}
+        ops = tuple(replace(op, compute_s=seconds.get(op.number, op.compute_s)) for op in trace.ops)
+        found = []
+        for old, new in zip(trace.moments, moments, strict=True):
+            if self.asks_memory:
+                found.append(replace(new, storage=old.storage, nbytes=old.nbytes))  # pragma: gpu
+            else:
+                found.append(replace(old, compute_s=new.compute_s))
+        base_bytes = self._base_bytes if self.asks_memory else trace.base_bytes
+        return replace(trace, base_bytes=base_bytes, moments=tuple(found), ops=ops)
 
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self._device)
+        stills = [0, *(interval.still_bytes for interval in self._intervals)]  # at the moment that ends an interval
         return tuple(
             Moment(
                 kind=kind,
                 storage=storage,
                 nbytes=nbytes,
-                compute_s=max(0.0, seconds_between(*marks)),
-                other_bytes=max(0, peak),
+                compute_s=sum(max(0.0, seconds_between(*marks)) for marks in interval.marks),
+                other_bytes=max(0, interval.peak_bytes),
+                still_bytes=max(0, still),
             )
-            for (kind, storage, nbytes), marks, peak in zip(self._signatures, self._marks, self._peaks, strict=True)
+            for (kind, storage, nbytes), interval, still in zip(self._signatures, self._intervals, stills, strict=False)
         )

@@ -50,3 +50,15 @@ class Report:
             f"{format_size(self.moved_bytes)} moved away in the last one"
         )
         return "\n".join(lines + list(self.notes))
+
+
+def highest_of(one: Figures | None, other: Figures) -> Figures:
+    """The higher of each."""
+    if one is None:
+        return other
+    return Figures(
+        step_ms=max(one.step_ms, other.step_ms),
+        vram_bytes=max(one.vram_bytes, other.vram_bytes),
+        ram_bytes=max(one.ram_bytes, other.ram_bytes),
+        disk_bytes=max(one.disk_bytes, other.disk_bytes),
+    )

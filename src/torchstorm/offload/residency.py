@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchstorm.errors import BudgetError, StorageError
+from torchstorm.errors import BudgetError, CorruptionError, OutOfVRAMError, StorageError, UnsupportedError
 from torchstorm.memory.tier import Tier
+from torchstorm.offload.fingerprint import fingerprint
 from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, held_only_here, share_a_counter
+from torchstorm.offload.replay import compute_again
 from torchstorm.plan.forecast import KEEP
 
 
@@ -95,6 +97,20 @@ class Residency:
         if not saved.parcel.members and saved.parcel.sealed:
             self.discard(saved.parcel)
 
+    def abandon_step(self) -> None:
+        """Lets go of all bytes that the running step saved, though autograd still refers to them."""
+        for saved in self.all_saved():
+            if saved.parcel.order >= self._first_order:
+                saved.lost = True
+                if saved.value is not None and saved.value.saved is saved:
+                    saved.value.saved = None
+                saved.value = None
+                self._forget_base(saved)
+                self._forget(saved, saved.address)  # the step that repeats this one saves the same tensors anew
+        for parcel in [*self.resident.values(), *self._away.values()]:
+            if parcel.order >= self._first_order:
+                self.discard(parcel)
+
     def _forget(self, saved: Saved, address: int) -> None:
         group = self._at.get(address, [])
         if saved in group:
@@ -123,6 +139,12 @@ class Residency:
         parcel.buffer = self._empty(nbytes)
         parcel.shared = True
         parcel.sealed = False
+        return parcel
+
+    def new_absent_parcel(self, nbytes: int, block: str) -> Parcel:
+        """A parcel whose bytes are let go at once, and computed again when they are needed."""
+        parcel = Parcel(nbytes, block, True, self._order, recomputed=True)
+        self._order += 1
         return parcel
 
     def put(self, parcel: Parcel, tier: str) -> None:
@@ -174,20 +196,21 @@ class Residency:
         """A saved tensor as a view of bytes that are back, or were never gone; None if they changed in place.
 
         Raises:
+            CorruptionError: with `check`, bytes that were computed again differ from those that were saved.
+            OutOfVRAMError: they were saved by a step that ran out of memory.
             StorageError: the copy in failed.
+            UnsupportedError: bytes cannot be computed again.
         """
         parcel = saved.parcel
-        if parcel.hold is not None and parcel.hold._version != saved.version:
-            saved.stale = True
-        if saved.base is not None and saved.base._version != saved.base_version:
-            saved.stale = True
-        if saved.stale:
+        if saved.lost:
+            raise OutOfVRAMError("The step that saved this tensor ran out of memory and was dropped: run it again.")
+        if self._is_stale(saved):
             return None
-        if parcel.buffer is None:
-            self.fetch(parcel)
-        if parcel.back is not None:
-            parcel.back.wait()
-            parcel.back = None
+        if parcel.buffer is None and parcel.handle is None:
+            assert saved.value is not None
+            compute_again(saved.value, bytes_of=self._bytes_of, arrived=self._arrived)
+        row = self._bytes_of(saved)
+        assert row is not None
         assert parcel.buffer is not None
         if saved.base is None:
             storage = parcel.buffer.untyped_storage()
@@ -196,6 +219,48 @@ class Residency:
             if storage._cdata != saved.address:
                 self._at.setdefault(storage._cdata, []).append(saved)
         return view.over(saved.base)
+
+    def _is_stale(self, saved: Saved) -> bool:
+        """Whether the bytes are no longer those that were saved."""
+        parcel = saved.parcel
+        if parcel.hold is not None and parcel.hold._version != saved.version:
+            saved.stale = True
+        if saved.base is not None and saved.base._version != saved.base_version:
+            saved.stale = True
+        if parcel.recomputed and parcel.buffer is None and saved.counter._version != saved.version:
+            saved.stale = True  # autograd would not have it either
+        return saved.stale
+
+    def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
+        """(nbytes,) uint8 over a saved storage's bytes, fetched if need be; None if they must be computed."""
+        parcel = saved.parcel
+        if self._is_stale(saved) or (parcel.buffer is None and parcel.handle is None):
+            return None
+        if parcel.buffer is None:
+            self.fetch(parcel)
+        if parcel.back is not None:
+            parcel.back.wait()
+            parcel.back = None
+        assert parcel.buffer is not None
+        return parcel.buffer[saved.offset : saved.offset + saved.nbytes]
+
+    def _arrived(self, saved: Saved, row: torch.Tensor) -> None:
+        """Takes charge of bytes that were computed again."""
+        parcel = saved.parcel
+        if row.nbytes != saved.nbytes:
+            raise UnsupportedError(
+                f"A tensor saved in {parcel.block or 'the model'} had {saved.nbytes} bytes; computed again it has "
+                f"{row.nbytes}."
+            )
+        if saved.fingerprint is not None and not torch.equal(fingerprint(row), saved.fingerprint):
+            made_by = saved.value.call.operator.name if saved.value and saved.value.call else "an operation"
+            raise CorruptionError(
+                f"A tensor of {saved.nbytes} bytes saved in {parcel.block or 'the model'} was made by {made_by}; now "
+                "that it was computed again, its bytes are others."
+            )
+        self.make_room(parcel.nbytes, parcel.block)
+        parcel.buffer = row
+        self._hold(parcel)
 
     def discard(self, parcel: Parcel) -> None:
         """Autograd has let go of everything in it: gone from every tier."""
@@ -242,6 +307,16 @@ class Residency:
             self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]
         ):
             self.shortfall = (self.resident_bytes + nbytes, block)
+
+    def fingerprint_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """With `check`, what tells later whether the same bytes came back."""
+        return fingerprint(flat_bytes(storage)) if self._check else None
+
+    def unused_bytes(self) -> int:
+        """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""
+        if self.device.type == "cpu":
+            return 1 << 62
+        return self.limit_bytes - torch.cuda.memory_allocated(self.device)  # pragma: gpu
 
     def room_bytes(self, wanted_bytes: int) -> int:
         """How much of `wanted_bytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""

@@ -21,16 +21,21 @@ from torchstorm.errors import StorageError
 from torchstorm.offload.parcels import (
     Parcel,
     Saved,
+    Value,
     View,
     flat_bytes,
     in_place_error,
     version_counter,
     weak_reference,
 )
+from torchstorm.offload.probe import TracingProbe
 from torchstorm.offload.record import Recorder
 from torchstorm.offload.residency import Residency
-from torchstorm.plan.forecast import KEEP, fast_profile, other_profile
+from torchstorm.offload.tape import Tape, has_bytes
+from torchstorm.offload.tickets import Ticket, Untouched
+from torchstorm.plan.forecast import KEEP, held_profile
 from torchstorm.plan.plan import Plan
+from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
@@ -44,35 +49,6 @@ Choice = tuple[Plan | None, Recorder | None]
 def slab_bytes(limit_bytes: int) -> int:
     """Size of the buffers that small storages share, for a budget on the fast tier."""
     return max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
-
-
-class _Ticket:
-    """What autograd holds instead of the tensor; when it lets go, so does the Session."""
-
-    __slots__ = ("__weakref__", "_owner", "saved", "view")
-
-    def __init__(self, owner: SavedTensors, saved: Saved, view: View) -> None:
-        self._owner = owner
-        self.saved = saved
-        self.view = view
-
-    def __del__(self) -> None:
-        self._owner.let_go(self.saved, id(self))
-
-
-class _Untouched:
-    """A tensor that is none of the Session's affair: weights, other devices, layouts without plain strides."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise in_place_error(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
-        return self.tensor
 
 
 class SavedTensors:
@@ -100,6 +76,8 @@ class SavedTensors:
         self._numbered: dict[int, Parcel] = {}
         self._choose: Callable[[tuple[Any, ...]], Choice] | None = None
         self._recorder: Recorder | None = None
+        self._tape: Tape | None = None
+        self._probe: TracingProbe | None = None
         self._planned_held: list[int] = []
         self.left_plan = False
         self.blocks: list[str] = []
@@ -107,13 +85,14 @@ class SavedTensors:
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, fixed: set[int], choose: Callable[[tuple[Any, ...]], Choice]) -> None:
+    def begin(self, fixed: set[int], choose: Callable[[tuple[Any, ...]], Choice], *, tape: Tape | None = None) -> None:
         """A step begins.
 
         Args:
             fixed: addresses of storages that never move: parameters and buffers.
             choose: called at the first save with what identifies it; gives the plan to follow, or None, and the
                 recorder to fill, or None.
+            tape: records the step's operations, so that saved tensors may be computed again.
         """
         with self._locked():
             self._end()
@@ -123,6 +102,11 @@ class SavedTensors:
             self.left_plan = False
             self.blocks = []
             self.residency.begin_step()
+            self._tape = tape
+
+    def is_leaf(self, address: int) -> bool:
+        """Whether the storage at an address is a weight, a buffer or an input of the model."""
+        return address in self._fixed or address in self._inputs
 
     def add_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Names tensors that the user gave to the model: they are counted, and never moved."""
@@ -139,6 +123,8 @@ class SavedTensors:
             if recorder is not None:
                 recorder.arrive()
                 recorder.watch(recorder.moment + 1)
+            if self._probe is not None:
+                self._probe.finish()
             self._end()
             return recorder
 
@@ -158,6 +144,10 @@ class SavedTensors:
         self._numbered = {}
         self._choose = None
         self._recorder = None
+        if self._tape is not None:
+            self._tape.clear()
+        self._tape = None
+        self._probe = None
 
     # ------------------------------------------------------------------ hooks
 
@@ -165,7 +155,7 @@ class SavedTensors:
         """Called by autograd when it saves a tensor."""
         storage = self._storage_of(tensor)
         if storage is None or storage._cdata in self._fixed:
-            return _Untouched(tensor)
+            return Untouched(tensor)
         with self._locked():
             if self._recorder is not None:
                 self._recorder.arrive()
@@ -175,10 +165,10 @@ class SavedTensors:
                 saved = self._save(storage, tensor)
             else:
                 self._arrive(PACK, saved.ordinal, saved.nbytes, tensor)
-            ticket = _Ticket(self, saved, View.of(tensor, base))
+            ticket = Ticket(self, saved, View.of(tensor, base))
             saved.live += 1
             parcel = saved.parcel
-            if parcel.buffer is not None and parcel.handle is None and not parcel.shared:
+            if parcel.hold is not None and parcel.handle is None and not parcel.shared:
                 saved.kept[id(ticket)] = tensor.detach()
             if parcel is self._open and self._is_full(parcel):
                 self._seal(parcel, move=True)
@@ -187,9 +177,9 @@ class SavedTensors:
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
-        if isinstance(packed, _Untouched):
+        if isinstance(packed, Untouched):
             return packed.unpack()
-        assert isinstance(packed, _Ticket)
+        assert isinstance(packed, Ticket)
         saved, view = packed.saved, packed.view
         if self.closed:
             raise StorageError(f"The Session that holds this tensor is closed ({self.closed}); run the step again.")
@@ -236,8 +226,9 @@ class SavedTensors:
             self._plan, self._recorder = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
             if self._recorder is not None:
                 self._recorder.arrive()
+            self._set_up_tape()
             if self._plan is not None and self._recorder is not None:
-                held = fast_profile(self._plan.trace, self._plan.placements) - other_profile(self._plan.trace)
+                held = held_profile(self._plan.trace, self._plan.placements)
                 self._planned_held = [int(nbytes) for nbytes in held]
         if self._recorder is not None:
             self._recorder.name(kind, ordinal, nbytes)
@@ -252,6 +243,22 @@ class SavedTensors:
         for number in plan.drops.get(self._moment, ()):
             if number in self._numbered:
                 self.residency.drop(self._numbered[number])
+
+    def _set_up_tape(self) -> None:
+        """The step's plan is known now, or that it is traced: so is what its operations are recorded for."""
+        tape, recorder = self._tape, self._recorder
+        if tape is None:
+            return
+        if recorder is not None:
+            recorder.calls = tape.calls
+            if self._plan is None:
+                self._probe = tape.probe = TracingProbe(
+                    self.residency.device, aside=recorder.aside, room_bytes=self.residency.unused_bytes
+                )
+        elif self._plan is None or not self._plan.recomputes:
+            tape.clear()
+        else:
+            tape.mark = None
 
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
@@ -280,11 +287,7 @@ class SavedTensors:
 
     def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage, where the Session may care for it."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-            return None
-        if tensor.device != self.residency.device or tensor.is_quantized or tensor.is_nested:
-            return None
-        if torch._is_zerotensor(tensor):  # a zero tangent of forward-mode AD: a storage without memory
+        if not has_bytes(tensor) or tensor.device != self.residency.device:
             return None
         return tensor.untyped_storage() if tensor.untyped_storage().nbytes() else None
 
@@ -300,13 +303,26 @@ class SavedTensors:
         movable = not is_input and nbytes >= TINY_BYTES
         number, num_together = -1, 0
         tier = self.residency.default_tier if movable else KEEP
+        value = self._tape.value_of(storage, tensor._version) if self._tape is not None else None
+        if value is not None and self._probe is not None and self._recorder is not None:
+            with self._recorder.aside():
+                self._probe.see(value, storage)
         if self._plan is not None:
             number = self._plan.trace.storages[ordinal].parcel if movable else -1
             tier = self._plan.placements[number].tier if number >= 0 else KEEP
             num_together = self._plan.trace.parcels[number].num_storages if number >= 0 else 0
+            if tier == RECOMPUTE and not _made_as_planned(self._plan, ordinal, value):
+                self._leave_plan()
+                number, num_together, tier = -1, 0, self.residency.default_tier
         block = self.blocks[-1] if self.blocks else ""
         is_small = nbytes < min(SMALL_BYTES, self._slab_bytes // 2 + 1)
-        if tier != KEEP and (num_together > 1 if self._plan is not None else is_small):
+        fingerprint = None
+        if tier == RECOMPUTE:
+            parcel, offset = self.residency.new_absent_parcel(nbytes, block), 0
+            parcel.number = number
+            self._numbered[number] = parcel
+            fingerprint = self.residency.fingerprint_of(storage)
+        elif tier != KEEP and (num_together > 1 if self._plan is not None else is_small):
             parcel = self._slab_for(nbytes, number, block)
             offset = parcel.filled
             parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -330,9 +346,13 @@ class SavedTensors:
             storage._cdata,
             weak_reference(storage),
             ordinal=ordinal,
+            value=value,
+            fingerprint=fingerprint,
         )
+        if value is not None and value.saved is None:
+            value.saved = saved
         self.residency.add(saved)
-        if tier != KEEP and not parcel.shared:
+        if tier not in (KEEP, RECOMPUTE) and not parcel.shared:
             if number >= 0:
                 parcel.number = number
                 self._numbered[number] = parcel
@@ -411,4 +431,16 @@ class SavedTensors:
                 continue
             if self._recorder is not None:
                 self._recorder.let_go(saved)
+            if saved.value is not None and saved.value.saved is saved:
+                saved.value.saved = None
+            saved.value = None
             self.residency.remove(saved)
+
+
+def _made_as_planned(plan: Plan, ordinal: int, value: Value | None) -> bool:
+    """Whether a storage that is to be computed again was made by the operation that the plan saw, reached the same
+    way."""
+    trace = plan.trace
+    op = trace.ops[trace.values[trace.storages[ordinal].value].op]
+    call = value.call if value is not None else None
+    return call is not None and (call.number, call.signature) == (op.number, op.signature)

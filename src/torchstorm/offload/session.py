@@ -8,41 +8,35 @@ the moment autograd saves them until it lets go, with staging and prefetched one
 
 from __future__ import annotations
 
-import statistics
-import weakref
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from torchstorm.errors import BudgetError, ConfigError, StorageError, UnsupportedError
-from torchstorm.offload.record import CpuClock, Recorder, seconds_between
+from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, StorageError, UnsupportedError
+from torchstorm.offload import oom
+from torchstorm.offload.clock import CpuClock, seconds_between
+from torchstorm.offload.compiled import CompiledBlocks, compile_blocks
+from torchstorm.offload.inputs import NoteInputs
+from torchstorm.offload.measured import Measured
+from torchstorm.offload.naming import Naming
+from torchstorm.offload.optimizer_state import missing_state_bytes
+from torchstorm.offload.plans import Planned, Planner
+from torchstorm.offload.record import Recorder
 from torchstorm.offload.report import Report
 from torchstorm.offload.residency import Residency
-from torchstorm.offload.saved import SavedTensors, slab_bytes
-from torchstorm.offload.stack import Stack, bounce_buffers, build_stack
+from torchstorm.offload.run import RunMemory, Runner
+from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.stack import Stack, build_stack
+from torchstorm.offload.tape import Tape
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
-from torchstorm.plan.solve import shift_base, solve
-from torchstorm.plan.trace import Trace
 from torchstorm.sizes import format_size
 from torchstorm.transfer.engine import StreamClock
 
-
-@dataclass(eq=False)
-class _Planned:
-    """A plan in use, and what it takes for granted."""
-
-    plan: Plan | None  # None: a step that fits only when it is decided as it goes
-    trace: Trace
-    forecast: Figures
-    base_bytes: int  # bytes that are not the Session's at the step's entry
-    times_are_warm: bool = False
+Batch = TypeVar("Batch")
 
 
 class Session:
@@ -91,19 +85,19 @@ class Session:
             check=check,
         )
         self._saved = SavedTensors(self._residency)
-        self._plans: dict[tuple[Any, ...], _Planned] = {}
+        self._plans: dict[tuple[Any, ...], Planned] = {}
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._start: object = None
         self._base_bytes = 0
         self._running = False
-        self._num_steps = 0
-        self._last: Figures | None = None
-        self._highest: Figures | None = None
-        self._in_force: _Planned | None = None
-        self._planned_highest: Figures | None = None  # of the steps that followed the plan in force
-        self._num_planned = 0
-        self._naming: list[Any] = []
-        self._times: deque[tuple[object, object]] = deque(maxlen=256)
+        self._measured = Measured()
+        self._planner = Planner(self._stack)
+        self._in_force: Planned | None = None
+        self._runs = RunMemory()
+        self._naming: Naming | None = None
+        self._compiled: CompiledBlocks | None = None
+        # One is traced; on CUDA one asks for memory and one only runs, for the clock rate to settle; one takes times.
+        self._num_to_measure = 4 if self.device.type == "cuda" else 2
 
     # ------------------------------------------------------------------ the step
 
@@ -113,6 +107,9 @@ class Session:
 
         Raises:
             BudgetError: the budget is below what the step needs; raised when the step ends, before any weight changes.
+            OutOfVRAMError: the device ran out of memory. The step is dropped with the gradients that it made, its plan
+                made anew with more room to spare; repeat it. What it added to gradients that there were before stays
+                in them, and the error names them.
             StorageError: a disk failed; weights and optimizer state are untouched, spill files are removed.
             UnsupportedError: something in the step cannot be done exactly.
         """
@@ -120,14 +117,16 @@ class Session:
             raise ConfigError("This Session is already in a step: leave it before entering another.")
         if self._saved.closed:
             raise StorageError(f"This Session is closed ({self._saved.closed}); make a new one to go on.")
-        self._enter()
-        inputs = self._model.register_forward_pre_hook(_NoteInputs(self._saved), with_kwargs=True)
+        tape = self._enter()
+        inputs = self._model.register_forward_pre_hook(NoteInputs(self._saved), with_kwargs=True)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with tape, torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException as error:
-            self._saved.end()
             self._running = False
+            if oom.is_out_of_memory(error):
+                raise self._ran_out(error) from error
+            self._saved.end()
             if isinstance(error, StorageError):
                 self.close(reason=f"after {type(error).__name__}: {error}")
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -138,10 +137,12 @@ class Session:
             raise
         finally:
             inputs.remove()
-            self._stop_naming()
+            if self._naming is not None:
+                self._naming.stop()
+                self._naming = None
         self._leave()
 
-    def _enter(self) -> None:
+    def _enter(self) -> AbstractContextManager[Any]:
         if self.device.type == "cuda":  # pragma: gpu
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("A step cannot be captured into a CUDA graph: its waits would be lost.")
@@ -149,31 +150,54 @@ class Session:
             self._base_bytes = torch.cuda.memory_allocated(self.device) - self._residency.resident_bytes
         for tier in self._stack.tiers.values():
             tier.reset_peak()
+        self._learn()
         tensors = [*self._model.parameters(), *self._model.buffers()]
         fixed = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
+        self._gradients = oom.Gradients(oom.trained(self._model, self._optimizer))
         self._running = True
         self._key = None
         self._start = self._clock.mark()
-        self._saved.begin(fixed, self._choose)
+        tape = None
+        if not self._unlimited and (not self._plans or any(self._records(planned) for planned in self._plans.values())):
+            tape = Tape(self.device, is_leaf=self._saved.is_leaf, mark=self._clock.mark)
+        self._saved.begin(fixed, self._choose, tape=tape)
         if not self._plans and not self._unlimited:
-            self._start_naming()
+            self._naming = Naming(self._model, self._saved.blocks)
+        return tape or nullcontext()
+
+    def _records(self, planned: Planned) -> bool:
+        """Whether a step like that has its operations recorded."""
+        return self._is_measured_again(planned) or (planned.plan is not None and planned.plan.recomputes)
+
+    def _is_measured_again(self, planned: Planned) -> bool:
+        return planned.num_measured < self._num_to_measure
 
     def _choose(self, key: tuple[Any, ...]) -> tuple[Plan | None, Recorder | None]:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
+        if self.device.type == "cuda":  # pragma: gpu
+            # A step that finds gradients adds to them, and one that finds none allocates them: the peaks differ.
+            key = (*key, self._gradients.nbytes)
         self._key = key
         if self._unlimited:
             return None, None
         planned = self._plans.get(key)
         if planned is not None and self._base_moved(planned):  # pragma: gpu
-            planned = self._plan(planned.trace, base_bytes=self._base_bytes, warm=planned.times_are_warm)
+            planned = self._planner.plan(planned.trace, base_bytes=self._base_bytes, num_measured=planned.num_measured)
             self._plans[key] = planned
-        if planned is not None and planned.times_are_warm:
+        if planned is not None and not self._is_measured_again(planned):
+            return planned.plan, None
+        if planned is not None and planned.num_measured == 2:  # pragma: gpu
+            planned.num_measured = 3
             return planned.plan, None
         recorder = Recorder(
-            self.device, self._start, base_bytes=self._base_bytes, staging_bytes=self._residency.staging_bytes
+            self.device,
+            self._start,
+            base_bytes=self._base_bytes,
+            staging_bytes=self._residency.staging_bytes,
+            memory=planned is None or planned.num_measured == 1,
         )
-        if planned is None and not self._naming:
-            self._start_naming()
+        if planned is None and self._naming is None:
+            self._naming = Naming(self._model, self._saved.blocks)
         return planned.plan if planned else None, recorder
 
     def _leave(self) -> None:
@@ -181,7 +205,6 @@ class Session:
         recorder = self._saved.end()
         stop = self._clock.mark()
         self._running = False
-        self._num_steps += 1
         planned = self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
@@ -189,19 +212,27 @@ class Session:
             del self._plans[self._key]
         elif recorder is not None and self._key is not None:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
-            warm = planned is not None
-            base = trace.base_bytes + self._reserve_bytes() if not warm else self._base_bytes
+            num_measured = planned.num_measured + 1 if planned else 1
+            base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
+            if (
+                planned is None
+                and self._compiled is not None
+                and self._compiled.rechoose(
+                    trace, lambda mixed: self._planner.plan_within(self._planner.slack_bytes, mixed, base, 1).plan
+                )
+            ):
+                return  # the next step is another one, and measured
             try:
-                self._in_force = self._plan(trace, base_bytes=base, warm=warm)
+                self._in_force = self._planner.plan(trace, base_bytes=base, num_measured=num_measured)
             except BudgetError:
                 if shortfall is not None or not self._last_kept_to_budget(more_bytes=base - trace.base_bytes):
                     raise
                 # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
                 # between, which a plan does not foresee: such steps go on as this one went.
-                assert self._last is not None
-                self._in_force = _Planned(None, trace, self._last, base, times_are_warm=True)
+                assert self._measured.last is not None
+                self._in_force = Planned(None, trace, self._measured.last, base, self._num_to_measure)
             self._plans[self._key] = self._in_force
-            self._num_planned, self._planned_highest = 0, None
+            self._measured.plan_changed()
             self._stack.trim(self._in_force.forecast)
         if shortfall is not None and (left_plan or recorder is None):
             needed, block = shortfall
@@ -216,27 +247,42 @@ class Session:
                 block=block,
             )
 
-    def _plan(self, trace: Trace, *, base_bytes: int, warm: bool) -> _Planned:
-        shifted = shift_base(trace, base_bytes - trace.base_bytes) if self.device.type == "cuda" else trace
-        plan = solve(
-            shifted, self._stack.machine(), self._stack.budget, spare=self._stack.spare, own_bytes=self._own_bytes
-        )
-        return _Planned(plan, trace, plan.forecast, base_bytes, times_are_warm=warm)
+    def _ran_out(self, error: BaseException) -> OutOfVRAMError:
+        """Drops the running step and plans such steps anew, with more slack."""
+        held, budget = self._residency.resident_bytes, 0 if self._unlimited else self._stack.fast_bytes
+        shortage = oom.Shortage.read(error, self.device, held_bytes=held, budget_bytes=budget)
+        oom.drop_step(self._saved, error)
+        planned = self._plans.get(self._key) if self._key is not None else None
+        anew = None
+        if planned is not None and planned.plan is not None:
+            old = planned
+            anew, self._planner.slack_bytes = oom.plan_with_slack(
+                lambda slack: self._planner.plan_within(slack, old.trace, old.base_bytes, old.num_measured),
+                shortage,
+                slack_bytes=self._planner.slack_bytes,
+                tier=self._stack.fast_tier,
+            )
+        if anew is not None and self._key is not None:
+            self._plans[self._key] = anew
+        if self.device.type == "cuda" and not self._unlimited:  # pragma: gpu
+            oom.keep_more_free(self._residency, shortage)
+        return shortage.error(planned_anew=anew is not None, lost=self._gradients.drop())
 
-    def _own_bytes(self, fast_bytes: int) -> int:
-        """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
-        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._stack.fast_bytes))
-        threads, block = bounce_buffers(fast_bytes) if self.device.type == "cpu" else (0, 0)
-        return threads * block + 2 * growth
+    def _fixed_bytes(self, tier: str) -> int:
+        """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""
+        spare: int = getattr(self._stack.spare, tier)
+        if tier != self._stack.fast_tier:
+            return spare
+        return self._base_bytes + self._reserve_bytes() + self._residency.staging_bytes + spare
 
     def _last_kept_to_budget(self, *, more_bytes: int) -> bool:
         """Whether the last step would have with `more_bytes` on a GPU that are not the Session's."""
-        assert self._last is not None
+        assert self._measured.last is not None
         if self.device.type == "cpu":
-            return self._last.ram_bytes <= self._stack.budget.ram
-        return self._last.vram_bytes + more_bytes <= self._stack.fast_bytes  # pragma: gpu
+            return self._measured.last.ram_bytes <= self._stack.budget.ram
+        return self._measured.last.vram_bytes + more_bytes <= self._stack.fast_bytes  # pragma: gpu
 
-    def _base_moved(self, planned: _Planned) -> bool:
+    def _base_moved(self, planned: Planned) -> bool:
         """Whether memory that is not the Session's differs from what the plan takes for granted."""
         if self.device.type == "cpu" or planned.plan is None:
             return False
@@ -246,42 +292,13 @@ class Session:
 
     def _reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or self._num_steps > 1:
+        if self.device.type == "cpu" or self._measured.num_steps > 1:
             return 0
-        parameters = sum(p.nbytes for p in self._model.parameters() if p.requires_grad)  # pragma: gpu
-        if self._optimizer is None:  # pragma: gpu
-            return 2 * parameters
-        return max(0, expected_state_bytes(self._optimizer) - state_bytes(self._optimizer))  # pragma: gpu
+        return missing_state_bytes(self._model, self._optimizer)  # pragma: gpu
 
     # ------------------------------------------------------------------ watching
 
-    def _start_naming(self) -> None:
-        """While a step is measured, keeps the stack of running modules, so that a block can be named."""
-        if any(_is_compiled(module) for module in self._model.modules()):
-            return  # the hooks would be compiled too, and their names lost
-        names = {module: name for name, module in self._model.named_modules()}
-        blocks = self._saved.blocks
-
-        def enter(module: torch.nn.Module, args: object) -> None:
-            if torch.compiler.is_compiling():
-                return
-            blocks.append(names.get(module, blocks[-1] if blocks else ""))
-
-        def leave(module: torch.nn.Module, args: object, output: object) -> None:
-            if blocks and not torch.compiler.is_compiling():
-                blocks.pop()
-
-        self._naming = [
-            torch.nn.modules.module.register_module_forward_pre_hook(enter),
-            torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        ]
-
-    def _stop_naming(self) -> None:
-        for hook in self._naming:
-            hook.remove()
-        self._naming = []
-
-    def _count(self, stop: object, recorder: Recorder | None, followed: _Planned | None) -> None:
+    def _count(self, stop: object, recorder: Recorder | None, followed: Planned | None) -> None:
         vram = 0
         if self.device.type == "cuda":  # pragma: gpu
             vram = torch.cuda.max_memory_allocated(self.device)
@@ -293,22 +310,97 @@ class Session:
             ram_bytes=self._residency.peak_bytes if self.device.type == "cpu" else self._stack.ram_bytes(),
             disk_bytes=self._stack.disk_bytes(),
         )
-        self._last = figures
-        self._highest = _highest(self._highest, figures)
-        if followed is not None:
-            if followed is not self._in_force:
-                self._in_force, self._num_planned, self._planned_highest = followed, 0, None
-            if self._num_planned == 0:
-                self._times.clear()  # until a step follows the plan, the earlier ones' times are all there is
-            self._num_planned += 1
-            self._planned_highest = _highest(self._planned_highest, figures)
-        self._times.append((self._start, stop))
+        if followed is not None and followed is not self._in_force:
+            self._put_in_force(followed)
+        self._measured.count(figures, (self._start, stop), followed=followed is not None)
+
+    def _put_in_force(self, planned: Planned) -> None:
+        self._in_force = planned
+        self._measured.plan_changed()
+
+    def _learn(self) -> None:
+        """Compares the times of steps that have ended with the forecast of the plan in force."""
+        for step_s in self._measured.new_times_s():
+            planned = self._in_force
+            key = next((key for key, one in self._plans.items() if one is planned), None)
+            better = self._planner.judge(planned, step_s) if planned is not None and key is not None else None
+            if better is not None and planned is not None and key is not None:
+                self._plans[key] = better
+                if better.plan is not None and better.plan.placements == getattr(planned.plan, "placements", None):
+                    self._in_force = better
+                else:
+                    self._put_in_force(better)
+                    return
+
+    def run(
+        self,
+        fn: Callable[[Batch], tuple[torch.Tensor, torch.Tensor | float]],
+        batch: Batch,
+        *,
+        micro_batches: int | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of one step; splits the batch where it does not fit, and repeats after out-of-memory.
+
+        Split along dim 0 of all tensors as long there as the first one; what else is in the batch is given whole. The
+        choice follows from the figures of what did not fit, and is remembered. Gradients are those of the whole batch
+        up to the order of adding up; not with dropout, BatchNorm or a loss across samples: `report().notes` says what
+        of it the modules show, which is not dropout in functions (`scaled_dot_product_attention(dropout_p=...)`). A
+        repeat, or the caller after an error, finds gradients, buffers, and torch's, numpy's and Python's random states
+        as they were.
+
+        Args:
+            fn: called with the batch or a part of it; returns (sum of losses, weight): a tensor with one element, and
+                the number by which the sum over all calls is divided, such as that of tokens. For a weight that is a
+                tensor on the GPU the host waits until the step has run.
+            batch: a tensor, or any nest of dicts, lists and tuples with tensors in it.
+            micro_batches: how many parts to split into; left out: as few as fit.
+
+        Returns:
+            The mean, sum of losses over sum of weights: a scalar without a graph. Its gradients are added to `.grad`.
+
+        Raises:
+            BudgetError: a batch of one sample does not fit, or one of the named number of parts does not.
+            ConfigError: `fn` returned something else, the weights' sum is not positive, or `micro_batches` cannot be.
+            OutOfVRAMError: out of memory again after repeats and splits.
+            StorageError: as in `step`.
+            UnsupportedError: something that cannot be split or repeated exactly.
+        """
+        runner = Runner(
+            model=self._model,
+            optimizer=self._optimizer,
+            device=self.device,
+            memory=self._runs,
+            step=self.step,
+            add_inputs=self._saved.add_inputs,
+            fixed_bytes=self._fixed_bytes,
+        )
+        return runner.run(fn, batch, micro_batches)
+
+    def compile(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        blocks: Iterable[torch.nn.Module | str] | None = None,
+        variant: str | None = None,
+    ) -> CompiledBlocks:
+        """Compiles the model block by block; plans then choose what each block's backward computes again.
+
+        Args:
+            model: the Session's own; may be left out.
+            blocks, variant: as for `offload.compiled.CompiledBlocks`; without `variant` the Session chooses.
+
+        Raises:
+            ConfigError, UnsupportedError: as `offload.compiled.compile_blocks` does.
+        """
+        variant = "save" if self._unlimited and variant is None else variant
+        self._compiled = compile_blocks(self._saved, self._model, model, blocks, variant)
+        return self._compiled
 
     # ------------------------------------------------------------------ answers
 
     def usage(self) -> Figures:
         """Peaks of the last step. Before the first one has ended, zeros. On CUDA without its time: nothing waits."""
-        return self._last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
+        return self._measured.last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
 
     def plan(self) -> Plan | None:
         """The plan in force, None before the first step has ended and for steps that no plan fits."""
@@ -318,20 +410,17 @@ class Session:
         """Forecast beside what was measured. On CUDA the host waits for the device here."""
         if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self.device)
-        measured = highest = None
-        if self._highest is not None:
-            times_ms = [seconds_between(*pair) * 1e3 for pair in self._times]
-            measured = replace(self._planned_highest or self._highest, step_ms=statistics.median(times_ms))
-            highest = replace(self._highest, step_ms=max([*times_ms, self._highest.step_ms]))
+        self._learn()
+        measured, highest = self._measured.planned_or_all()
         return Report(
             forecast=self._in_force.forecast if self._in_force else None,
             measured=measured,
             highest=highest,
             budget=self._stack.budget,
-            num_steps=self._num_steps,
-            num_planned=self._num_planned,
+            num_steps=self._measured.num_steps,
+            num_planned=self._measured.num_planned,
             moved_bytes=self._residency.moved_bytes,
-            notes=self._stack.notes(),
+            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons),
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
@@ -352,52 +441,4 @@ class Session:
         self.close()
 
 
-class _NoteInputs:
-    """The hook that tells which tensors the user gave to the model; in a copy of the model it does nothing."""
-
-    def __init__(self, saved: SavedTensors | None = None) -> None:
-        self._saved = weakref.ref(saved) if saved is not None else None
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        saved = self._saved() if self._saved is not None else None
-        if saved is not None:
-            saved.add_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
-
-    def __reduce__(self) -> tuple[type[_NoteInputs], tuple[()]]:
-        return _NoteInputs, ()
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _highest(one: Figures | None, other: Figures) -> Figures:
-    if one is None:
-        return other
-    return Figures(
-        step_ms=max(one.step_ms, other.step_ms),
-        vram_bytes=max(one.vram_bytes, other.vram_bytes),
-        ram_bytes=max(one.ram_bytes, other.ram_bytes),
-        disk_bytes=max(one.disk_bytes, other.disk_bytes),
-    )
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:  # pragma: gpu
-    """Bytes of an optimizer's state on CUDA devices."""
-    tensors = tree_leaves([list(state.values()) for state in optimizer.state.values()])
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda)
-
-
-def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:  # pragma: gpu
-    """Bytes its state will have: none for SGD without momentum, one copy with; for all others two (three: amsgrad)."""
-    total = 0
-    for group in optimizer.param_groups:
-        nbytes = sum(parameter.nbytes for parameter in group["params"] if parameter.requires_grad)
-        if isinstance(optimizer, torch.optim.SGD):
-            total += nbytes if group.get("momentum") else 0
-        else:
-            total += nbytes * (3 if group.get("amsgrad") else 2)
-    return total

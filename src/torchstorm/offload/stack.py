@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -62,6 +62,15 @@ class Stack:
         )
         self.arenas.append(arena)
         return arena
+
+    @property
+    def fast_tier(self) -> str:
+        """What the budget calls the fast device: "ram" or "vram"."""
+        return "ram" if self.device.type == "cpu" else "vram"
+
+    def spare_with(self, slack_bytes: int) -> Budget:
+        """`spare`, with so many bytes more of the fast tier."""
+        return replace(self.spare, **{self.fast_tier: getattr(self.spare, self.fast_tier) + slack_bytes})
 
     @property
     def empty(self) -> Callable[[int], torch.Tensor]:

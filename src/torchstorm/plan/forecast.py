@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchstorm.plan.machine import Machine
+from torchstorm.plan.recompute import RECOMPUTE, replays
 from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
@@ -27,9 +28,11 @@ class Placement:
     """What happens to one parcel.
 
     Attributes:
-        tier: "keep", "ram" or "disk".
-        drop: moment at which its room on the fast tier is given back, after waiting for the copy out.
-        fetch: moment at which it takes room again and its copy back begins; at `needed` at the latest.
+        tier: "keep", "recompute", "ram" or "disk".
+        drop: moment at which its room on the fast tier is given back, after waiting for the copy out. A recomputed one
+            takes none from the start.
+        fetch: moment at which it takes room again and its copy back begins, or at which it is computed again; where
+            it is needed at the latest.
     """
 
     tier: str
@@ -55,20 +58,33 @@ class Figures:
 
 
 def fast_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
-    """Bytes on the fast tier in every interval: what the Session holds and what it does not.
+    """Bytes on the fast tier in every interval: what the Session holds and what it does not, and what computing again
+    takes at the moment before it.
 
     Returns:
         (num_moments,) int64.
     """
+    other = other_profile(trace)
+    if trace.device == "cuda":
+        for moment, replay in (replays(trace, placements) or {}).items():
+            still = trace.moments[moment].still_bytes + trace.staging_bytes
+            other[moment] = max(other[moment], still + replay.transient_bytes)
+    return held_profile(trace, placements) + other
+
+
+def held_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
+    """Bytes on the fast tier that the Session alone keeps there, in every interval: (num_moments,) int64."""
     edges = np.zeros(trace.num_moments + 1, dtype=np.int64)
     for storage in trace.storages:
         if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
             _add(edges, storage.owned, storage.freed, storage.nbytes)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
-        if placement.tier != KEEP:
+        if placement.tier == RECOMPUTE:
+            _add(edges, placement.fetch, parcel.freed, parcel.nbytes)
+        elif placement.tier != KEEP:
             _add(edges, parcel.owned, placement.drop, parcel.nbytes)
             _add(edges, placement.fetch, parcel.freed, parcel.nbytes)
-    return np.cumsum(edges)[:-1] + other_profile(trace)
+    return np.cumsum(edges)[:-1]
 
 
 def other_profile(trace: Trace) -> Profile:
@@ -91,12 +107,14 @@ def forecast_s(trace: Trace, placements: Sequence[Placement], machine: Machine) 
     fetches: dict[int, list[int]] = {}
     seals: dict[int, list[int]] = {}
     needs: dict[int, list[int]] = {}
+    again = replays(trace, placements) or {}
     for number, (parcel, placement) in enumerate(zip(trace.parcels, placements, strict=True)):
-        if placement.tier != KEEP:
+        if placement.tier not in (KEEP, RECOMPUTE):
             seals.setdefault(parcel.sealed, []).append(number)
             drops.setdefault(placement.drop, []).append(number)
-            if parcel.needed < trace.num_moments:
+            if placement.fetch < trace.num_moments:
                 fetches.setdefault(placement.fetch, []).append(number)
+            if parcel.needed < trace.num_moments:
                 needs.setdefault(parcel.needed, []).append(number)
     clock = 0.0
     # (tier, direction) -> when it is next idle. A parcel bound for disk on CUDA crosses the link first.
@@ -112,17 +130,30 @@ def forecast_s(trace: Trace, placements: Sequence[Placement], machine: Machine) 
             idle[(leg, direction)] = start
         return start
 
+    def arrive(number: int) -> None:
+        """Waits for a parcel; one that nobody has fetched yet is fetched before all others."""
+        nonlocal clock
+        if number not in back:
+            back[number] = move(number, "back", max(clock, left[number]))
+        clock = max(clock, back[number])
+
     for index, moment in enumerate(trace.moments):
         for number in drops.get(index, ()):
             clock = max(clock, left[number])
         if moment.kind == PACK:
             for number in seals.get(index, ()):
                 left[number] = move(number, "out", clock)
-        for number in fetches.get(index, ()):
-            back[number] = move(number, "back", max(clock, left[number]))
+        if index in again:
+            for number in again[index].sources:
+                if placements[number].tier in (RAM, DISK) and placements[number].drop <= index:
+                    arrive(number)
+            clock += again[index].seconds
         if moment.kind == UNPACK:
             for number in needs.get(index, ()):
-                clock = max(clock, back[number])
+                arrive(number)
+        for number in sorted(fetches.get(index, ()), key=lambda number: (trace.parcels[number].needed, number)):
+            if number not in back:
+                back[number] = move(number, "back", max(clock, left[number]))
         clock += moment.compute_s
     return clock
 

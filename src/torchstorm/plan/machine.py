@@ -13,6 +13,9 @@ from torchstorm.errors import PlanError
 class Machine:
     """Speeds and sizes, measured here or written down elsewhere.
 
+    Those from `half_flops` on say how fast the GPU computes. Only a forecast for hardware that is not here asks for
+    them: where a step was measured, its times are known.
+
     Attributes:
         name: what it is, for people.
         device: the fast device, "cpu" or "cuda:<index>".
@@ -23,6 +26,15 @@ class Machine:
         h2d_bytes_per_s: the same for what comes back.
         disk_write_bytes_per_s: from host memory to the disk; 0 for no disk.
         disk_read_bytes_per_s: the same for what comes back.
+        half_flops: operations per second in matrix products of float16 and bfloat16, dense, summed in float32.
+        tf32_flops: the same in float32 with TF32 allowed.
+        fp32_flops: the same in float32 without.
+        attention_flops: operations per second in fused attention, forward.
+        attention_backward_flops: the same in its backward.
+        memory_bytes_per_s: bytes read and written on the GPU per second.
+        kernel_s: seconds that a kernel takes besides, however small.
+        launch_s: seconds that the host takes per operation.
+        workspace_bytes: memory that cuBLAS holds from its first call on.
 
     Raises:
         PlanError: a number is negative or not finite.
@@ -37,6 +49,15 @@ class Machine:
     h2d_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
+    half_flops: float = 0.0
+    tf32_flops: float = 0.0
+    fp32_flops: float = 0.0
+    attention_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    kernel_s: float = 0.0
+    launch_s: float = 0.0
+    workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

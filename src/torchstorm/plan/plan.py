@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from torchstorm.errors import PlanError
-from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures, Placement
+from torchstorm.errors import PlanError, StorageError
+from torchstorm.plan.describe import describe
+from torchstorm.plan.forecast import KEEP, Figures, Placement
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import Trace, trace_from_dict
-from torchstorm.sizes import format_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +33,23 @@ class Budget:
     disk: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What a plan is for, as far as it tells one model and batch from another.
+
+    Attributes:
+        model: the class's name, for people.
+        num_parameters: elements of all parameters, tied ones once.
+        shapes_sha256: of the names, shapes and types of all parameters and buffers.
+        inputs: shape and type of every tensor that the model was given, as in "4x128 int64".
+    """
+
+    model: str
+    num_parameters: int
+    shapes_sha256: str
+    inputs: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a Session does in a step like the traced one.
@@ -37,12 +59,20 @@ class Plan:
         budget: what it keeps to.
         placements: one per parcel of the trace.
         forecast: peak bytes per tier and step time.
+        notes: what the user should know, such as that the planner ran out of time.
+        machine: whose speeds the forecast has; None where they were not kept.
+        simulated: whether the trace was computed from the model's shapes instead of measured on that machine.
+        subject: the model and batch; None where they were not noted.
     """
 
     trace: Trace
     budget: Budget
     placements: tuple[Placement, ...]
     forecast: Figures
+    notes: tuple[str, ...] = ()
+    machine: Machine | None = None
+    simulated: bool = False
+    subject: Subject | None = None
 
     def moved_bytes(self, tier: str) -> int:
         """Bytes that one step sends to a tier ("ram" or "disk")."""
@@ -62,37 +92,28 @@ class Plan:
         """Parcels whose copy back begins, by moment."""
         return self._by_moment("fetch")
 
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether anything is computed again."""
+        return any(placement.tier == RECOMPUTE for placement in self.placements)
+
     def _by_moment(self, field: str) -> dict[int, list[int]]:
         schedule: dict[int, list[int]] = {}
         for number, placement in enumerate(self.placements):
-            if placement.tier != KEEP:
+            if placement.tier not in (KEEP, RECOMPUTE):
                 schedule.setdefault(getattr(placement, field), []).append(number)
         return schedule
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.trace.storages)} saved storages, {format_size(self.trace.saved_bytes)}, "
-            f"in {len(self.trace.parcels)} parcels; {self.trace.num_moments} moments",
-            f"{'block':<28}{'keep':>12}{'ram':>12}{'disk':>12}",
-        ]
-        rows: dict[str, dict[str, int]] = {}
-        for storage in self.trace.storages:
-            tier = KEEP if storage.parcel < 0 else self.placements[storage.parcel].tier
-            row = rows.setdefault(outer_block(storage.block), {KEEP: 0, RAM: 0, DISK: 0})
-            row[tier] += storage.nbytes
-        for block, row in rows.items():
-            cells = "".join(f"{format_size(row[tier]) if row[tier] else '-':>12}" for tier in (KEEP, RAM, DISK))
-            lines.append(f"{block or '(model)':<28}{cells}")
-        sums = [sum(row[tier] for row in rows.values()) for tier in (KEEP, RAM, DISK)]
-        total = "".join(f"{format_size(nbytes) if nbytes else '-':>12}" for nbytes in sums)
-        lines.append(f"{'total':<28}{total}")
-        lines.append(f"{'forecast':<12}{'peak':>12}{'budget':>12}")
-        for tier in ("vram", "ram", "disk"):
-            peak, limit = getattr(self.forecast, f"{tier}_bytes"), getattr(self.budget, tier)
-            if peak or limit:
-                lines.append(f"{tier:<12}{format_size(peak):>12}{format_size(limit) if limit else '-':>12}")
-        lines.append(f"{'step':<12}{self.forecast.step_ms:>9.1f} ms")
-        return "\n".join(lines)
+        return describe(
+            self.trace,
+            self.placements,
+            self.forecast,
+            asdict(self.budget),
+            machine=self.machine,
+            simulated=self.simulated,
+            notes=self.notes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan, its trace included, as JSON takes it."""
@@ -101,6 +122,49 @@ class Plan:
     def to_json(self) -> str:
         """The same as JSON text."""
         return json.dumps(self.to_dict())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan, so that whoever reads `path` at any moment finds a whole file: this one or the one before.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        target = Path(path)
+        written = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with written.open("w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            written.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                written.unlink(missing_ok=True)
+            raise StorageError(
+                f"The plan cannot be written to {target}: {error.strerror or error}. Give a path in a folder that "
+                "exists and can be written to."
+            ) from error
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            PlanError: there is no such file, or it is not a plan.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"The plan {os.fspath(path)} cannot be read: {error}. Give a file that Plan.save() wrote, or make one "
+                "with torchstorm.plan(...) or `torchstorm plan --json FILE`."
+            ) from error
+        try:
+            return Plan.from_json(text)
+        except PlanError as error:
+            raise PlanError(
+                f"{os.fspath(path)}: {str(error).rstrip(chr(46))}. Make it anew with torchstorm.plan(...).save(...)."
+            ) from error
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -116,6 +180,10 @@ class Plan:
                 budget=Budget(**fields["budget"]),
                 placements=tuple(Placement(**placement) for placement in fields["placements"]),
                 forecast=Figures(**fields["forecast"]),
+                machine=Machine(**fields["machine"]) if fields["machine"] else None,
+                simulated=bool(fields["simulated"]),
+                subject=_subject(fields["subject"]),
+                notes=tuple(fields["notes"]),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"this is not a plan that torchstorm wrote: {error}") from error
@@ -127,10 +195,5 @@ class Plan:
         return plan
 
 
-def outer_block(name: str) -> str:
-    """The repeated block a module belongs to: "h.3.mlp.c_fc" -> "h.3"; names without a number keep two parts."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:2])
+def _subject(fields: dict[str, Any] | None) -> Subject | None:
+    return None if fields is None else Subject(**{**fields, "inputs": tuple(fields["inputs"])})

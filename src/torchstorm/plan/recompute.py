@@ -10,13 +10,16 @@ The Session does exactly this (`offload.replay`), so bytes and operations here a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchstorm.plan.trace import Trace
 
 RECOMPUTE = "recompute"
+
+_STAYS, _GONE, _BACK = 0, 1, 2  # a parcel: not recomputed; recomputed, not yet there; recomputed, there again
+_REMEMBERED = 12  # ways to compute one parcel again that are remembered
 
 
 class HasTier(Protocol):
@@ -49,14 +52,8 @@ class Replay:
 def can_recompute(trace: Trace) -> list[bool]:
     """For every parcel, whether it may be computed again while all others stay: one storage, made by something that can
     run again from what is there when it is needed."""
-    single = _single(trace)
-    return [
-        number in single
-        and (
-            parcel.needed >= trace.num_moments or _play(trace, single[number], parcel.needed, {number}, set(), Replay())
-        )
-        for number, parcel in enumerate(trace.parcels)
-    ]
+    replayer = Replayer(trace)
+    return [replayer.alone(number) is not None for number in range(len(trace.parcels))]
 
 
 def replays(trace: Trace, placements: Sequence[HasTier]) -> dict[int, Replay] | None:
@@ -69,90 +66,136 @@ def replays(trace: Trace, placements: Sequence[HasTier]) -> dict[int, Replay] | 
     Returns:
         By moment, what is computed again there; None where one cannot be computed from what is there then.
     """
-    recomputed = {number for number, placement in enumerate(placements) if placement.tier == RECOMPUTE}
-    if not recomputed:
-        return {}
-    single = _single(trace)
-    if not recomputed <= single.keys():
-        return None
-    there: set[int] = set()
-    found: dict[int, Replay] = {}
-    for number in sorted(recomputed, key=lambda number: (trace.parcels[number].needed, number)):
-        moment = trace.parcels[number].needed
-        if number in there or moment >= trace.num_moments:
-            continue
-        replay = found.setdefault(moment, Replay())
-        if not _play(trace, single[number], moment, recomputed, there, replay):
+    recomputed = [number for number, placement in enumerate(placements) if placement.tier == RECOMPUTE]
+    return Replayer(trace).play(recomputed) if recomputed else {}
+
+
+class Replayer:
+    """Plays recomputations of one trace; remembers how it computed each parcel, as plans of one search differ little.
+
+    Args:
+        trace: the step.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.num = trace.num_moments
+        self._op_of = [value.op for value in trace.values]
+        self._bytes_of = [value.nbytes for value in trace.values]
+        self._storage_of = [value.storage for value in trace.values]
+        self._ops = trace.ops
+        self._made = [storage.made for storage in trace.storages]
+        self._freed = [storage.freed for storage in trace.storages]
+        self._parcel_of = [storage.parcel for storage in trace.storages]
+        self._needed = [parcel.needed for parcel in trace.parcels]
+        self._value_of = {
+            storage.parcel: storage.value
+            for storage in trace.storages
+            if storage.parcel >= 0
+            and trace.parcels[storage.parcel].num_storages == 1
+            and storage.value >= 0
+            and trace.values[storage.value].op >= 0
+        }
+        # By parcel: what was found under which states of the parcels that were looked at.
+        self._known: dict[int, list[tuple[dict[int, int], Replay | None]]] = {}
+
+    def alone(self, number: int) -> Replay | None:
+        """How a parcel is computed again while all others stay; None where that cannot be."""
+        if number not in self._value_of:
             return None
-    return found
+        if self._needed[number] >= self.num:
+            return Replay()
+        state = [_STAYS] * len(self._needed)
+        state[number] = _GONE
+        return self._found(number, state)
 
+    def play(self, recomputed: Iterable[int]) -> dict[int, Replay] | None:
+        """What is computed again, by moment in rising order; None where something cannot be.
 
-def _play(trace: Trace, target: int, moment: int, recomputed: set[int], there: set[int], replay: Replay) -> bool:
-    """Computes storage `target` at `moment`; adds to `there` and `replay`. False where that is impossible."""
-    transient: set[int] = set()  # values that exist until the moment is over
-    scratch = 0
-    wanted = [trace.storages[target].value]
-    while wanted:
-        value = wanted[-1]
-        if value in transient or _at_hand(trace, value, moment, recomputed, there, replay):
-            wanted.pop()
-            continue
-        number = trace.values[value].op
-        if number < 0:
-            return False
-        op = trace.ops[number]
-        missing = [
-            other
-            for other in op.inputs
-            if other not in transient and not _at_hand(trace, other, moment, recomputed, there, replay)
-        ]
-        if missing:
-            wanted += reversed(missing)
-            continue
-        replay.ops.append(number)
-        replay.seconds += op.compute_s
-        scratch = max(scratch, op.scratch_bytes)
-        for output in op.outputs:
-            storage = trace.values[output].storage
-            parcel = trace.storages[storage].parcel if storage >= 0 else -1
-            stays = (
-                parcel in recomputed
-                and parcel not in there
-                and trace.storages[storage].made <= moment < trace.storages[storage].freed
-            )
-            if stays:
-                there.add(parcel)
-                replay.made.append(parcel)
-            elif output not in transient:
-                transient.add(output)
-                replay.transient_bytes += trace.values[output].nbytes
-    replay.transient_bytes += scratch
-    return True
+        Args:
+            recomputed: numbers of the parcels that are not held.
+        """
+        order = sorted(recomputed, key=lambda number: (self._needed[number], number))
+        state = [_STAYS] * len(self._needed)
+        for number in order:
+            if number not in self._value_of:
+                return None
+            state[number] = _GONE
+        found: dict[int, Replay] = {}
+        for number in order:
+            moment = self._needed[number]
+            if state[number] != _GONE or moment >= self.num:
+                continue
+            replay = self._found(number, state)
+            if replay is None:
+                return None
+            for made in replay.made:
+                state[made] = _BACK
+            found[moment] = replay
+        return found
 
+    def _found(self, number: int, state: list[int]) -> Replay | None:
+        known = self._known.setdefault(number, [])
+        for seen, replay in known:
+            for parcel, then in seen.items():
+                if state[parcel] != then:
+                    break
+            else:
+                return replay
+        seen = {}
+        replay = self._compute(number, state, seen)
+        if len(known) >= _REMEMBERED:
+            known.pop()
+        known.insert(0, (seen, replay))
+        return replay
 
-def _at_hand(trace: Trace, value: int, moment: int, recomputed: set[int], there: set[int], replay: Replay) -> bool:
-    storage = trace.values[value].storage
-    if storage < 0:
-        return False
-    saved = trace.storages[storage]
-    if not saved.made <= moment < saved.freed:
-        return False
-    if saved.parcel < 0:
-        return True
-    if saved.parcel in recomputed:
-        return saved.parcel in there
-    if saved.parcel not in replay.sources:
-        replay.sources.append(saved.parcel)
-    return True
+    def _compute(self, number: int, state: list[int], seen: dict[int, int]) -> Replay | None:
+        """Computes a parcel at the moment when it is needed. Notes in `seen` every state that it looked at."""
+        moment = self._needed[number]
+        replay = Replay()
+        there: set[int] = set()  # values that are known to be at hand
+        scratch = 0
 
+        def at_hand(value: int) -> bool:
+            if value in there:
+                return True
+            storage = self._storage_of[value]
+            if storage < 0 or not self._made[storage] <= moment < self._freed[storage]:
+                return False
+            parcel = self._parcel_of[storage]
+            if parcel >= 0:
+                seen[parcel] = state[parcel]
+                if state[parcel] == _GONE:
+                    return parcel in replay.made
+                if state[parcel] == _STAYS and parcel not in replay.sources:
+                    replay.sources.append(parcel)
+            there.add(value)
+            return True
 
-def _single(trace: Trace) -> dict[int, int]:
-    """The parcels of one storage that has an operation to make it again, and which storage that is."""
-    return {
-        storage.parcel: number
-        for number, storage in enumerate(trace.storages)
-        if storage.parcel >= 0
-        and trace.parcels[storage.parcel].num_storages == 1
-        and storage.value >= 0
-        and trace.values[storage.value].op >= 0
-    }
+        wanted = [self._value_of[number]]
+        while wanted:
+            if at_hand(wanted[-1]):
+                wanted.pop()
+                continue
+            index = self._op_of[wanted[-1]]
+            if index < 0:
+                return None
+            op = self._ops[index]
+            missing = [value for value in op.inputs if not at_hand(value)]
+            if missing:
+                wanted += reversed(missing)
+                continue
+            replay.ops.append(index)
+            replay.seconds += op.compute_s
+            scratch = max(scratch, op.scratch_bytes)
+            for output in op.outputs:
+                there.add(output)
+                storage = self._storage_of[output]
+                parcel = self._parcel_of[storage] if storage >= 0 else -1
+                if parcel >= 0:
+                    seen[parcel] = state[parcel]
+                    if state[parcel] == _GONE and self._made[storage] <= moment < self._freed[storage]:
+                        replay.made.append(parcel)
+                        continue
+                replay.transient_bytes += self._bytes_of[output]
+        replay.transient_bytes += scratch
+        return replay

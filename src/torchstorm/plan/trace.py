@@ -87,6 +87,9 @@ class Op:
         scratch_bytes: on CUDA, the most it allocates besides its outputs; 0 on CPU.
         inputs: values that it reads. Weights and the model's own inputs are always at hand, and not named.
         outputs: values that it makes, all at once.
+        number: its place among all operations that the step recorded.
+        signature: a checksum of the names and sizes of all of them up to this one: a later step with the same one has
+            come the same way.
     """
 
     name: str
@@ -94,6 +97,8 @@ class Op:
     scratch_bytes: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    number: int = 0
+    signature: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""The job behind `torchstorm plan`: what would this training cost? Two measured steps on random tokens, no training."""
+"""The job behind `torchstorm plan`: what would this training cost? Two measured steps on random tokens, no training;
+or none at all, for a machine that is not here."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from torchstorm.errors import ConfigError
 from torchstorm.models.gpt import GPT
 from torchstorm.offload.planning import plan
 from torchstorm.plan.plan import Plan
+from torchstorm.plan.profiles import named_machine
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.device import resolve_device
 from torchstorm.train.loop import autocast, deterministic, loss_of, model_config
@@ -21,38 +24,61 @@ from torchstorm.train.result import write_json
 _BYTES_VOCABULARY = 256
 
 
-def plan_training(options: Mapping[str, Any], *, console: Console) -> Plan:
+def plan_training(options: Mapping[str, Any], *, console: Console, machine: str | None = None) -> Plan:
     """Prints and returns the plan of one micro-batch of the run that `options` describe.
 
     Args:
         options: fields of `TrainConfig`, by name; those left out have its defaults. With `json`, the plan is written
-            there.
+            there, as `Plan.load` reads it.
         console: where to print.
+        machine: name of a machine that is not here; None for this one.
 
     Raises:
         TorchstormError: as the message says; see `torchstorm.errors`.
     """
     config = TrainConfig(**options)
+    found = _plan_here(config) if machine is None else _plan_elsewhere(config, machine)
+    console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    if config.json is not None:
+        write_json(Path(config.json), found.to_dict())
+    return found
+
+
+def _plan_here(config: TrainConfig) -> Plan:
     device = resolve_device(config.device, vram=config.vram)
     torch.manual_seed(config.seed)
     model = GPT(model_config(config, _BYTES_VOCABULARY)).to(device)
+    with deterministic(device):
+        return _plan(config, model, device, None)
+
+
+def _plan_elsewhere(config: TrainConfig, machine: str) -> Plan:
+    named_machine(machine)
+    if config.device is not None:
+        raise ConfigError(
+            f"--device {config.device} was asked together with --machine {machine}, whose forecast runs on no device: "
+            "leave one of them out."
+        )
+    shape = model_config(config, _BYTES_VOCABULARY)
+    with torch.device("meta"):  # shapes are enough, so that the model may be larger than this machine
+        model = GPT(shape)
+    return _plan(config, model, torch.device("cpu"), machine)
+
+
+def _plan(config: TrainConfig, model: GPT, device: torch.device, machine: str | None) -> Plan:
     tokens = torch.randint(0, _BYTES_VOCABULARY, (2, config.batch, config.seq), device=device)
 
     def loss_fn(_: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
         with autocast(config, device):
             return loss_of(model, batch[0], batch[1])
 
-    with deterministic(device):
-        found = plan(
-            model,
-            tokens,
-            loss_fn,
-            vram=config.vram,
-            ram=config.ram,
-            disk=config.disk,
-            optimizer=make_optimizer(model, config),
-        )
-    console.print(str(found), markup=False, highlight=False, soft_wrap=True)
-    if config.json is not None:
-        write_json(Path(config.json), found.to_dict())
-    return found
+    return plan(
+        model,
+        tokens,
+        loss_fn,
+        vram=config.vram,
+        ram=config.ram,
+        disk=config.disk,
+        optimizer=make_optimizer(model, config),
+        machine=machine,
+    )

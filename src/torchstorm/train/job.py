@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from torchstorm.errors import BudgetError, CheckpointError, ConfigError, StorageError, TorchstormError
+from torchstorm.errors import BudgetError, CheckpointError, ConfigError, OutOfVRAMError, StorageError, TorchstormError
 from torchstorm.train.checkpoint import Checkpoint, find_checkpoint, has_checkpoint, save_checkpoint
 from torchstorm.train.config import TrainConfig, resumed_config
 from torchstorm.train.data import Corpus, load_corpus
@@ -60,7 +60,7 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
                 raise Stopped(stop.signum, run.step, out)
             try:
                 unlimited = _run_unlimited(config, corpus, device, console, stop, out)
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, OutOfVRAMError) as error:
                 unlimited_error = (
                     f"Without a budget the same run does not fit this machine: {str(error).splitlines()[0]}"
                 )

@@ -1,0 +1,157 @@
+"""GPT blocks to train, with the shapes and budgets that are recorded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from torchstorm.bench.measure import Subject
+from torchstorm.errors import ConfigError, DeviceError
+from torchstorm.models.gpt import Block, GPTConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadCase:
+    """Blocks and a batch.
+
+    Attributes:
+        width, num_layers, num_heads: of the blocks.
+        batch, seq: B sequences of T tokens.
+        dtype: of weights and activations.
+        budgets_gib: GiB that a Session is given on the fast tier.
+        like_checkpoint_gib: one more budget: the peak of checkpointing, up to the next 0.1 GiB; this one where that was
+            not measured. 0 for none.
+        shares: more budgets, as shares of the unlimited run's peak.
+    """
+
+    width: int
+    num_layers: int
+    num_heads: int
+    batch: int
+    seq: int
+    dtype: torch.dtype
+    budgets_gib: tuple[float, ...] = ()
+    like_checkpoint_gib: float = 0.0
+    shares: tuple[float, ...] = ()
+
+    @property
+    def shape(self) -> str:
+        """Tokens by sequences, as in "32768x1"."""
+        return f"{self.seq}x{self.batch}"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.shape}: {self.num_layers} blocks, hidden {self.width}, {self.seq} tokens x {self.batch}"
+
+    def all_budgets_gib(self, *, unlimited_gib: float | None, checkpoint_gib: float | None) -> list[float]:
+        """Every budget in GiB, the largest first.
+
+        Args:
+            unlimited_gib, checkpoint_gib: measured peaks; None where there are none.
+        """
+        found = set(self.budgets_gib)
+        if self.like_checkpoint_gib:
+            found.add(self.like_checkpoint_gib if checkpoint_gib is None else math.ceil(checkpoint_gib * 10) / 10)
+        if unlimited_gib is not None:
+            found.update(share * unlimited_gib for share in self.shares)
+        return sorted(found, reverse=True)
+
+
+CASES = (
+    OffloadCase(
+        width=4096,
+        num_layers=10,
+        num_heads=32,
+        batch=1,
+        seq=32768,
+        dtype=torch.bfloat16,
+        budgets_gib=(27.6, 16.0),
+        like_checkpoint_gib=12.6,
+    ),
+    OffloadCase(
+        width=4096, num_layers=10, num_heads=32, batch=4, seq=4096, dtype=torch.bfloat16, budgets_gib=(12.5, 10.0)
+    ),
+)
+SMALL = OffloadCase(width=64, num_layers=3, num_heads=2, batch=4, seq=64, dtype=torch.float32, shares=(0.6,))
+
+
+class Blocks(torch.nn.Module):
+    """Blocks of a GPT in a row; with `recompute`, each under torch.utils.checkpoint."""
+
+    def __init__(self, case: OffloadCase) -> None:
+        super().__init__()
+        config = GPTConfig(
+            vocab_size=256,
+            max_seq_len=case.seq,
+            num_layers=case.num_layers,
+            num_heads=case.num_heads,
+            width=case.width,
+            dropout=0.0,
+        )
+        self.blocks = torch.nn.ModuleList(Block(config) for _ in range(case.num_layers))
+        self.recompute = False
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        """Maps (B, T, C) to (B, T, C)."""
+        for block in self.blocks:
+            x_BTC = checkpoint(block, x_BTC, use_reentrant=False) if self.recompute else block(x_BTC)
+        return x_BTC
+
+
+def make_subject(case: OffloadCase, device: torch.device) -> tuple[Subject, Blocks]:
+    """The blocks of a case on a device, and how a step of them runs: the loss is the mean square of what comes out."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Blocks(case).to(dtype=case.dtype)
+
+    def data(seed: int) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(seed)
+        return torch.randn((case.batch, case.seq, case.width), device=device, generator=generator).to(case.dtype)
+
+    def loss(x_BTC: torch.Tensor) -> torch.Tensor:
+        out_BTC: torch.Tensor = model(x_BTC)
+        return out_BTC.float().square().mean()
+
+    return Subject(model=model, device=device, data=data, loss=loss), model
+
+
+def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadCase, ...]:
+    """The recorded cases on a GPU, a small one on a CPU.
+
+    Args:
+        device: where.
+        shapes: some of them, as in "32768x1,4096x4"; None for all.
+
+    Raises:
+        DeviceError: a CUDA device was asked for and there is none.
+        ConfigError: a shape that there is no case for.
+    """
+    require_device(device)
+    cases = CASES if device.type == "cuda" else (SMALL,)
+    if shapes is None:
+        return cases
+    names = pick(shapes, tuple(case.shape for case in cases), option="--shape")
+    return tuple(case for case in cases if case.shape in names)
+
+
+def require_device(device: torch.device) -> None:
+    """Raises DeviceError where a CUDA device is asked for and there is none."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"--device {device} was asked, but PyTorch sees no GPU here; --device cpu runs a small case.")
+
+
+def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:
+    """Reads names with commas between.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ConfigError(f"{option} {text!r} names {unknown or 'nothing'}; there are {', '.join(known)}.")
+    return names

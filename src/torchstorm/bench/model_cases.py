@@ -1,0 +1,189 @@
+"""Hugging Face models with random weights, and their batches: the recorded ones, and tiny ones for a CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstorm.bench.measure import Subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """A Hugging Face model and its batch.
+
+    Attributes:
+        name: as rows call it.
+        cls, config: names of the classes in transformers.
+        options: of the config.
+        batch: samples.
+        seq: tokens of a sample; 0 for images.
+        image: pixels on a side.
+    """
+
+    name: str
+    cls: str
+    config: str
+    options: dict[str, Any]
+    batch: int
+    seq: int = 0
+    image: int = 224
+
+    @property
+    def shape(self) -> str:
+        """Name and batch, as in "tinyllama-1.1b 2048x4" or "resnet-50 224x256"."""
+        return f"{self.name} {self.seq or self.image}x{self.batch}"
+
+
+ON_A_GPU = (
+    # Published as TinyLlama 1.1B, with a longer batch than its 2048 tokens.
+    ModelCase(
+        name="tinyllama-1.1b",
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options={
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+        },
+        batch=4,
+        seq=2048,
+    ),
+    # Of Qwen3-MoE's build, with 16 experts in 16 layers, 4 of them at work on a token: 2 billion parameters.
+    ModelCase(
+        name="qwen3-moe-2b",
+        cls="Qwen3MoeForCausalLM",
+        config="Qwen3MoeConfig",
+        options={
+            "vocab_size": 32000,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 1024,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "max_position_embeddings": 4096,
+        },
+        batch=2,
+        seq=4096,
+    ),
+    # ViT-H/14.
+    ModelCase(
+        name="vit-huge",
+        cls="ViTForImageClassification",
+        config="ViTConfig",
+        options={
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 224,
+            "num_labels": 1000,
+        },
+        batch=64,
+    ),
+    # The config's defaults are ResNet-50.
+    ModelCase(
+        name="resnet-50",
+        cls="ResNetForImageClassification",
+        config="ResNetConfig",
+        options={"num_labels": 1000},
+        batch=256,
+    ),
+)
+_TINY = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+ON_A_CPU = (
+    ModelCase(
+        name="llama-tiny",
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options={**_TINY, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        batch=4,
+        seq=64,
+    ),
+    ModelCase(
+        name="qwen3-moe-tiny",
+        cls="Qwen3MoeForCausalLM",
+        config="Qwen3MoeConfig",
+        options={
+            **_TINY,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+        },
+        batch=4,
+        seq=64,
+    ),
+    ModelCase(
+        name="vit-tiny",
+        cls="ViTForImageClassification",
+        config="ViTConfig",
+        options={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 32,
+            "num_labels": 4,
+        },
+        batch=4,
+        image=32,
+    ),
+    ModelCase(
+        name="resnet-tiny",
+        cls="ResNetForImageClassification",
+        config="ResNetConfig",
+        options={"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": 4},
+        batch=4,
+        image=64,
+    ),
+)
+
+
+def make_model(case: ModelCase, device: torch.device) -> Subject:
+    """The model with random weights, bf16 on a GPU and float32 on a CPU, and a batch of random data."""
+    transformers = importlib.import_module("transformers")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = getattr(transformers, case.cls)(getattr(transformers, case.config)(**case.options))
+    finally:
+        torch.set_default_dtype(before)
+    model = model.to(device=device, dtype=dtype).train()
+
+    def data(seed: int) -> dict[str, Any]:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def whole(high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(high, shape, device=device, generator=generator)
+
+        if case.seq:
+            tokens = whole(case.options["vocab_size"], case.batch, case.seq)
+            return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        pixels = torch.randn(case.batch, 3, case.image, case.image, device=device, generator=generator)
+        return {"pixel_values": pixels.to(dtype), "labels": whole(case.options["num_labels"], case.batch)}
+
+    def loss(batch: dict[str, Any]) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).loss
+        return found
+
+    return Subject(model=model, device=device, data=data, loss=loss)

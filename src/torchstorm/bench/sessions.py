@@ -1,0 +1,166 @@
+"""Measures a Session at a budget: one under deterministic algorithms for the gradients, another for the time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchstorm.bench.measure import Meter, Reference, clean
+from torchstorm.bench.rows import GIB, Row
+from torchstorm.errors import BudgetError
+from torchstorm.offload.report import Report
+from torchstorm.offload.session import Session
+from torchstorm.plan.recompute import RECOMPUTE
+from torchstorm.sizes import format_size
+
+CHECKED_STEPS = 7
+"""Steps that a reference needs: a Session may take five until its plan is in force, and two must follow it."""
+
+_MOST_WARM = 12
+_SETTLING = 3  # steps by the plan, in which a Session may still correct it
+
+
+def measure_session(
+    meter: Meter,
+    reference: Reference,
+    row: Row,
+    make: Callable[[int], Session],
+    *,
+    steps: int,
+    compiled: bool = False,
+) -> Row:
+    """Checks and times Sessions that `make` opens.
+
+    Args:
+        meter: of what is trained.
+        reference: what its gradients must be.
+        row: what is known before.
+        make: opens a Session with so many bytes on the fast tier.
+        steps: timed, all after the plan is made.
+        compiled: whether the Session compiles the model's blocks.
+
+    Returns:
+        The row, filled in. Without times where gradients differ.
+
+    Raises:
+        TorchstormError: as the Session raises.
+    """
+    assert row.budget_gib is not None
+    budget_bytes = int(row.budget_gib * GIB)
+    repeated = meter.num_repeated
+    wrong, checked_note = _check(meter, reference, make, budget_bytes, compiled=compiled)
+    clean(meter.subject.device)
+    with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
+        warm = 0
+        while session.report().num_planned == 0 and warm < _MOST_WARM:
+            meter.step(session.step)
+            warm += 1
+        before = session.report()
+        timing = meter.time(session.step, warm=_SETTLING, steps=steps)
+        report = session.report()
+        busy = meter.profile(session.step)
+        on_cpu = meter.subject.device.type == "cpu"
+        assert report.measured is not None
+        row = replace(
+            row,
+            peak_gib=(report.measured.ram_bytes if on_cpu else timing.peak_bytes) / GIB,
+            moved_gib=report.moved_bytes / GIB,
+            recomputed_gib=_recomputed_gib(session, blocks),
+            ram_gib=report.measured.ram_bytes / GIB,
+            forward_backward_s=None if wrong else report.measured.step_ms / 1e3,
+            gpu_busy=busy.gpu_busy,
+            overlap=busy.overlap,
+            steps=steps,
+            note=joined(
+                row.note,
+                _planned_note(before, report, steps),
+                f"{meter.num_repeated - repeated} steps repeated, out of memory" * (meter.num_repeated > repeated),
+                checked_note,
+                reference.note,
+            ),
+        )
+        if report.forecast is not None:
+            forecast = report.forecast
+            row = replace(
+                row,
+                forecast_step_s=forecast.step_ms / 1e3,
+                forecast_peak_gib=(forecast.ram_bytes if on_cpu else forecast.vram_bytes) / GIB,
+            )
+    if wrong:
+        return replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown"))
+    return replace(row, checked=True, step_s=timing.median_s, slowest_s=max(timing.seconds))
+
+
+def compiled_reference(meter: Meter, *, steps: int) -> Reference:
+    """What the same compiled blocks compute when they save everything."""
+    with Session(meter.subject.model, unlimited=True) as session, _blocks(session, True):
+        return meter.reference(session.step, steps=steps)
+
+
+def _check(
+    meter: Meter, reference: Reference, make: Callable[[int], Session], budget_bytes: int, *, compiled: bool
+) -> tuple[str, str]:
+    """What is wrong with the gradients, and what is to be said about the check; "" for nothing."""
+
+    def check(nbytes: int) -> str:
+        with make(nbytes) as session, _blocks(session, compiled):
+            return meter.compare(session.step, reference, enough=lambda _: session.report().num_planned >= 2)
+
+    note = ""
+    for _ in range(2):
+        try:
+            return check(budget_bytes), note
+        except BudgetError as error:
+            # Deterministic attention takes more memory than the kind that is timed. Where that is not the reason, the
+            # Session that is timed fails, too.
+            if error.smallest_bytes is None or meter.subject.device.type == "cpu":
+                raise
+            budget_bytes = error.smallest_bytes + error.smallest_bytes // 50  # pragma: gpu
+        note = f"gradients checked at {format_size(budget_bytes)}: deterministic ones need more"  # pragma: gpu
+        clean(meter.subject.device)  # pragma: gpu
+    return check(budget_bytes), note  # pragma: gpu
+
+
+@contextlib.contextmanager
+def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
+    """The Session's compiled blocks, or None; uncompiled again afterwards."""
+    if not compiled:
+        yield None
+        return
+    blocks = session.compile()
+    try:
+        yield blocks
+    finally:
+        blocks.undo()
+        torch._dynamo.reset()
+
+
+def _recomputed_gib(session: Session, blocks: Any) -> float | None:
+    plan = session.plan()
+    if plan is None:
+        return None
+    nbytes = plan.moved_bytes(RECOMPUTE)
+    if blocks is not None:
+        for table in blocks.tables():
+            nbytes += table.nearest("save").saved_bytes - table.nearest(blocks.variants[table.name]).saved_bytes
+    return nbytes / GIB
+
+
+def _planned_note(before: Report, after: Report, steps: int) -> str:
+    planned = after.num_planned - before.num_planned
+    if planned < 0:  # counted anew with a new plan
+        planned = after.num_planned
+    if after.num_planned == 0:
+        return "no step followed a plan"
+    if planned < steps:
+        return f"planned anew in the timed steps: {planned} of {steps} followed the last plan"
+    return ""
+
+
+def joined(*notes: str) -> str:
+    """Those notes that say something, in one line."""
+    return "; ".join(note for note in notes if note)

@@ -1,0 +1,300 @@
+"""A model compiled block by block, each block in a variant that can be changed from step to step.
+
+Blocks that are built alike share one compilation a variant: `torch.compile` sees one function, which takes the block as
+an argument. All variants give the same bits (see `torch_private.compile_with`), so a plan may mix them as it likes.
+
+Graph breaks are tolerated: what lies between the graphs runs uncompiled, and its saved tensors are planned one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchstorm.errors import ConfigError, UnsupportedError
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.blocks import named_blocks, structure
+from torchstorm.offload.partition import GraphCosts, VariantPartitioner
+from torchstorm.offload.saved import SavedTensors
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, Variant, choose_variants
+
+# Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants
+# depends on it.
+_MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
+
+_WITHOUT_GRADIENTS = ""  # saves nothing, so there are no variants
+_numbers = itertools.count()
+
+
+class CompiledBlocks:
+    """The compiled blocks of a model.
+
+    Calls of each block go through torch.compile from now on, as after `block.compile()`; `undo` takes that back.
+    Parameters, names and state dict stay what they are.
+
+    Args:
+        model: whose blocks are compiled; a block that is compiled already is compiled anew.
+        blocks: the blocks, as modules of the model or by dotted name; None finds the repeated ones by structure.
+        variant: in which they begin, one of `plan.variants.VARIANTS`.
+        on_enter: told a block's name when it is called.
+        on_leave: told that it has returned or raised.
+
+    Raises:
+        ConfigError: there is no such variant, a block is no module of the model, or no repeated block was found.
+        UnsupportedError: the model is compiled as a whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Iterable[nn.Module | str] | None = None,
+        *,
+        variant: str = CHEAP,
+        on_enter: Callable[[str], object] | None = None,
+        on_leave: Callable[[], object] | None = None,
+    ) -> None:
+        refuse_compiled_whole(model)
+        self._modules = named_blocks(model, blocks)
+        if not self._modules:
+            raise ConfigError(
+                f"No repeated blocks were found in {type(model).__name__}: no two sibling modules of one class have "
+                'children and parameters. Name what is to be compiled: compile(blocks=["encoder", "decoder"]).'
+            )
+        self._on_enter = on_enter or (lambda name: None)
+        self._on_leave = on_leave or (lambda: None)
+        self._alike: dict[object, _Kind] = {}
+        self._structures = {name: structure(module) for name, module in self._modules.items()}
+        self._kinds = {name: self._alike.setdefault(found, _Kind()) for name, found in self._structures.items()}
+        self.fixed = False  # whether `rechoose` leaves the variants as they are
+        self.choice: Choice | None = None
+        self.variants: dict[str, str] = {}
+        self.set(dict.fromkeys(self._modules, variant))
+        # Dynamo compiles once a variant what a graph break leaves, and once a block where their code reads a number in
+        # which they differ.
+        private.allow_recompiles(len(VARIANTS) * len(self._modules))
+        for name, module in self._modules.items():
+            private.set_call(module, _BlockCall(self, name, module))
+
+    # ------------------------------------------------------------------ variants
+
+    def set(self, variants: Mapping[str, str]) -> None:
+        """From the next call on, the named blocks run in those variants.
+
+        Raises:
+            ConfigError: a block or a variant that does not exist.
+        """
+        for name, variant in variants.items():
+            if variant not in VARIANTS:
+                raise ConfigError(f"variant={variant!r} does not exist; there are {', '.join(VARIANTS)}.")
+            if name not in self._modules:
+                raise ConfigError(f"{name!r} is no compiled block; there are {', '.join(self._modules)}.")
+        self.variants.update(variants)
+
+    def tables(self) -> list[BlockTable]:
+        """What every block that has run with gradients saves in every variant, in the order of the model's modules."""
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds.values()))}
+        return [
+            BlockTable(name=name, variants=kind.merged(), forward_flops=kind.forward_flops, kind=numbers[kind])
+            for name, kind in self._kinds.items()
+            if kind.costs
+        ]
+
+    def choose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None]) -> Choice:
+        """Chooses a variant for every block from a step measured in the present ones; `set` puts it in force.
+
+        Args:
+            trace: the step; its storages' blocks are named as here.
+            plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
+        """
+        return choose_variants(
+            trace,
+            sorted(self.tables(), key=lambda table: _first_save(trace, table.name)),
+            dict(self.variants),
+            plan_of,
+            memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
+        )
+
+    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None]) -> bool:
+        """Chooses once, after the first measured step. True where blocks change, so that the next step is another one.
+
+        Args:
+            trace, plan_of: as for `choose`.
+        """
+        if self.fixed or self.choice is not None or not self.tables():
+            return False
+        self.choice = self.choose(trace, plan_of)
+        before = dict(self.variants)
+        self.set(self.choice.variants)
+        return before != self.variants
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Variants that PyTorch could not make, with the reason: those blocks save more instead."""
+        failed = {
+            f"variant {variant!r} of {type(self._modules[name]).__name__}: {reason}"
+            for name, kind in self._kinds.items()
+            for costs in kind.costs
+            for variant, reason in costs.failed.items()
+        }
+        return tuple(sorted(failed))
+
+    def _kind_of(self, name: str, module: nn.Module) -> _Kind:
+        """With hooks a block is of its own kind: Dynamo does not look at them when it takes one's code for another."""
+        hooks = private.hook_numbers(module)
+        key = (self._structures[name], name, hooks) if hooks else self._structures[name]
+        kind = self._kinds[name] = self._alike.setdefault(key, _Kind())
+        return kind
+
+    def undo(self) -> None:
+        """The blocks run uncompiled again."""
+        for module in self._modules.values():
+            if is_ours(module):
+                private.set_call(module, None)
+
+    def __reduce__(self) -> str:
+        raise UnsupportedError("Compiled blocks belong to one model in one process: compile the copy instead.")
+
+
+class _Kind:
+    """What blocks that are built alike share."""
+
+    def __init__(self) -> None:
+        self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
+        self.partitioners: dict[str, VariantPartitioner] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._told: list[GraphCosts] = []
+
+    def call(self, variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a block in a variant, compiling it where that has not been done."""
+        self._told = []
+        out = self._function(variant)(module, args, kwargs)
+        if self._told and len(self._told) >= len(self.costs):  # else a part was compiled again, for another shape
+            self.costs = self._told
+        return out
+
+    def _function(self, variant: str) -> Callable[..., Any]:
+        if variant not in self._functions:
+            # The first variant to be compiled tells what all of them would save.
+            tells = variant != _WITHOUT_GRADIENTS and not (self.partitioners.keys() - {_WITHOUT_GRADIENTS})
+            partitioner = VariantPartitioner(variant or SAVE, self._tell if tells else None)
+            self.partitioners[variant] = partitioner
+            self._functions[variant] = private.compile_with(_new_function(variant), partitioner, cache=not tells)
+        return self._functions[variant]
+
+    def _tell(self, costs: GraphCosts) -> None:
+        self._told.append(costs)
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(costs.forward_flops for costs in self.costs)
+
+    def merged(self) -> dict[str, Variant]:
+        """The variants of all its graphs together, each graph in the nearest that it has."""
+        found: dict[str, Variant] = {}
+        for name in VARIANTS:
+            parts = [
+                BlockTable(name="", variants=costs.variants, forward_flops=0).nearest(name) for costs in self.costs
+            ]
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole.then(part)
+            if not found or any(part.name == name for part in parts):
+                found[name] = Variant(**{**vars(whole), "name": name})
+        return found
+
+
+class _BlockCall:
+    """What a block's call goes through. A copy of the model does not take it along."""
+
+    def __init__(self, owner: CompiledBlocks, name: str, module: nn.Module) -> None:
+        self._owner = owner
+        self._name = name
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner
+        variant = owner.variants[self._name] if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
+        owner._on_enter(self._name)
+        try:
+            return owner._kind_of(self._name, self._module).call(variant, self._module, args, kwargs)
+        finally:
+            owner._on_leave()
+
+
+def compile_blocks(
+    saved: SavedTensors,
+    model: nn.Module,
+    asked: nn.Module | None,
+    blocks: Iterable[nn.Module | str] | None,
+    variant: str | None,
+) -> CompiledBlocks:
+    """What `Session.compile` does, with its arguments.
+
+    Args:
+        saved: the Session's; it learns which block is running.
+        model: the Session's.
+        asked: the model that the user named, None for the Session's.
+        blocks: see `CompiledBlocks`.
+        variant: for all blocks and all steps; None lets the Session choose after its first step.
+
+    Raises:
+        ConfigError: another model than the Session's was named; or as `CompiledBlocks` raises.
+        UnsupportedError: as `CompiledBlocks` raises.
+    """
+    if asked is not None and asked is not model:
+        refuse_compiled_whole(asked)
+        raise ConfigError(
+            f"compile({type(asked).__name__}) was asked, but this Session trains another model "
+            f"({type(model).__name__}): call compile() without one, or make a Session for the other."
+        )
+    compiled = CompiledBlocks(
+        model,
+        blocks,
+        variant=variant or CHEAP,
+        on_enter=lambda name: saved.blocks.append(name),
+        on_leave=lambda: saved.blocks.pop() if saved.blocks else None,
+    )
+    compiled.fixed = variant is not None
+    return compiled
+
+
+def is_ours(module: nn.Module) -> bool:
+    """Whether a module is a compiled block of `CompiledBlocks`."""
+    return isinstance(private.get_call(module), _BlockCall)
+
+
+def refuse_compiled_whole(model: nn.Module) -> None:
+    """Raises where nothing can be planned within a model.
+
+    Raises:
+        UnsupportedError: the model was compiled as a whole.
+    """
+    if private.is_compiled(model) and not is_ours(model):
+        inner = getattr(model, "_orig_mod", model)
+        raise UnsupportedError(
+            f"This {type(inner).__name__} was compiled as a whole, so its backward asks for every saved tensor at once "
+            "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
+            "and compile it block by block with storm.compile(model)."
+        )
+
+
+def _first_save(trace: Trace, block: str) -> int:
+    own = (s.made for s in trace.storages if s.block == block or s.block.startswith(f"{block}."))
+    return min(own, default=trace.num_moments)
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _new_function(name: str) -> Callable[..., Any]:
+    """A function of its own: Dynamo counts compilations by code object, and remembers sizes by its name."""
+    name = f"block_{name}_{next(_numbers)}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)

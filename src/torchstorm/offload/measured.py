@@ -1,0 +1,66 @@
+"""What a Session has measured of its steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import replace
+
+import torch
+
+from torchstorm.offload.clock import seconds_between
+from torchstorm.offload.report import highest_of
+from torchstorm.plan.forecast import Figures
+
+Marks = tuple[object, object]
+
+
+class Measured:
+    """Peaks and times: of the last step, of all, and of those that followed the plan in force."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_planned = 0  # steps that followed the plan in force
+        self.last: Figures | None = None
+        self._highest: Figures | None = None
+        self._planned_highest: Figures | None = None
+        self._times: deque[Marks] = deque(maxlen=256)
+        self._unread: deque[Marks] = deque(maxlen=8)  # of steps that followed the plan in force
+
+    def plan_changed(self) -> None:
+        """Another plan is in force: what the steps of the one before it showed does not tell of this one."""
+        self.num_planned, self._planned_highest = 0, None
+        self._unread.clear()
+
+    def count(self, figures: Figures, marks: Marks, *, followed: bool) -> None:
+        """A step has ended, having followed the plan in force or not."""
+        self.num_steps += 1
+        self.last = figures
+        self._highest = highest_of(self._highest, figures)
+        if followed:
+            if self.num_planned == 0:
+                self._times.clear()  # until a step follows the plan, the earlier ones' times are all there is
+            self.num_planned += 1
+            self._planned_highest = highest_of(self._planned_highest, figures)
+            self._unread.append(marks)
+        self._times.append(marks)
+
+    def new_times_s(self) -> list[float]:
+        """Seconds of steps that followed the plan in force, each told once; of the device those that it has done."""
+        found = []
+        while self._unread and _is_reached(self._unread[0][1]):
+            found.append(seconds_between(*self._unread.popleft()))
+        return found
+
+    def planned_or_all(self) -> tuple[Figures | None, Figures | None]:
+        """Over the steps that followed the plan in force, or else over all: peaks and the median time; and the highest
+        bytes and the slowest of the steps known. None before the first step has ended."""
+        if self._highest is None:
+            return None, None
+        times_ms = [seconds_between(*marks) * 1e3 for marks in self._times]
+        measured = replace(self._planned_highest or self._highest, step_ms=statistics.median(times_ms))
+        return measured, replace(self._highest, step_ms=max([*times_ms, self._highest.step_ms]))
+
+
+def _is_reached(mark: object) -> bool:
+    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())

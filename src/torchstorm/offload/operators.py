@@ -1,0 +1,94 @@
+"""What an operator does to its arguments, read from its schema: whether it may run again, and what it writes to."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Their outputs are whatever lay in memory, or are filled by something that nobody sees.
+_UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+# Operators of others may do what their schemas do not say (count, log, talk to other processes).
+_TRUSTED = frozenset({"aten", "prims", "torchvision", "torchstorm"})
+# They change what a tensor refers to, not only its bytes.
+_REBINDING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+# They fill their first argument, whatever was in it.
+_OVERWRITING = frozenset(
+    {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_"}
+    | {"normal_", "random_", "uniform_", "zero_"}
+)
+# They write the running statistics (arguments 3 and 4, in training) and their schemas do not say so.
+_BATCH_NORM = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+_TRAINING = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """How a recorded step treats one operator.
+
+    Attributes:
+        name: "aten.addmm.default".
+        repeatable: whether running it with the same arguments gives the same outputs, and nothing else happens.
+        is_view: whether its outputs are its arguments, looked at differently.
+        writes: positions of the arguments that it changes.
+        write_names: the same for arguments given by name.
+        in_place: whether it changes its first argument, returns it, and does nothing else.
+        overwrites: of those, whether it fills the argument, whatever was in it.
+        draws: whether it draws random numbers.
+        keeps_statistics: whether it is a batch norm with hidden writes.
+    """
+
+    name: str
+    repeatable: bool
+    is_view: bool
+    writes: tuple[int, ...] = ()
+    write_names: tuple[str, ...] = ()
+    in_place: bool = False
+    overwrites: bool = False
+    draws: bool = False
+    keeps_statistics: bool = False
+
+
+@functools.cache
+def operator(func: Any) -> Operator:
+    """Reads an operator's schema and tags.
+
+    Args:
+        func: what `__torch_dispatch__` was given: an OpOverload, or a higher-order operator, which is not repeatable.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        return Operator(name=str(func), repeatable=False, is_view=False)
+    schema, tags = func._schema, func.tags
+    written = [index for index, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+    aliases = [item for item in schema.returns if item.alias_info is not None]
+    is_view = (not written and bool(aliases)) or torch.Tag.inplace_view in tags
+    in_place = written == [0] and len(schema.returns) == 1 == len(aliases) and not schema.arguments[0].kwarg_only
+    base_name = schema.name.split("::")[1]
+    repeatable = (
+        (not written or in_place)
+        and not is_view
+        and func.namespace in _TRUSTED
+        and base_name not in _UNINITIALISED | _REBINDING
+        # Their output's size is known only once they have run, which makes the host wait for the device.
+        and torch.Tag.dynamic_output_shape not in tags
+        and torch.Tag.data_dependent_output not in tags
+    )
+    return Operator(
+        name=str(func),
+        repeatable=repeatable,
+        is_view=is_view,
+        writes=tuple(index for index in written if not schema.arguments[index].kwarg_only),
+        write_names=tuple(schema.arguments[index].name for index in written),
+        in_place=in_place,
+        overwrites=in_place and base_name in _OVERWRITING,
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        keeps_statistics=func.namespace == "aten" and base_name in _BATCH_NORM,
+    )
+
+
+def without_statistics(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A batch norm's arguments for running it again: in training without the running statistics, which it would move
+    a second time and which its outputs do not depend on."""
+    return (*args[:3], None, None, *args[5:]) if args[_TRAINING] else args

@@ -1,0 +1,279 @@
+"""Records a step's operations as they are dispatched, below autograd and autocast: what was called, with what.
+
+From these records a tensor that autograd saved can be computed again from others that are still there, one operation
+at a time, without running any of the model's own code a second time: counters do not count twice, caches do not grow,
+autocast has nothing to decide, and a random operation draws from the state that it drew from before.
+
+A record keeps no memory alive but that of weights, of the model's inputs and of tiny tensors. All others are named by
+their bytes' origin, a `Value`.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchstorm.offload.operators import Operator, operator, without_statistics
+from torchstorm.offload.parcels import Call, Leaf, Ref, Value, View, weak_reference
+
+_TINY_BYTES = 4096  # what no record knows and is no larger is kept for the records that use it
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What lies in a storage now. The reference keeps its address from being used for another one."""
+
+    watch: StorageWeakRef
+    version: int
+    value: Value
+
+
+class Tape(TorchDispatchMode):
+    """Active while a step's forward runs; in backward, and once `idle` is set, it only passes calls on.
+
+    Args:
+        device: whose tensors are recorded.
+        is_leaf: whether the storage at an address is a weight, a buffer or an input of the model.
+        mark: takes the time before and after each operation.
+    """
+
+    def __init__(
+        self, device: torch.device, *, is_leaf: Callable[[int], bool], mark: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.idle = False
+        self.mark = mark
+        self.probe: Probe | None = None  # sees every operation of a step that is traced
+        self.calls: list[Call] = []  # those whose times were taken
+        self.num_calls = 0
+        self._signature = 0
+        self._device = device
+        self._is_leaf = is_leaf
+        self._known: dict[int, _Known] = {}
+        self._leaves: dict[int, list[Leaf]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions stay compiled under it: what they do inside is not recorded."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.idle or torch._C._current_graph_task_id() != -1:
+            return func(*args, **kwargs)
+        what = operator(func)
+        if what.is_view:
+            return func(*args, **kwargs)
+        if what.writes or what.write_names:
+            self._protect_leaves(what, args, kwargs)
+        # Without gradients runs what is inside a custom function, whose kernels may write where nobody sees it.
+        recordable = what.repeatable and torch.is_grad_enabled()
+        if not recordable:
+            out = func(*args, **kwargs)
+            self._forget_written(what, args, kwargs)
+            return out
+        return self._record(func, what, args, kwargs)
+
+    def value_of(self, storage: torch.UntypedStorage, version: int) -> Value | None:
+        """What lies in a storage, None where that is not known."""
+        known = self._known.get(storage._cdata)
+        return known.value if known is not None and known.version == version else None
+
+    def clear(self) -> None:
+        """Forgets the step. Records live on in what autograd still holds."""
+        self.idle = True
+        self.calls = []
+        self._known = {}
+        self._leaves = {}
+
+    # ------------------------------------------------------------------ recording
+
+    def _record(self, func: Any, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not all(has_bytes(tensor) for tensor in _tensors((args, list(kwargs.values())))):
+            return func(*args, **kwargs)
+        inputs: list[Value] = []
+        described = tuple(self._describe(arg, inputs) for arg in args)
+        described_kwargs = {name: self._describe(arg, inputs) for name, arg in kwargs.items()}
+        call = Call(self._device, func, what, described, described_kwargs, inputs, [], [], None, self.num_calls, 0)
+        if what.keeps_statistics:
+            call.args = without_statistics(described)
+        if what.in_place and what.overwrites and _covers_all(args[0]) and isinstance(described[0], Ref):
+            call.inputs = [value for value in inputs if value is not described[0].value]
+        if what.draws:
+            call.state = self._generator(kwargs).get_state()
+        if self.probe is not None:
+            self.probe.before(call, _storages(described, args) | _storages(described_kwargs, kwargs))
+        start = self.mark() if self.mark is not None else None
+        out = func(*args, **kwargs)
+        if self.mark is not None:
+            call.marks = (start, self.mark())
+            self.calls.append(call)
+        self.num_calls += 1
+        tensors = tensors_of(out)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors if has_bytes(tensor)]
+        self._signature = zlib.crc32(f"{what.name}{sizes}".encode(), self._signature)
+        call.signature = self._signature
+        if what.in_place:
+            self._written(call, args[0])
+        else:
+            self._made(call, tensors, list(_tensors((args, list(kwargs.values())))))
+        if self.probe is not None:
+            self.probe.after(call, out)
+        return out
+
+    def _describe(self, arg: Any, inputs: list[Value]) -> Any:
+        """What stands in a record for an argument."""
+        if isinstance(arg, torch.Tensor):
+            return self._describe_tensor(arg, inputs)
+        if isinstance(arg, list | tuple) and any(isinstance(item, torch.Tensor) for item in arg):
+            return type(arg)([self._describe(item, inputs) for item in arg])
+        return arg
+
+    def _describe_tensor(self, tensor: torch.Tensor, inputs: list[Value]) -> Ref | Leaf:
+        if tensor.is_inference():  # it has no version counter, so nobody knows whether it will still be what it is
+            inputs.append(Value(0, None))
+            return Leaf(tensor, 0)
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if tensor.device != self._device:
+            return self._leaf(tensor)
+        known = self._known.get(address)
+        if known is None:
+            if self._is_leaf(address) or storage.nbytes() <= _TINY_BYTES:
+                return self._leaf(tensor)
+            known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
+        elif known.version != tensor._version:
+            # Changed by something that was not recorded, or a part with a version counter of its own.
+            known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
+        if known.value not in inputs:
+            inputs.append(known.value)
+        return Ref(known.value, View.of(tensor))
+
+    def _leaf(self, tensor: torch.Tensor) -> Leaf:
+        leaf = Leaf(tensor, tensor._version)  # itself: below autograd, an alias would count its own versions
+        self._leaves.setdefault(tensor.untyped_storage()._cdata, []).append(leaf)
+        return leaf
+
+    def _remember(self, storage: torch.UntypedStorage, version: int, value: Value) -> _Known:
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._known[storage._cdata] = _Known(weak_reference(storage), version, value)
+        else:
+            known.version, known.value = version, value
+        return known
+
+    def _made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """Names an operation's outputs; what shares an argument's storage is a view, whatever the schema says."""
+        seen = {tensor.untyped_storage()._cdata for tensor in arguments}
+        for place, tensor in enumerate(tensors):
+            if tensor.device != self._device or not has_bytes(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in seen or not storage.nbytes():
+                continue
+            seen.add(storage._cdata)
+            self._add_output(call, storage, tensor._version, place)
+
+    def _written(self, call: Call, tensor: torch.Tensor) -> None:
+        """Names what an in-place operation left; autograd counts the change only after this."""
+        if isinstance(call.args[0], Ref):
+            self._add_output(call, tensor.untyped_storage(), tensor._version + 1, 0)
+
+    def _add_output(self, call: Call, storage: torch.UntypedStorage, version: int, place: int) -> None:
+        value = Value(storage.nbytes(), call)
+        self._remember(storage, version, value)
+        call.outputs.append(weakref.ref(value))
+        call.places.append(place)
+
+    def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
+        return kwargs.get("generator") or default_generator(self._device)
+
+    # ------------------------------------------------------------------ writes
+
+    def _protect_leaves(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A weight, buffer or input is about to change: records that use it get a copy of what it was."""
+        for tensor in _written_to(what, args, kwargs):
+            for leaf in self._leaves.pop(tensor.untyped_storage()._cdata, ()):
+                if leaf.tensor._version == leaf.version:
+                    leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
+                    leaf.version = leaf.tensor._version
+
+    def _forget_written(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in _written_to(what, args, kwargs):
+            known = self._known.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                known.version, known.value = -1, Value(known.value.nbytes, None)
+
+
+class Probe:
+    """What a traced step does around every recorded operation; see `offload.probe`."""
+
+    def before(self, call: Call, storages: dict[Value, torch.UntypedStorage]) -> None:
+        """The operation is about to run for the first time, on values that now lie in `storages`."""
+
+    def after(self, call: Call, out: Any) -> None:
+        """It has run."""
+
+
+def _storages(described: Any, actual: Any) -> dict[Value, torch.UntypedStorage]:
+    """Where the values among a call's arguments lie."""
+    if isinstance(described, Ref):
+        return {described.value: actual.untyped_storage()}
+    if isinstance(described, dict):
+        described, actual = list(described.values()), list(actual.values())
+    found: dict[Value, torch.UntypedStorage] = {}
+    if isinstance(described, list | tuple):
+        for one, other in zip(described, actual, strict=True):
+            found |= _storages(one, other)
+    return found
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that operations on a device draw from unless they are given one."""
+    if device.type == "cuda":  # pragma: gpu
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than plain numbers in a storage."""
+    plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
+    return plain and not (tensor.is_nested or tensor.is_quantized or torch._is_zerotensor(tensor))
+
+
+def tensors_of(out: Any) -> list[torch.Tensor]:
+    """The tensors that an operation returned, in order."""
+    return [out] if isinstance(out, torch.Tensor) else list(_tensors(out)) if isinstance(out, list | tuple) else []
+
+
+def _tensors(items: Any) -> Iterator[torch.Tensor]:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _tensors(item)
+
+
+def _written_to(what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call changes, wherever they stand among its arguments."""
+    written = [args[index] for index in what.writes if index < len(args)]
+    for tensor in _tensors([*written, *(kwargs[name] for name in what.write_names if name in kwargs)]):
+        if has_bytes(tensor):
+            yield tensor
+
+
+def _covers_all(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are all there is in its storage."""
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return dense and tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -1,0 +1,204 @@
+"""Everything that torchstorm takes from inside PyTorch for compiled blocks, in one place.
+
+Names with an underscore move between versions. These were tried on torch 2.11 and 2.13; what is newer than either is
+asked for before it is used. `custom_partitioner_fn` is Inductor's own opening for a partition function (torch >= 2.9).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+# What Inductor's min-cut may do once these are off: compute again whatever is cheap, even where backward needs the
+# whole tensor in memory. Random operations, reductions to few elements and all that it does not know stay saved.
+_LIFTED = {
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+}
+
+
+def partition(joint: fx.GraphModule, inputs: Any, *, lift_bans: bool, again: set[str], **options: Any) -> Graphs:
+    """Splits a joint graph into forward and backward by PyTorch's own min-cut.
+
+    Args:
+        joint: forward and backward in one graph; it is changed.
+        inputs: as PyTorch gave them.
+        lift_bans: whether cheap operations may run again where PyTorch would save what they made.
+        again: names of nodes that must run again in backward.
+        options: what else PyTorch gave.
+
+    Raises:
+        RuntimeError: PyTorch finds no cut.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in joint.graph.nodes:
+        if node.name in again:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    with config.patch({"activation_memory_budget": 1.0, **(_LIFTED if lift_bans else {})}):
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
+    """A joint graph that can be partitioned without changing the first one."""
+    graph = fx.Graph()
+    copied = graph.graph_copy(joint.graph, {}, return_output_node=True)
+    assert isinstance(copied, tuple)
+    values, output = copied
+    graph.output(values).meta = dict(output.meta)
+    return fx.GraphModule(joint, graph)
+
+
+def compile_with(function: Callable[..., Any], partitioner: object, *, cache: bool) -> Callable[..., Any]:
+    """`torch.compile` with a partition function, and with every low-precision operation rounded as in eager mode.
+
+    Without that rounding a value that backward computes again inside a fused kernel keeps its float32 digits, where
+    the saved one had lost them, and gradients in bfloat16 depend on what was saved.
+
+    Args:
+        function: what is compiled.
+        partitioner: called with a joint graph, its inputs and what `partition` takes; gives forward and backward
+            graph. Its method `uuid` tells it from others in Inductor's cache on disk.
+        cache: whether Inductor may use what it compiled in an earlier run; the partitioner is not asked then.
+    """
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    CustomPartitionerFn.register(type(partitioner))
+    options: dict[str, Any] = {"custom_partitioner_fn": partitioner, **EXACT_OPTIONS}
+    if not cache:
+        options["fx_graph_cache"] = False
+    return torch.compile(function, options=options)
+
+
+EXACT_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+"""Inductor's options under which recomputed values have the bits of the saved ones."""
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module's call goes through torch.compile: it came from `torch.compile(module)`, or after
+    `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or get_call(module) is not None
+
+
+def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes calls of `module` go through `call`, as `module.compile()` does; None undoes it."""
+    module._compiled_call_impl = call
+
+
+def get_call(module: torch.nn.Module) -> object:
+    """What `set_call` or `module.compile()` has set; None where nothing has."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's call, hooks and all, without torch.compile."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def hook_numbers(module: torch.nn.Module) -> tuple[int, ...]:
+    """What tells the hooks on a module and within it from all others that there were."""
+    return tuple(
+        number
+        for inner in module.modules()
+        for hooks in (inner._forward_pre_hooks, inner._forward_hooks, inner._backward_pre_hooks, inner._backward_hooks)
+        for number in hooks
+    )
+
+
+def allow_recompiles(num_more: int) -> None:
+    """Lets Dynamo compile a function so many times more before it gives up and leaves it uncompiled."""
+    from torch._dynamo import config
+
+    config.recompile_limit += num_more
+    config.accumulated_recompile_limit += num_more
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a node gives, as tensors without memory."""
+    return node.meta.get("val")
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether a node of a joint graph is an operation of the user's forward, or made of those alone."""
+    return node.op == "call_function" and node.meta.get("partitioner_tag") in (None, "is_forward")
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws, or may draw, random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an operation works element by element, or only looks differently at its input."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or is_view(node) or _packet(node) in _FUSED
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operation makes no bytes of its own."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target.is_view)
+    return getattr(target, "__name__", "") == "getitem"
+
+
+def matmul_flops(node: fx.Node) -> int:
+    """Floating-point operations of a matrix product or convolution; 0 for everything else, attention included."""
+    packet = _packet(node)
+    if node.op != "call_function" or packet not in flop_registry or "attention" in str(packet):
+        return 0
+    args, kwargs, out = fx.map_arg((node.args, node.kwargs, node), lambda other: _shape(other.meta["val"]))
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of a node's elements; 0 for what is no tensor. Of sizes that vary, what they are this time."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return int(math.prod(_shape(value))) * value.element_size()
+
+
+def _shape(value: Any) -> Any:
+    """A tensor's sizes as plain numbers: asking a symbolic one for its value would tie the graph to it."""
+    return tuple(_plain(size) for size in value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _plain(size: int | torch.SymInt) -> int:
+    return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+_aten = torch.ops.aten
+_FUSED = {
+    torch.ops.prims.convert_element_type,
+    torch.ops.prims.iota,
+    _aten.where,
+    _aten.full,
+    _aten.clone,
+    _aten._to_copy,
+    _aten._unsafe_view,
+}
+
+
+def outputs_of(graph: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that a graph returns, in order."""
+    (output,) = graph.graph.find_nodes(op="output")
+    return [node for node in output.args[0] if isinstance(node, fx.Node)]

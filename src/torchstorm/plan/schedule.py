@@ -1,0 +1,405 @@
+"""Given what happens to every parcel, when it leaves and when it comes back, and how long the step then takes.
+
+Both orders are forced. Copies out run in the order in which parcels are sealed; where room is needed, the one whose
+copy ends first gives its own up, as late as memory allows, and earlier only when its copy has long ended. Copies back
+are wanted in the order of need, so they begin in that order, each as soon as there is room until it is needed.
+With more memory every copy back begins no later, in the same order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from torchstorm.plan.forecast import DISK, KEEP, RAM, SLOT_BYTES, Placement, channel_speed, hops
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.recompute import RECOMPUTE, Replay, Replayer
+from torchstorm.plan.trace import Trace
+
+TIERS = (KEEP, RECOMPUTE, RAM, DISK)
+KEPT, AGAIN, TO_RAM, TO_DISK = range(4)
+"""A choice has one byte per parcel: its tier's place in `TIERS`."""
+
+_MARGIN = 0.3  # a copy that ended this share of its own time ago has surely ended
+_DROP, _SEAL, _REPLAY, _NEED, _FETCH = range(5)  # what happens at a moment, in order
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False, kw_only=True)
+class Schedule:
+    """A choice, placed in time.
+
+    Attributes:
+        choice: the choice, less what would come back at once when it leaves: that is kept.
+        drops, fetches: moments, by parcel; 0 for those kept.
+        over_bytes: by how much it exceeds the limit on the fast tier; where it does, it is not placed in time, and
+            `seconds` has the bytes of the mean interval.
+        slow_over_bytes: by how much what moves exceeds what the slower tiers hold.
+        seconds: of the step.
+    """
+
+    choice: bytes
+    drops: list[int]
+    fetches: list[int]
+    over_bytes: int
+    slow_over_bytes: int
+    seconds: float
+
+    @property
+    def score(self) -> tuple[int, int, float]:
+        """Smaller is better: first what fits, then what is fast."""
+        return (self.over_bytes, self.slow_over_bytes, self.seconds)
+
+    def placements(self) -> tuple[Placement, ...]:
+        """One per parcel."""
+        return tuple(
+            Placement(tier=KEEP) if code == KEPT else Placement(tier=TIERS[code], drop=drop, fetch=fetch)
+            for code, drop, fetch in zip(self.choice, self.drops, self.fetches, strict=True)
+        )
+
+
+class Scheduler:
+    """Places the parcels of one trace on one machine.
+
+    Args:
+        trace, machine: as for `solve`.
+        ram_bytes, disk_bytes: what may move there, as the trace's device has such a tier; None for no such tier.
+    """
+
+    def __init__(self, trace: Trace, machine: Machine, *, ram_bytes: int | None, disk_bytes: int | None) -> None:
+        self.trace, self.machine, self.num = trace, machine, trace.num_moments
+        self.limits = {TO_RAM: ram_bytes, TO_DISK: disk_bytes}
+        self.replayer = Replayer(trace)
+        self.away = TO_RAM if ram_bytes is not None else TO_DISK if disk_bytes is not None else KEPT
+        self._clock = [0.0, *accumulate(moment.compute_s for moment in trace.moments)]
+        self.compute_s = self._clock[-1]
+        self._other = np.array([m.other_bytes for m in trace.moments], dtype=np.float64) + trace.staging_bytes
+        self._still = np.array([m.still_bytes for m in trace.moments], dtype=np.float64) + trace.staging_bytes
+        parcels = trace.parcels
+        self._nbytes = [parcel.nbytes for parcel in parcels]
+        self._sizes = np.array(self._nbytes, dtype=np.float64)
+        self._owned = np.array([parcel.owned for parcel in parcels], dtype=np.int64)
+        self._sealed = np.array([parcel.sealed for parcel in parcels], dtype=np.int64)
+        self._needed = np.array([parcel.needed for parcel in parcels], dtype=np.int64)
+        self._freed = np.array([parcel.freed for parcel in parcels], dtype=np.int64)
+        self._slots = -(-np.array(self._nbytes, dtype=np.int64) // SLOT_BYTES) * SLOT_BYTES
+        by_seal = sorted(range(len(parcels)), key=lambda number: (parcels[number].sealed, number))
+        self._by_seal = np.array(by_seal, dtype=np.int64)
+        self._by_need = np.array(
+            sorted(range(len(parcels)), key=lambda number: (parcels[number].needed, number)), dtype=np.int64
+        )
+        self._need_rank = np.empty(len(parcels), dtype=np.int64)
+        self._need_rank[self._by_need] = np.arange(len(parcels))
+        self._seal_rank = np.empty(len(parcels), dtype=np.int64)
+        self._seal_rank[self._by_seal] = np.arange(len(parcels))
+        self._legs_s = {
+            (tier, way): [
+                [parcel.nbytes / channel_speed(machine, leg, way) for parcel in parcels]
+                for leg in (hops(trace.device, TIERS[tier]) if way == "out" else hops(trace.device, TIERS[tier])[::-1])
+            ]
+            for tier in (TO_RAM, TO_DISK)
+            if self.limits[tier] is not None
+            for way in ("out", "back")
+        }
+        fixed = np.zeros(self.num + 1)
+        owner, starts, stops, sizes = [], [], [], []
+        for storage in trace.storages:
+            if storage.owned >= storage.freed:
+                continue
+            if storage.parcel < 0:
+                fixed[storage.owned] += storage.nbytes
+                fixed[storage.freed] -= storage.nbytes
+            else:
+                owner.append(storage.parcel)
+                starts.append(storage.owned)
+                stops.append(storage.freed)
+                sizes.append(storage.nbytes)
+        self._fixed = fixed
+        self._part_owner = np.array(owner, dtype=np.int64)
+        self._part_owned = np.array(starts, dtype=np.int64)
+        self._part_freed = np.array(stops, dtype=np.int64)
+        self._part_sizes = np.array(sizes, dtype=np.float64)
+
+    # ------------------------------------------------------------------ bytes
+
+    def least(self, choice: bytes) -> tuple[Floats, Ints, dict[int, Replay]] | None:
+        """Bytes in every interval if all that moves is away as long as can be; when each is needed first, by itself or
+        to compute another; and what is computed again. None where something cannot be."""
+        codes = np.frombuffer(choice, dtype=np.uint8)
+        again = self.replayer.play(np.flatnonzero(codes == AGAIN).tolist())
+        if again is None:
+            return None
+        need = self._needed
+        fetch = np.full(len(codes), self.num)
+        other = self._other
+        if again:
+            need = need.copy()
+            for moment, replay in reversed(again.items()):
+                fetch[replay.made] = moment
+                need[replay.sources] = np.minimum(need[replay.sources], moment)
+            need = np.maximum(need, self._sealed + 1)
+            if self.trace.device == "cuda":
+                at = np.fromiter(again, dtype=np.int64, count=len(again))
+                extra = np.array([replay.transient_bytes for replay in again.values()], dtype=np.float64)
+                other = other.copy()
+                other[at] = np.maximum(other[at], self._still[at] + extra)
+        moved = codes >= TO_RAM
+        back = np.where(moved, need, fetch)
+        away = codes != KEPT
+        out = moved & (self._owned <= self._sealed)
+        comes = away & (back < self._freed)
+        parts = codes[self._part_owner] == KEPT
+        places = np.concatenate(
+            (
+                self._owned[out],
+                back[comes],
+                self._part_owned[parts],
+                self._sealed[out] + 1,
+                self._freed[comes],
+                self._part_freed[parts],
+            )
+        )
+        sizes = np.concatenate((self._sizes[out], self._sizes[comes], self._part_sizes[parts]))
+        edges = np.bincount(places, weights=np.concatenate((sizes, -sizes)), minlength=self.num + 1) + self._fixed
+        return np.cumsum(edges)[:-1] + other, back, again
+
+    def slow_over(self, choice: bytes) -> tuple[bytes, int]:
+        """The choice with what RAM has no room for on disk, needed last first; and by how much it is still too much."""
+        codes = np.frombuffer(choice, dtype=np.uint8)
+        ram, disk = self.limits[TO_RAM], self.limits[TO_DISK]
+        if ram is not None and disk is not None:
+            codes = np.where(codes == TO_DISK, TO_RAM, codes).astype(np.uint8)
+            if self._slow_peak(codes == TO_RAM) > ram:
+                order = [number for number in self._by_need[::-1].tolist() if codes[number] == TO_RAM]
+                # As few as will do: the peak falls with every one that goes.
+                low, high = 0, len(order)
+                while low < high:
+                    middle = (low + high) // 2
+                    trial = codes == TO_RAM
+                    trial[order[:middle]] = False
+                    if self._slow_peak(trial) <= ram:
+                        high = middle
+                    else:
+                        low = middle + 1
+                codes[order[:low]] = TO_DISK
+            choice = codes.tobytes()
+        over = 0
+        for tier, limit in self.limits.items():
+            if limit is not None:
+                over = max(over, self._slow_peak(codes == tier) - limit)
+        return choice, over
+
+    def slow_peak(self, choice: bytes, tier: int) -> int:
+        """Most bytes at once that a slower tier holds."""
+        return self._slow_peak(np.frombuffer(choice, dtype=np.uint8) == tier)
+
+    def _slow_peak(self, there: npt.NDArray[np.bool_]) -> int:
+        sizes = self._slots[there]
+        if not sizes.size:
+            return 0
+        edges = np.zeros(self.num + 1, dtype=np.int64)
+        np.add.at(edges, self._sealed[there], sizes)
+        np.subtract.at(edges, self._freed[there], sizes)
+        return int(np.cumsum(edges).max())
+
+    # ------------------------------------------------------------------ time
+
+    def place(self, choice: bytes, limit: int) -> Schedule | None:
+        """Places a choice within a limit on the fast tier; None where something cannot be computed again."""
+        choice, slow_over = self.slow_over(choice)
+        found = self.least(choice)
+        if found is None:
+            return None
+        profile, need, again = found
+        over = max(0, int(profile.max()) - limit)
+        if over:
+            # Where two peak alike, the one that takes less on the whole is nearer to what fits.
+            return Schedule(
+                choice=choice,
+                drops=[],
+                fetches=[],
+                over_bytes=over,
+                slow_over_bytes=slow_over,
+                seconds=float(profile.mean()),
+            )
+        codes = bytearray(choice)
+        back = need.tolist()
+        moved = self._by_seal[np.frombuffer(choice, dtype=np.uint8)[self._by_seal] >= TO_RAM]
+        drops = self._drop(profile, codes, moved, back, limit)
+        self._fetch(profile, codes, moved, back, drops, limit)
+        for number, code in enumerate(codes):
+            if code == AGAIN:
+                drops[number] = self.trace.parcels[number].sealed
+        seconds = self.seconds(codes, drops, back, again)
+        return Schedule(
+            choice=bytes(codes), drops=drops, fetches=back, over_bytes=0, slow_over_bytes=slow_over, seconds=seconds
+        )
+
+    def _drop(self, profile: Floats, codes: bytearray, moved: Ints, need: list[int], limit: int) -> list[int]:
+        """Chooses the drops; adds what they take until then to the profile. What is never dropped is kept."""
+        drops = [0] * len(codes)
+        if not moved.size:
+            return drops
+        clock, nbytes = self._clock, self._nbytes
+        starts = np.maximum(self._sealed[moved] + 1, self._owned[moved])
+        needs = np.minimum(np.array(need, dtype=np.int64)[moved], self.num)
+        # A parcel counts from its start; at its need it is in the profile. Both come before what is sealed then.
+        events = np.concatenate((needs * 3, starts * 3 + 1, self._sealed[moved] * 3 + 2))
+        numbers = np.concatenate((moved, moved, moved))
+        order = np.lexsort((self._seal_rank[numbers], events))
+        highest = np.maximum.accumulate(profile).tolist()
+        queue: list[tuple[float, int]] = []
+        gone: set[int] = set()
+        left: dict[int, float] = {}
+        legs = {code: self._legs_s[code, "out"] for code in (TO_RAM, TO_DISK) if (code, "out") in self._legs_s}
+        idle_link = idle_disk = delay = held = 0.0
+        on_gpu = self.trace.device == "cuda"
+        done = 0
+        for event, number in zip(events[order].tolist(), numbers[order].tolist(), strict=True):
+            moment, kind = divmod(event, 3)
+            while queue and done < moment:
+                ended, first = queue[0]
+                room = limit - held
+                forced = moment
+                if highest[moment - 1] > room:
+                    full = profile[done:moment] > room
+                    place = int(full.argmax())
+                    if full[place]:
+                        forced = done + place
+                surely = ended + _MARGIN * legs[codes[first]][-1][first] - delay
+                free = bisect_left(clock, surely, done, moment)
+                if min(free, forced) >= moment:
+                    break
+                if forced < free:
+                    delay = max(delay, ended - clock[forced])
+                    done = forced
+                else:
+                    done = free
+                drops[first] = done
+                queue.pop(0)
+                gone.add(first)
+                held -= nbytes[first]
+            done = max(done, moment)
+            if kind == 2:
+                now = clock[moment] + delay
+                times = legs[codes[number]]
+                if on_gpu:
+                    idle_link = now = max(now, idle_link) + times[0][number]
+                if codes[number] == TO_DISK:
+                    idle_disk = now = max(now, idle_disk) + times[-1][number]
+                left[number] = now
+            elif kind == 1:
+                if need[number] > moment:
+                    insort(queue, (left[number], number))
+                    held += nbytes[number]
+            elif number not in gone:
+                codes[number] = KEPT
+                if (left.get(number, -1.0), number) in queue:
+                    queue.remove((left[number], number))
+                    held -= nbytes[number]
+        stops = np.array(need, dtype=np.int64)[moved]
+        is_gone = np.frombuffer(codes, dtype=np.uint8)[moved] != KEPT
+        stops[is_gone] = np.array(drops, dtype=np.int64)[moved][is_gone]
+        counts = starts < stops
+        sizes = self._sizes[moved][counts]
+        edges = np.bincount(
+            np.concatenate((starts[counts], stops[counts])),
+            weights=np.concatenate((sizes, -sizes)),
+            minlength=self.num + 1,
+        )
+        profile += np.cumsum(edges)[:-1]
+        return drops
+
+    def _fetch(
+        self, profile: Floats, codes: bytearray, moved: Ints, back: list[int], drops: list[int], limit: int
+    ) -> None:
+        """Chooses the fetches: turns `back` from when each parcel is needed into when it comes."""
+        wanted = [number for number in moved.tolist() if codes[number] != KEPT and back[number] < self.num]
+        rank = self._need_rank.tolist()
+        wanted.sort(key=lambda number: (back[number], rank[number]))
+        begin = 0
+        for number in wanted:
+            last, nbytes = back[number], self._nbytes[number]
+            begin = max(begin, drops[number])
+            if begin < last:
+                full = (profile[begin:last] > limit - nbytes).nonzero()[0]
+                if full.size:
+                    begin += int(full[-1]) + 1
+                profile[begin:last] += nbytes
+            fetch = min(begin, last)
+            if fetch <= drops[number]:
+                codes[number] = KEPT
+            back[number] = fetch
+
+    def seconds(
+        self, codes: Sequence[int], drops: Sequence[int], fetches: Sequence[int], again: dict[int, Replay]
+    ) -> float:
+        """Seconds of the step: what `forecast.forecast_s` says of the same placements."""
+        kinds = np.frombuffer(bytes(codes), dtype=np.uint8)
+        moved = np.flatnonzero(kinds >= TO_RAM)
+        base = len(codes) + 1
+        at = np.concatenate(
+            (
+                np.array(drops, dtype=np.int64)[moved] * 5 + _DROP,
+                self._sealed[moved] * 5 + _SEAL,
+                np.fromiter(again, dtype=np.int64, count=len(again)) * 5 + _REPLAY,
+                self._needed[moved] * 5 + _NEED,
+                np.array(fetches, dtype=np.int64)[moved] * 5 + _FETCH,
+            )
+        )
+        within = np.concatenate((moved, moved, np.zeros(len(again), dtype=np.int64), moved, self._need_rank[moved]))
+        keys = np.sort(at * base + within)
+        by_need = self._by_need.tolist()
+        clock = self._clock
+        delay = idle_out = idle_write = idle_read = idle_back = 0.0
+        left: dict[int, float] = {}
+        came: dict[int, float] = {}
+        on_gpu = self.trace.device == "cuda"
+        empty: list[list[float]] = []
+        out_s = {code: self._legs_s.get((code, "out"), empty) for code in (TO_RAM, TO_DISK)}
+        back_s = {code: self._legs_s.get((code, "back"), empty) for code in (TO_RAM, TO_DISK)}
+        for key in keys.tolist():
+            event, number = divmod(key, base)
+            moment, kind = divmod(event, 5)
+            if moment >= self.num:
+                break
+            if kind == _DROP:
+                delay = max(delay, left[number] - clock[moment])
+                continue
+            if kind == _SEAL:
+                now = clock[moment] + delay
+                times = out_s[codes[number]]
+                if on_gpu:
+                    idle_out = now = max(now, idle_out) + times[0][number]
+                if codes[number] == TO_DISK:
+                    idle_write = now = max(now, idle_write) + times[-1][number]
+                left[number] = now
+                continue
+            waited: Sequence[int] = (number,)
+            if kind == _REPLAY:
+                waited = [source for source in again[moment].sources if codes[source] >= TO_RAM]
+            elif kind == _FETCH:
+                waited = (by_need[number],)
+            for one in waited:
+                if kind == _REPLAY and drops[one] > moment:
+                    continue  # it has not left yet
+                if one not in came:
+                    now = max(clock[moment] + delay, left[one])
+                    times = back_s[codes[one]]
+                    if codes[one] == TO_DISK:
+                        idle_read = now = max(now, idle_read) + times[0][one]
+                    if on_gpu:
+                        idle_back = now = max(now, idle_back) + times[-1][one]
+                    came[one] = now
+                if kind != _FETCH:
+                    delay = max(delay, came[one] - clock[moment])
+            if kind == _REPLAY:
+                delay += again[moment].seconds
+        return clock[self.num] + delay

@@ -1,0 +1,177 @@
+"""Looks for the fastest choice of keep, recompute or move for every parcel.
+
+Few parcels: every choice is tried. Many: parcels that are alike (bytes, the operations that make them again) form a
+class, the same tensor of every repeated block. From a few starts the search changes several members of one class at
+once, those made first or last, by large steps and then by small ones, and then members of two classes at once, as long
+as the forecast gets better.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchstorm.plan.polish import polished
+from torchstorm.plan.schedule import AGAIN, KEPT, TO_RAM, Schedule, Scheduler
+
+_EXHAUSTIVE = 800  # so few choices are all tried
+_POLISHED = 5  # so few moves in a choice are each tried at every moment
+_STARTS = 3  # so many starts are followed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Class:
+    """Parcels that are alike, in the order of making.
+
+    Attributes:
+        members: their numbers.
+        seconds: what computing one again takes where its inputs are at hand; infinite where that cannot be.
+        nbytes: of one.
+    """
+
+    members: tuple[int, ...]
+    seconds: float
+    nbytes: int
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """What computing again costs for what it saves."""
+        return self.seconds / self.nbytes
+
+
+def classes_of(scheduler: Scheduler) -> list[Class]:
+    """Groups a trace's parcels by structure, those that are cheapest to compute again first."""
+    trace = scheduler.trace
+    groups: dict[tuple[object, ...], list[int]] = {}
+    seconds: dict[tuple[object, ...], float] = {}
+    for number, parcel in enumerate(trace.parcels):
+        replay = scheduler.replayer.alone(number)
+        ops = () if replay is None else tuple(trace.ops[index].name for index in replay.ops)
+        key = (parcel.nbytes, parcel.num_storages, replay is None, ops)
+        groups.setdefault(key, []).append(number)
+        seconds[key] = max(seconds.get(key, 0.0), math.inf if replay is None else replay.seconds)
+    found = [
+        Class(members=tuple(members), seconds=seconds[key], nbytes=trace.parcels[members[0]].nbytes)
+        for key, members in groups.items()
+    ]
+    return sorted(found, key=lambda one: (one.seconds_per_byte, one.members))
+
+
+class Search:
+    """Looks for the best choice within a limit on the fast tier.
+
+    Args:
+        scheduler: places a choice.
+        limit: bytes of the fast tier.
+        deadline: by `time.perf_counter`.
+    """
+
+    def __init__(self, scheduler: Scheduler, limit: int, deadline: float) -> None:
+        self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
+        self.complete = True
+        self.num_tried = 0
+        self._classes = classes_of(scheduler)
+        self._able = [False] * len(scheduler.trace.parcels)
+        for one in self._classes:
+            for number in one.members:
+                self._able[number] = one.seconds < math.inf
+        self._seen: dict[bytes, Schedule | None] = {}
+
+    def run(self) -> Schedule:
+        """The best choice found; one that exceeds the limit where none that fits was."""
+        away = [self.scheduler.away] if self.scheduler.away != KEPT else []
+        options = [[KEPT, *away, *([AGAIN] if able else [])] for able in self._able]
+        if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
+            return self._try_all(options)
+        starts: dict[bytes, Schedule] = {}
+        for choice in self._starts():
+            found = self.attempt(choice)
+            if found is not None:
+                starts.setdefault(found.choice, found)
+        ranked = sorted(starts.values(), key=lambda found: found.score)
+        return min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
+
+    def attempt(self, choice: bytes) -> Schedule | None:
+        """Places one choice; None where it is impossible."""
+        if choice not in self._seen:
+            self.num_tried += 1
+            self._seen[choice] = self.scheduler.place(choice, self.limit)
+        return self._seen[choice]
+
+    def _try_all(self, options: list[list[int]]) -> Schedule:
+        choices = [bytes(choice) for choice in itertools.product(*options)]
+        best = min((found for choice in choices if (found := self.attempt(choice))), key=lambda found: found.score)
+        if best.over_bytes or best.slow_over_bytes:
+            return best
+        for choice in choices:
+            if sum(code >= TO_RAM for code in choice) <= _POLISHED:
+                found = polished(self.scheduler, choice, self.limit, best.seconds)
+                if found is not None and found.score < best.score:
+                    best = found
+        return best
+
+    def _late(self) -> bool:
+        if time.perf_counter() < self.deadline:
+            return False
+        self.complete = False
+        return True
+
+    def _starts(self) -> Iterator[bytes]:
+        """Everything kept, everything away, and ever more classes computed again beside both."""
+        for rest in dict.fromkeys((KEPT, self.scheduler.away)):
+            choice = bytearray([rest]) * len(self._able)
+            yield bytes(choice)
+            for one in self._classes:
+                if one.seconds == math.inf:
+                    continue
+                for number in one.members:
+                    choice[number] = AGAIN
+                yield bytes(choice)
+
+    def _climb(self, best: Schedule) -> Schedule:
+        step = 1 << max(len(one.members) for one in self._classes).bit_length() - 1
+        while step:
+            improved = True
+            while improved and not self._late():
+                improved = False
+                for changed in self._moves(best, step):
+                    found = self.attempt(changed)
+                    if found is not None and _is_better(found, best):
+                        best, improved = found, True
+                        break
+            step //= 2
+        return best
+
+    def _moves(self, best: Schedule, step: int) -> Iterator[bytes]:
+        """Choices that differ in one class by `step` members."""
+        for one in self._classes:
+            yield from self._moves_of(best.choice, one, step)
+
+    def _moves_of(self, choice: bytes, one: Class, step: int) -> Iterator[bytes]:
+        options = list(dict.fromkeys((KEPT, self.scheduler.away)))
+        if one.seconds < math.inf:
+            options.append(AGAIN)
+        for source in options:
+            places = [number for number in one.members if self._kind(choice[number]) == source]
+            if not places:
+                continue
+            for target in options:
+                if target == source:
+                    continue
+                for chosen in (places[:step], places[-step:]) if len(places) > step else (places,):
+                    changed = bytearray(choice)
+                    for number in chosen:
+                        changed[number] = target
+                    yield bytes(changed)
+
+    def _kind(self, code: int) -> int:
+        return self.scheduler.away if code >= TO_RAM else code
+
+
+def _is_better(found: Schedule, best: Schedule) -> bool:
+    if (found.over_bytes, found.slow_over_bytes) != (best.over_bytes, best.slow_over_bytes):
+        return found.score < best.score
+    return found.seconds < best.seconds * (1 - 1e-6)

@@ -1,0 +1,339 @@
+"""Chooses a variant for every compiled block: what it saves, and so what its backward computes again.
+
+A compiled block's backward asks for all that it saved at once, and what it can compute again was settled when it was
+compiled: in a few variants, once for all blocks that are alike. A plan chooses among them, block by block, and
+`plan.solve` then moves what they save. One measured step tells times and memory of all blocks in the variant that they
+ran in; for another variant the trace is rewritten by what their graphs say.
+
+First blocks are needed last, when the gradients exist, so they save least: only such mixes are tried.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from torchstorm.errors import BudgetError
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.trace import PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
+
+SAVE, CHEAP, LEAN, INPUTS = "save", "cheap", "lean", "inputs"
+VARIANTS = (SAVE, CHEAP, LEAN, INPUTS)
+"""From the one that saves most to the one that computes most again."""
+
+_SMALL_BYTES = 4096  # of a storage that no plan moves
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What one block saves in one variant, beyond its inputs, outputs and weights.
+
+    Attributes:
+        name: one of `VARIANTS`.
+        sizes: bytes of every saved storage, of 1 KiB and more.
+        small_bytes: of all smaller ones.
+        backward_flops: floating-point operations of the matrix products that run again in backward.
+        backward_bytes: bytes that operations of forward write again in backward.
+        peak_bytes: most that backward holds at once, what was saved included.
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    small_bytes: int = 0
+    backward_flops: int = 0
+    backward_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that it saves."""
+        return sum(self.sizes) + self.small_bytes
+
+    def then(self, other: Variant) -> Variant:
+        """Both together, one after the other in forward: two graphs of one block."""
+        return Variant(
+            name=self.name,
+            sizes=self.sizes + other.sizes,
+            small_bytes=self.small_bytes + other.small_bytes,
+            backward_flops=self.backward_flops + other.backward_flops,
+            backward_bytes=self.backward_bytes + other.backward_bytes,
+            peak_bytes=max(self.peak_bytes + other.saved_bytes, other.peak_bytes + self.saved_bytes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTable:
+    """One block's variants.
+
+    Attributes:
+        name: dotted, as the trace calls it.
+        variants: by name; those that would save no less than the one before are missing.
+        forward_flops: of its matrix products and convolutions.
+        kind: the same for blocks that are built alike, which take equally long.
+    """
+
+    name: str
+    variants: Mapping[str, Variant]
+    forward_flops: int
+    kind: int = 0
+
+    def nearest(self, name: str) -> Variant:
+        """The variant of that name; where there is none, the leanest that saves more."""
+        while name not in self.variants:
+            name = VARIANTS[VARIANTS.index(name) - 1]
+        return self.variants[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A variant for every block.
+
+    Attributes:
+        variants: variant by block.
+        step_ms: forecast of the step; None where no mix was found that keeps to the budget, so that the leanest was
+            taken.
+        num_tried: mixes that were planned to find it.
+    """
+
+    variants: dict[str, str]
+    step_ms: float | None
+    num_tried: int
+
+
+def choose_variants(
+    trace: Trace,
+    tables: Sequence[BlockTable],
+    measured: Mapping[str, str],
+    plan_of: Callable[[Trace], Plan | None],
+    *,
+    memory_bytes_per_s: float,
+    max_tries: int = 60,
+    max_seconds: float = 10.0,
+) -> Choice:
+    """Finds the fastest mix whose plan keeps to the budget.
+
+    Args:
+        trace: a measured step.
+        tables: the blocks in the order in which they run.
+        measured: the variant that each block ran in when the trace was taken.
+        plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
+        memory_bytes_per_s: how fast element-wise operations write, roughly.
+        max_tries, max_seconds: when to stop and take the best found.
+    """
+    num = len(tables)
+    trace = warm_trace(trace, tables)
+    stop = time.monotonic() + max_seconds
+    scores: dict[tuple[int, ...], tuple[int, float]] = {}
+
+    def names(cuts: tuple[int, ...]) -> dict[str, str]:
+        """Block i is as lean as there are cuts beyond it."""
+        return {
+            table.name: table.nearest(VARIANTS[sum(index < cut for cut in cuts)]).name
+            for index, table in enumerate(tables)
+        }
+
+    def score(cuts: tuple[int, ...]) -> tuple[int, float]:
+        if cuts not in scores:
+            mixed = mixed_trace(trace, tables, measured, names(cuts), memory_bytes_per_s=memory_bytes_per_s)
+            try:
+                plan = plan_of(mixed)
+                scores[cuts] = (1, inf) if plan is None else (0, plan.forecast.step_ms)
+            except BudgetError as error:
+                scores[cuts] = (1, float(error.needed_bytes))
+        return scores[cuts]
+
+    num_cuts = len(VARIANTS) - 1
+    best = min(
+        (tuple(num if level <= lean else 0 for level in range(1, num_cuts + 1)) for lean in range(num_cuts + 1)),
+        key=score,
+    )
+    step = 1 << max(0, num.bit_length() - 1)
+    while step:
+        better = min((moved for moved in _neighbours(best, step, num)), key=score, default=best)
+        if len(scores) > max_tries or time.monotonic() > stop:
+            break
+        # A tenth of a percent is inside the forecast's error.
+        if score(better) < (score(best)[0], score(best)[1] * 0.999):
+            best = better
+        else:
+            step //= 2
+    feasible = score(best)[0] == 0
+    chosen = best if feasible else (num,) * num_cuts
+    return Choice(variants=names(chosen), step_ms=score(best)[1] if feasible else None, num_tried=len(scores))
+
+
+def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, ...]]:
+    """Mixes with one cut moved, the others pushed along so that they stay in order."""
+    found = []
+    for place in range(len(cuts)):
+        for delta in (-step, step):
+            to = min(max(cuts[place] + delta, 0), num)
+            moved = [max(cut, to) for cut in cuts[:place]] + [to] + [min(cut, to) for cut in cuts[place + 1 :]]
+            if tuple(moved) != cuts:
+                found.append(tuple(moved))
+    return found
+
+
+def warm_trace(trace: Trace, tables: Sequence[BlockTable]) -> Trace:
+    """The step with every block as fast as the fastest of its kind: the first one was being compiled meanwhile."""
+    moments = list(trace.moments)
+    groups: dict[int, list[_Span]] = {}
+    for table in tables:
+        span = _span_of(trace, trace.storages, table.name)
+        if span is not None:
+            groups.setdefault(table.kind, []).append(span)
+    for spans in groups.values():
+        for intervals in (_Span.forward, _Span.backward):
+            seconds = [sum(moments[at].compute_s for at in intervals(span)) for span in spans]
+            for span, took in zip(spans, seconds, strict=True):
+                for at in intervals(span):
+                    share = min(seconds) / took if took > 0 else 1.0
+                    moments[at] = replace(moments[at], compute_s=moments[at].compute_s * share)
+    return replace(trace, moments=tuple(moments))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a block is in a step.
+
+    Attributes:
+        storages: those that it saved first.
+        before: the last moment of what ran before it.
+        packed: moment of its last pack.
+        unpacked: moment of its last unpack.
+    """
+
+    storages: tuple[int, ...]
+    before: int
+    packed: int
+    unpacked: int
+
+    def forward(self) -> range:
+        """The intervals in which its forward ran."""
+        return range(self.before, self.packed)
+
+    def backward(self) -> range:
+        """The interval in which its backward ran: after all its storages were asked for."""
+        return range(self.unpacked, self.unpacked + 1)
+
+
+def _span_of(trace: Trace, storages: Sequence[SavedStorage], name: str) -> _Span | None:
+    """None where the step has no backward of the block."""
+    own = {n for n, storage in enumerate(storages) if storage.block == name or storage.block.startswith(f"{name}.")}
+    needed = [storages[n].needed for n in own if storages[n].needed < trace.num_moments]
+    if not needed:
+        return None
+    first = min(storages[n].made for n in own)
+    # What the block saves besides may have been saved before: its own input, for one.
+    before = max((s.made for n, s in enumerate(storages) if n not in own and s.made < first), default=0)
+    unpacked = max(needed)
+    while unpacked + 1 < trace.num_moments and trace.moments[unpacked + 1].signature[:2] in {(UNPACK, n) for n in own}:
+        unpacked += 1  # another view of a storage that was asked for already
+    return _Span(tuple(sorted(own)), before, max(storages[n].made for n in own), unpacked)
+
+
+def mixed_trace(
+    trace: Trace,
+    tables: Sequence[BlockTable],
+    measured: Mapping[str, str],
+    wanted: Mapping[str, str],
+    *,
+    memory_bytes_per_s: float,
+) -> Trace:
+    """The step as it would be with other variants.
+
+    Storages that a block would not save any more have no bytes in it; those that it would save besides are packed and
+    unpacked with its others. Times change by what runs again, at the speed at which the block's forward ran.
+    """
+    moments = list(trace.moments)
+    storages = list(trace.storages)
+    inserted: list[tuple[int, Moment]] = []  # before which old moment
+    added: list[tuple[int, int, int, SavedStorage]] = []  # (pack, unpack) in `inserted`, old moment of freeing
+    for table in tables:
+        old, new = table.nearest(measured[table.name]), table.nearest(wanted[table.name])
+        span = _span_of(trace, storages, table.name)
+        if old is new or span is None:
+            continue
+        own, unpacked = span.storages, span.unpacked
+        gone = Counter(old.sizes) - Counter(new.sizes)
+        for number in own:
+            if gone[storages[number].nbytes] > 0:
+                gone[storages[number].nbytes] -= 1
+                storages[number] = replace(storages[number], nbytes=0, parcel=-1, value=-1)
+        for nbytes in (Counter(new.sizes) - Counter(old.sizes)).elements():
+            places = []
+            for at, kind in ((span.packed, PACK), (unpacked, UNPACK)):
+                still = moments[at].still_bytes  # nothing of the user's runs in between
+                moment = Moment(
+                    kind=kind,
+                    storage=len(trace.storages) + len(added),
+                    nbytes=nbytes,
+                    compute_s=0.0,
+                    other_bytes=still,
+                    still_bytes=still,
+                )
+                places.append(len(inserted))
+                inserted.append((at, moment))
+            block = storages[own[-1]].block
+            fields = {"made": 0, "owned": 0, "needed": 0, "freed": 0}
+            storage = SavedStorage(nbytes=nbytes, parcel=-1, block=block, **fields)
+            added.append((places[0], places[1], unpacked + 1, storage))
+        seconds = sum(moments[at].compute_s for at in span.forward())
+        rate = table.forward_flops / seconds if seconds > 0 else 0.0
+        extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
+        if rate:
+            extra += (new.backward_flops - old.backward_flops) / rate
+        working = (new.peak_bytes - new.saved_bytes) - (old.peak_bytes - old.saved_bytes)
+        moments[unpacked] = replace(
+            moments[unpacked],
+            compute_s=max(0.0, moments[unpacked].compute_s + extra),
+            other_bytes=max(0, moments[unpacked].other_bytes + working) if trace.device == "cuda" else 0,
+        )
+    return _with_inserted(trace, moments, storages, inserted, added)
+
+
+def _with_inserted(
+    trace: Trace,
+    moments: list[Moment],
+    storages: list[SavedStorage],
+    inserted: list[tuple[int, Moment]],
+    added: list[tuple[int, int, int, SavedStorage]],
+) -> Trace:
+    order = sorted(range(len(inserted)), key=lambda place: (inserted[place][0], place))
+    ats = [inserted[place][0] for place in order]
+
+    def now(old: int) -> int:
+        """Where an old moment is."""
+        return old + bisect_right(ats, old)
+
+    new_index = {place: inserted[place][0] + rank for rank, place in enumerate(order)}
+    merged: list[Moment] = []
+    waiting = [(inserted[place][0], inserted[place][1]) for place in order]
+    for index, moment in enumerate(moments):
+        while waiting and waiting[0][0] == index:
+            merged.append(waiting.pop(0)[1])
+        merged.append(moment)
+    moved = [
+        replace(s, made=now(s.made), owned=now(s.owned), needed=now(s.needed), freed=now(s.freed)) for s in storages
+    ]
+    for pack, unpack, freed, storage in added:
+        made = new_index[pack]
+        moved.append(replace(storage, made=made, owned=made, needed=new_index[unpack], freed=now(freed)))
+    # Parcels anew: those that lost all their storages are gone, every added storage travels alone.
+    numbers: dict[int, int] = {}
+    parcel_bytes: list[int] = []
+    for number, storage in enumerate(moved):
+        is_new = number >= len(storages)
+        stays = storage.nbytes < _SMALL_BYTES if is_new else storage.parcel < 0
+        if stays:
+            continue
+        key = -1 - number if is_new else storage.parcel
+        if key not in numbers:
+            numbers[key] = len(parcel_bytes)
+            parcel_bytes.append(storage.nbytes if is_new else trace.parcels[storage.parcel].nbytes)
+        moved[number] = replace(storage, parcel=numbers[key])
+    return replace(trace, moments=tuple(merged), storages=tuple(moved), parcels=make_parcels(moved, parcel_bytes))

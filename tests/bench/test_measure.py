@@ -1,0 +1,194 @@
+"""Steps that are compared: which gradients pass, and what a check leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from torchstorm.bench.measure import Context, Meter, Subject, deterministic
+from torchstorm.bench.ways import keep_everything
+from torchstorm.errors import OutOfVRAMError
+
+
+def make_subject(*, optimizer: bool = False) -> Subject:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
+
+    def data(seed: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(x).square().mean()
+        return found
+
+    adam = torch.optim.AdamW(model.parameters()) if optimizer else None
+    return Subject(model=model, device=torch.device("cpu"), data=data, loss=loss, optimizer=adam)
+
+
+def after(change: Any, *, turn: int = 1) -> Context:
+    """A context that does something after forward and backward, in one of its turns."""
+    calls = 0
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        nonlocal calls
+        calls += 1
+        yield
+        if calls == turn:
+            change()
+
+    return context
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_the_same_training_passes(optimizer: bool) -> None:
+    meter = Meter(make_subject(optimizer=optimizer))
+    reference = meter.reference(keep_everything, steps=3)
+    assert reference.bits
+    assert reference.note == ""
+    assert reference.steps[0] != reference.steps[1], "every step has data of its own"
+    meter.time(keep_everything, warm=1, steps=2)
+    assert meter.compare(keep_everything, reference, enough=lambda steps: steps == 3) == ""
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_one_bit_of_one_gradient_in_one_step_is_named(turn: int) -> None:
+    subject = make_subject()
+    meter = Meter(subject)
+    reference = meter.reference(keep_everything, steps=3)
+
+    def flip() -> None:
+        gradient = subject.model[0].bias.grad  # type: ignore[index]
+        assert isinstance(gradient, torch.Tensor)
+        gradient.view(torch.int32)[0] ^= 1
+
+    found = meter.compare(after(flip, turn=turn), reference, enough=lambda steps: steps == 3)
+    assert found == f"in step {turn} the bits of 0.bias differ"
+
+
+def test_a_buffer_a_missing_gradient_and_all_of_them_missing_are_seen() -> None:
+    subject = make_subject()
+    meter = Meter(subject)
+    reference = meter.reference(keep_everything, steps=2)
+    norm: Any = subject.model[1]  # type: ignore[index]
+    assert "1.running_mean" in meter.compare(after(lambda: norm.running_mean.add_(1)), reference)
+    assert "1.weight" in meter.compare(after(lambda: setattr(norm.weight, "grad", None)), reference)
+    assert "3 more" in meter.compare(after(lambda: subject.model.zero_grad(set_to_none=True)), reference)
+    assert meter.compare(keep_everything, reference) == "", "buffers are what they were again"
+
+
+def test_too_few_steps_do_not_pass() -> None:
+    meter = Meter(make_subject())
+    reference = meter.reference(keep_everything, steps=2)
+    found = meter.compare(keep_everything, reference, enough=lambda steps: False)
+    assert found == "2 steps agree, but that is too few to tell"
+
+
+def test_gradients_are_compared_by_size_where_bits_cannot_be_asked_for() -> None:
+    subject = make_subject()
+    meter = Meter(subject)
+    reference = replace(meter.reference(keep_everything, steps=2, keep_gradients=True), bits=False)
+    assert reference.gradients.keys() == dict(subject.model.named_parameters()).keys()
+
+    def scale(factor: float) -> None:
+        for parameter in subject.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+
+    error, wrong = meter.compare_size(after(lambda: scale(1.01)), reference)
+    assert error == pytest.approx(0.01, rel=1e-3)
+    assert wrong == ""
+    assert meter.compare_size(after(lambda: scale(1.1)), reference)[1] == "they are off by 10.0%, more than 5%"
+    assert meter.compare(keep_everything, reference) == ""
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_operation_without_a_deterministic_form_is_told(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_subject()
+    calls = 0
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError("some_op_cuda does not have a deterministic implementation, but you set ...")
+        found: torch.Tensor = subject.model(x).square().mean()
+        return found if same else found * (1 + calls * 1e-3)
+
+    reference = Meter(replace(subject, loss=loss)).reference(keep_everything, steps=2)
+    assert reference.bits == same
+    assert reference.note.startswith("some_op_cuda cannot run deterministically, ")
+    assert reference.note.endswith("agree to the last bit" if same else "compared by size")
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_other_errors_are_not_taken_for_that() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        Meter(replace(make_subject(), loss=loss)).reference(keep_everything, steps=1)
+
+
+def test_a_step_that_ran_out_of_memory_is_repeated_with_the_same_numbers() -> None:
+    meter = Meter(make_subject())
+    reference = meter.reference(keep_everything, steps=2)
+    failures = 0
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        nonlocal failures
+        yield
+        if failures < 2:
+            failures += 1
+            meter.subject.model.zero_grad(set_to_none=True)
+            meter.subject.model.load_state_dict(start)
+            raise OutOfVRAMError("repeat the step")
+
+    meter._reset()
+    start = {name: value.clone() for name, value in meter.subject.model.state_dict().items()}
+    assert meter.compare(context, reference) == ""
+    assert meter.num_repeated == 2
+
+
+def test_a_step_that_runs_out_of_memory_again_and_again_fails() -> None:
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        yield
+        raise OutOfVRAMError("repeat the step")
+
+    meter = Meter(make_subject())
+    with pytest.raises(OutOfVRAMError):
+        meter.step(context)
+    assert meter.num_repeated == 2
+
+
+def test_a_step_leaves_no_gradients_and_an_optimizer_changes_the_weights() -> None:
+    for optimizer in (False, True):
+        subject = make_subject(optimizer=optimizer)
+        before = [parameter.detach().clone() for parameter in subject.model.parameters()]
+        timing = Meter(subject).time(keep_everything, warm=0, steps=3)
+        assert len(timing.seconds) == 3
+        assert min(timing.seconds) <= timing.median_s <= max(timing.seconds)
+        assert all(parameter.grad is None for parameter in subject.model.parameters())
+        changed = [not torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True)]
+        assert any(changed) == optimizer
+
+
+def test_checking_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.are_deterministic_algorithms_enabled()
+    with deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert torch.are_deterministic_algorithms_enabled() == before
+    with pytest.raises(KeyError), deterministic(warn_only=True):
+        raise KeyError
+    assert torch.are_deterministic_algorithms_enabled() == before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()

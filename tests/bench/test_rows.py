@@ -1,0 +1,143 @@
+"""Rows: one line each, and a file that is whole after each one and can be made in parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchstorm.bench.rows import Results, Row, format_row
+from torchstorm.errors import StorageError
+
+CPU = torch.device("cpu")
+
+
+def ignore(line: str) -> None:
+    """Says nothing."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+def results(path: Path | None, **options: Any) -> Results:
+    return Results("offload", CPU, path=path, say=options.pop("say", ignore), **options)
+
+
+def test_a_row_prints_what_it_has() -> None:
+    row = Row(shape="x", way="trl", note="trl is not installed")
+    assert format_row(row).split() == ["trl", *["-"] * 10, "NOT", "CHECKED;", *row.note.split()]
+    full = Row(
+        shape="x",
+        way="session",
+        budget_gib=16.0,
+        step_s=1.2571,
+        over_unlimited=1.0287,
+        peak_gib=15.61,
+        gpu_busy=0.98,
+        overlap=0.876,
+        forecast_step_s=1.26,
+        forecast_peak_gib=15.6,
+        moved_gib=20.5,
+        recomputed_gib=0.5,
+        checked=True,
+    )
+    assert " ".join(format_row(full).split()) == (
+        "session 16.00 GiB 1257 ms 1.029 1260 ms 15.61 GiB 15.60 GiB 98% 88% 20.50 GiB 512.00 MiB checked"
+    )
+
+
+def test_the_file_has_every_row_as_soon_as_it_is_done(tmp_path: Path) -> None:
+    file, said = tmp_path / "rows.json", list[str]()
+    run = results(file, say=said.append)
+    for number, way in enumerate(("unlimited", "session"), 1):
+        run.add(Row(shape="8x1", way=way))
+        assert [row["way"] for row in read(file)] == ["unlimited", "session"][:number]
+    assert said == [format_row(row) for row in run.rows]
+    record = json.loads(file.read_text())
+    assert {"op", "device", "driver", "python", "torch", "cuda", "commit", "time"} < set(record)
+    assert [Row(**row) for row in record["rows"]] == run.rows
+
+
+def test_a_second_run_replaces_its_rows_and_keeps_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    first = results(file)
+    kept = [first.add(Row(shape="8x1", way="session", budget_gib=gib, note="first")) for gib in (1.0, 2.0)]
+    second = results(file)
+    anew = second.add(Row(shape="8x1", way="session", budget_gib=2.0, note="second"))
+    other = second.add(Row(shape="4x1", way="session", budget_gib=2.0))
+    assert [Row(**row) for row in read(file)] == [kept[0], anew, other]
+    assert second.rows == [anew, other]
+
+
+def test_another_machines_rows_are_replaced_and_that_is_said(tmp_path: Path) -> None:
+    file, said = tmp_path / "rows.json", list[str]()
+    results(file).add(Row(shape="8x1", way="session"))
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "torch": "1.0"}))
+    run = results(file, say=said.append)
+    assert "torch '1.0'" in said[0]
+    run.add(Row(shape="8x1", way="unlimited"))
+    assert [row["way"] for row in read(file)] == ["unlimited"]
+
+
+def test_rows_of_an_older_form_go(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    results(file).add(Row(shape="8x1", way="session"))
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "rows": [*record["rows"], {"case": "x", "way": "trl"}]}))
+    results(file).add(Row(shape="8x1", way="unlimited"))
+    assert [row["way"] for row in read(file)] == ["session", "unlimited"]
+
+
+def test_a_record_of_its_own_keeps_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    results(file).add(Row(shape="8x1", way="session", budget_gib=1.0))
+    results(file, merge=False).add(Row(shape="8x1", way="session", budget_gib=1.1))
+    assert [row["budget_gib"] for row in read(file)] == [1.1]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [], "op": "wall"}'])
+def test_a_file_of_something_else_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "notes.json"
+    file.write_text(text)
+    with pytest.raises(StorageError, match=r"notes\.json .*name another file"):
+        results(file)
+    assert file.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    run = results(tmp_path / "missing" / "rows.json")
+    with pytest.raises(StorageError, match="cannot be written"):
+        run.add(Row(shape="8x1", way="session"))
+
+
+def test_times_relate_to_what_they_compare_with() -> None:
+    run = results(None)
+    eager = run.add(Row(shape="8x1", way="session", step_s=3.0, against="unlimited"))
+    compiled = run.add(Row(shape="8x1", way="session-compiled", step_s=3.0, against="compile"))
+    failed = run.add(Row(shape="8x1", way="trl", against="unlimited"))
+    elsewhere = run.add(Row(shape="4x1", way="session", step_s=3.0, against="unlimited"))
+    run.against("8x1", "unlimited", 2.0)
+    assert run.rows == [replace(eager, over_unlimited=1.5), compiled, failed, elsewhere]
+
+
+def test_the_newest_row_with_a_peak_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    first = results(file)
+    first.add(Row(shape="8x1", way="checkpoint", peak_gib=1.0))
+    second = results(file)
+    found = second.find("8x1", "checkpoint")
+    assert found is not None
+    assert found.peak_gib == 1.0
+    second.add(Row(shape="8x1", way="checkpoint", peak_gib=2.0))
+    second.add(Row(shape="8x1", way="checkpoint", note="failed"))
+    found = second.find("8x1", "checkpoint")
+    assert found is not None
+    assert found.peak_gib == 2.0
+    assert second.find("8x2", "checkpoint") is None

@@ -1,0 +1,474 @@
+"""Compiled blocks: every variant and every mix gives the bits of the one that saves most, within a budget too.
+
+Two compilers: Inductor where its own kernels are what is tested, and the same partitions run operation by operation
+(`quickly`) where it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn import functional as F
+
+from offload.steps import Outcome, assert_same
+from torchstorm.errors import ConfigError, UnsupportedError
+from torchstorm.models.gpt import GPT, GPTConfig
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled import CompiledBlocks, refuse_compiled_whole
+from torchstorm.offload.session import Session
+from torchstorm.plan.variants import CHEAP, INPUTS, SAVE, VARIANTS
+
+CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, width=64, dropout=0.1)
+BATCH = 8
+# Said by Inductor and Dynamo of themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    from torch._dynamo import config
+
+    torch.compiler.reset()
+    counters.clear()
+    limits = config.recompile_limit, config.accumulated_recompile_limit
+    yield
+    config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partitions of `compile_with`, run operation by operation."""
+    from functorch.compile import nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compile_with(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
+        def split(joint: Any, inputs: Any, **options: Any) -> Any:
+            return partitioner(joint, inputs, **options)
+
+        compilers = {"fw_compiler": nop, "bw_compiler": nop, "inference_compiler": nop}
+        options = {"partition_fn": split, "decompositions": select_decomp_table()}
+        return torch.compile(function, backend=aot_autograd(**compilers, **options))
+
+    monkeypatch.setattr(private, "compile_with", compile_with)
+
+
+def gpt(num_layers: int = 2) -> GPT:
+    torch.manual_seed(1)
+    return GPT(replace(CONFIG, num_layers=num_layers))
+
+
+def tokens(index: int) -> torch.Tensor:
+    return torch.randint(0, 32, (BATCH, CONFIG.max_seq_len), generator=torch.Generator().manual_seed(index))
+
+
+def gpt_step(model: nn.Module, index: int) -> torch.Tensor:
+    ids = tokens(index)
+    loss: torch.Tensor = model(ids, ids).loss
+    loss.backward()
+    return loss
+
+
+def run(
+    model: nn.Module,
+    step: Callable[[nn.Module, int], torch.Tensor] = gpt_step,
+    *,
+    session: Session | None = None,
+    num_steps: int = 2,
+) -> Outcome:
+    """Gradients of some steps; the weights stay as they are."""
+    outcome = Outcome()
+    for index in range(num_steps):
+        torch.manual_seed(100 + index)
+        model.zero_grad()
+        with session.step() if session else contextlib.nullcontext():
+            loss = step(model, index)
+        outcome.losses.append(loss.detach().clone())
+        outcome.gradients.append(
+            {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        )
+    outcome.state = {name: value.clone() for name, value in model.state_dict().items()}
+    return outcome
+
+
+def num_compiled() -> int:
+    """Graphs that Dynamo has captured since it was reset."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def assert_variants_agree(
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module, int], torch.Tensor],
+    variants: Sequence[str] = VARIANTS,
+) -> CompiledBlocks:
+    """Runs fresh models in those variants; returns the blocks of the last."""
+    expected = None
+    for variant in variants:
+        torch.manual_seed(1)
+        model = make()
+        compiled = CompiledBlocks(model, variant=variant)
+        found = run(model, step)
+        if expected is not None:
+            assert_same(expected, found)
+        expected = expected or found
+    assert not compiled.notes
+    return compiled
+
+
+# ---------------------------------------------------------------------- Inductor
+
+
+def test_variants_and_a_mix_of_them_have_the_bits_of_torch_compile_with_dropout() -> None:
+    plain = gpt(4)
+    for block in plain.blocks:
+        block.compile()
+    expected = run(plain)
+    counters.clear()
+    model = gpt(4)
+    compiled = CompiledBlocks(model, variant=CHEAP)
+    assert_same(expected, run(model))
+    compiled.set({"blocks.0": INPUTS, "blocks.2": INPUTS})
+    assert_same(expected, run(model))
+    assert num_compiled() == 2, "four blocks are alike: one compilation a variant"
+
+
+def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path: Path) -> None:
+    free = gpt(4)
+    with Session(free, unlimited=True) as session:
+        blocks = session.compile(free)
+        expected = run(free, session=session, num_steps=5)
+        needed = session.usage().ram_bytes
+        assert set(blocks.variants.values()) == {SAVE}
+    model = gpt(4)
+    budget = needed // 4
+    with Session(model, ram=budget, disk=str(tmp_path)) as session:
+        blocks = session.compile()
+        found = run(model, session=session, num_steps=5)
+        report = session.report()
+    assert_same(expected, found)
+    assert report.highest is not None
+    assert report.highest.ram_bytes <= budget
+    assert blocks.choice is not None, "nothing was chosen"
+    assert report.num_planned > 0
+
+
+def test_low_precision_is_rounded_where_the_saved_value_was() -> None:
+    """Without EXACT_OPTIONS a recomputed bfloat16 value keeps digits that the saved one had lost."""
+    assert private.EXACT_OPTIONS["emulate_precision_casts"]
+    if torch.__version__ < "2.13":
+        return  # Inductor's C++ kernels know that option since then; its Triton kernels did before
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x)
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(96, 64).to(torch.bfloat16)).float().square().mean()
+        loss.backward()
+        return loss
+
+    assert_variants_agree(lambda: nn.Sequential(Mlp(), Mlp()).to(torch.bfloat16), step, (SAVE, INPUTS))
+
+
+# ---------------------------------------------------------------------- what is saved
+
+
+@pytest.mark.usefixtures("quickly")
+def test_what_a_variant_is_said_to_save_is_what_it_saves() -> None:
+    model = gpt()
+    sizes: dict[str, list[int]] = {}
+    tables = {}
+    for variant in VARIANTS:
+        compiled = CompiledBlocks(model, variant=variant)
+        saved: dict[int, torch.Tensor] = {}
+
+        def pack(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+            return tensor
+
+        x = torch.randn(BATCH, CONFIG.max_seq_len, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.blocks[0](x)
+        known = {p.untyped_storage()._cdata for p in model.parameters()} | {x.untyped_storage()._cdata}
+        sizes[variant] = sorted(
+            tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in known
+        )
+        tables[variant] = compiled.tables()[0].nearest(variant)
+    for variant in VARIANTS:
+        assert Counter(size for size in sizes[variant] if size >= 1024) == Counter(tables[variant].sizes), variant
+    totals = [sum(sizes[variant]) for variant in VARIANTS]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[1] < 0.7 * totals[0]
+    assert totals[3] < 0.4 * totals[1]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_views_of_one_buffer_are_saved_as_one_storage_and_may_come_back_anywhere() -> None:
+    """q, k and v are three strided views of one buffer, which moves as one."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+            self.inner = nn.Sequential(nn.Linear(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.view(4, 32, 2, 32).transpose(1, 2) for part in self.qkv(x).split(64, dim=2))
+            out: torch.Tensor = self.inner((q * k * v).transpose(1, 2).reshape(4, 32, 64))
+            return out
+
+    model = nn.Sequential(Attention(), Attention())
+    CompiledBlocks(model, variant=SAVE)
+    seen: list[tuple[torch.Tensor, tuple[int, ...]]] = []
+
+    def unpack(packed: tuple[torch.Tensor, tuple[int, ...]]) -> torch.Tensor:
+        seen.append(packed)
+        flat = packed[0].untyped_storage().clone()
+        return torch.empty(0).set_(flat, packed[0].storage_offset(), packed[0].size(), packed[0].stride())
+
+    x = torch.randn(4, 32, 64)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor, tensor.stride()), unpack):
+        model(x).sum().backward()
+    found = [p.grad for p in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+    large = [tensor for tensor, _ in seen if tensor.untyped_storage().nbytes() == 4 * 32 * 192 * 4]
+    assert len({tensor.untyped_storage()._cdata for tensor in large}) == 2, "one buffer a block"
+
+
+# ---------------------------------------------------------------------- other blocks
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.dropout = nn.Dropout2d(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(F.relu(self.norm(self.conv(x))))
+
+
+class Breaks(nn.Module):
+    """Prints, and takes a branch that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(32, 64), nn.GELU()), nn.Sequential(nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(self.first(x), 0.3)
+        print("between")
+        if hidden.mean() > 10:
+            hidden = hidden * 2
+        return x + self.second(hidden)
+
+
+class Numbered(nn.Module):
+    """As a layer that knows its place, and reads it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * len(self.place)
+
+
+def image_step(model: nn.Module, index: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(8, 4, 16, 16)).square().mean()
+    loss.backward()
+    return loss
+
+
+def row_step(model: nn.Module, index: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(64, 32)).square().mean()
+    loss.backward()
+    return loss
+
+
+def autocast_step(model: nn.Module, index: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: torch.Tensor = model(tokens(index), tokens(index)).loss
+    loss.backward()
+    return loss
+
+
+@pytest.mark.usefixtures("quickly")
+def test_convolutions_and_batch_norm_agree_and_its_statistics_count_once() -> None:
+    assert_variants_agree(lambda: nn.Sequential(*(Convolutional() for _ in range(2))), image_step)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_under_autocast_the_variants_agree() -> None:
+    assert_variants_agree(gpt, autocast_step, (SAVE, INPUTS))
+
+
+@pytest.mark.usefixtures("quickly")
+def test_blocks_whose_graphs_break_agree_and_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    compiled = assert_variants_agree(lambda: nn.Sequential(Breaks(), Breaks()), row_step, (SAVE, INPUTS))
+    assert capsys.readouterr().out.count("between") == 2 * 2 * 2
+    assert len(compiled.tables()) == 2
+    model = nn.Sequential(Breaks(), Breaks())
+    free = copy.deepcopy(model)
+    CompiledBlocks(free, variant=SAVE)
+    expected = run(free, row_step, num_steps=4)
+    with Session(model, ram=170_000, disk=str(tmp_path)) as session:
+        blocks = session.compile()
+        assert_same(expected, run(model, row_step, session=session, num_steps=4))
+        assert {table.name for table in blocks.tables()} == {"0", "1"}
+
+
+@pytest.mark.usefixtures("quickly")
+def test_blocks_that_differ_in_a_constant_are_all_compiled() -> None:
+    """More than Dynamo's own limit of eight, beyond which it would leave them uncompiled."""
+    model = nn.Sequential(*(Numbered(str(number)) for number in range(12)))
+    CompiledBlocks(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert num_compiled() == 12
+
+
+@pytest.mark.usefixtures("quickly")
+def test_another_batch_size_agrees() -> None:
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn((8, 5)[index], 4, 16, 16)).square().mean()
+        loss.backward()
+        return loss
+
+    assert_variants_agree(lambda: nn.Sequential(Convolutional(), Convolutional()), step, (SAVE, INPUTS))
+
+
+@pytest.mark.usefixtures("quickly")
+def test_what_a_block_returns_besides_its_output_and_takes_by_keyword_arrives() -> None:
+    class TakesMore(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, Any]:
+            return {"out": self.inner(x) * scale, "name": "seen", "scale": scale}
+
+    model = nn.ModuleList(TakesMore() for _ in range(2))
+    expected = model[0](torch.ones(2, 8), scale=torch.tensor(3.0))
+    CompiledBlocks(nn.Sequential(*model))
+    found = model[0](torch.ones(2, 8), scale=torch.tensor(3.0))
+    assert torch.equal(found["out"], expected["out"])
+    assert found["name"] == "seen"
+
+
+# ---------------------------------------------------------------------- the model around them
+
+
+@pytest.mark.usefixtures("quickly")
+def test_without_gradients_and_in_eval_blocks_run_compiled_and_save_nothing() -> None:
+    model = gpt().eval()
+    expected = model(tokens(0)).logits
+    compiled = CompiledBlocks(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(0)).logits, expected)
+    assert compiled.tables() == []
+    model.train()
+    gpt_step(model, 0)
+    assert len(compiled.tables()) == 2
+
+
+@pytest.mark.usefixtures("quickly")
+def test_state_dict_and_copies_know_nothing_of_compilation() -> None:
+    model = gpt()
+    before = list(model.state_dict())
+    CompiledBlocks(model)
+    assert list(model.state_dict()) == before
+    assert all(private.get_call(block) is None for block in copy.deepcopy(model).blocks)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_undone_blocks_run_as_they_did() -> None:
+    model = gpt()
+    compiled = CompiledBlocks(model)
+    compiled.undo()
+    gpt_step(model, 0)
+    assert num_compiled() == 0
+
+
+@pytest.mark.usefixtures("quickly")
+def test_hooks_run_on_the_blocks_that_have_them_and_on_no_other() -> None:
+    """Dynamo does not look at hooks when it takes what was compiled for one block for the next."""
+    model = gpt()
+    seen: list[str] = []
+    CompiledBlocks(model)
+    gpt_step(model, 0)
+    handles = [
+        model.blocks[1].register_forward_hook(lambda *_: seen.append("after")),
+        model.blocks[1].mlp.register_forward_pre_hook(lambda *_: seen.append("inside")),
+    ]
+    gpt_step(model, 0)
+    assert seen == ["inside", "after"]
+    for handle in handles:
+        handle.remove()
+    gpt_step(model, 0)
+    assert seen == ["inside", "after"]
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_a_model_that_was_compiled_whole_is_refused_by_name_of_the_way_out() -> None:
+    model = gpt()
+    wrapped = torch.compile(model)
+    model.compile()
+    for whole in (wrapped, model):
+        with pytest.raises(UnsupportedError, match=r"This GPT was compiled as a whole.*storm\.compile\(model\)"):
+            refuse_compiled_whole(whole)
+    with Session(gpt(), unlimited=True) as session, pytest.raises(UnsupportedError, match="as a whole"):
+        session.compile(wrapped)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_blocks_that_are_compiled_by_themselves_are_no_reason_to_refuse() -> None:
+    model = gpt()
+    CompiledBlocks(model)
+    refuse_compiled_whole(model)
+    refuse_compiled_whole(model.blocks[0])
+
+
+def test_a_model_without_repeated_blocks_is_told_to_name_some() -> None:
+    with Session(nn.Linear(4, 4), unlimited=True) as session, pytest.raises(ConfigError, match="No repeated blocks"):
+        session.compile()
+
+
+def test_another_model_than_the_sessions_is_refused() -> None:
+    with Session(gpt(), unlimited=True) as session, pytest.raises(ConfigError, match="trains another model"):
+        session.compile(gpt())
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [({"blocks.0": "fast"}, "variant='fast' does not exist; there are save"), ({"x": "save"}, "'x' is no compiled")],
+)
+def test_a_variant_or_block_that_does_not_exist_is_refused(variants: dict[str, str], message: str) -> None:
+    compiled = CompiledBlocks(gpt())
+    with pytest.raises(ConfigError, match=message):
+        compiled.set(variants)
+    assert set(compiled.variants.values()) == {CHEAP}

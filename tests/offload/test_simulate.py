@@ -1,0 +1,315 @@
+"""A step on a GPU that is not here, computed from shapes: its bytes are counted, its seconds estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchstorm.errors import UnsupportedError
+from torchstorm.models.gpt import GPT, Block, GPTConfig
+from torchstorm.offload.session import Session
+from torchstorm.offload.simulate import simulate
+from torchstorm.plan.curve import checkpoint_point
+from torchstorm.plan.forecast import KEEP, Placement, fast_profile
+from torchstorm.plan.profiles import named_machine
+from torchstorm.plan.trace import Trace
+
+H200 = named_machine("h200")
+LIMIT = 2**33
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """GPT blocks in bfloat16: B sequences of T tokens."""
+
+    width: int = 4096
+    num_layers: int = 10
+    num_heads: int = 32
+    batch: int
+    seq: int
+
+
+# benchmarks/results/h200: (case, checkpointed) -> step in ms, peak in bytes.
+MEASURED = {
+    (Case(batch=4, seq=4096), False): (363.7, 26936372224),
+    (Case(batch=4, seq=4096), True): (449.1, 10676799488),
+    (Case(batch=1, seq=32768), False): (1221.9, 49778027520),
+    (Case(batch=1, seq=32768), True): (1519.8, 13497731072),
+}
+GPT2_BYTES = 4312520192  # of torchstorm train --model gpt2 --batch 8 --seq 1024 --dtype bfloat16, without a budget
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).float().square().mean()
+
+
+def trace_of(model: nn.Module, batch: Any, loss_fn: Any = square) -> Trace:
+    return simulate(model, batch, loss_fn, H200, limit_bytes=LIMIT).trace
+
+
+def peak(trace: Trace) -> int:
+    return int(fast_profile(trace, [Placement(tier=KEEP)] * len(trace.parcels)).max())
+
+
+class Blocks(nn.Module):
+    def __init__(self, case: Case, *, recompute: bool) -> None:
+        super().__init__()
+        config = GPTConfig(num_layers=1, num_heads=case.num_heads, width=case.width, dropout=0.0)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(case.num_layers))
+        self.recompute = recompute
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x_BTC = checkpoint(block, x_BTC, use_reentrant=False) if self.recompute else block(x_BTC)
+        return x_BTC
+
+
+def blocks_of(case: Case, *, recompute: bool) -> Blocks:
+    with torch.device("meta"):
+        return Blocks(case, recompute=recompute).to(torch.bfloat16)
+
+
+def batch_of(case: Case) -> torch.Tensor:
+    return torch.empty(case.batch, case.seq, case.width, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "case", dict.fromkeys(case for case, _ in MEASURED), ids=lambda case: f"{case.seq}x{case.batch}"
+)
+def test_the_h200_profile_gives_what_was_measured_on_one(case: Case, recompute: bool) -> None:
+    step_ms, peak_bytes = MEASURED[case, recompute]
+    trace = trace_of(blocks_of(case, recompute=recompute), batch_of(case))
+    assert peak(trace) == pytest.approx(peak_bytes, rel=0.01)
+    assert trace.compute_s * 1e3 == pytest.approx(step_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "case", dict.fromkeys(case for case, _ in MEASURED), ids=lambda case: f"{case.seq}x{case.batch}"
+)
+def test_checkpointing_is_foreseen_from_a_step_without_it(case: Case) -> None:
+    found = checkpoint_point(trace_of(blocks_of(case, recompute=False), batch_of(case)))
+    step_ms, peak_bytes = MEASURED[case, True]
+    assert found is not None
+    assert found.peak_bytes == pytest.approx(peak_bytes, rel=0.01)
+    assert found.step_ms == pytest.approx(step_ms, rel=0.05)
+
+
+def test_a_small_model_under_autocast_takes_the_memory_that_was_measured() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=256, num_layers=12, num_heads=12, width=768, dropout=0.1))
+
+    def loss_fn(model: GPT, batch: torch.Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # as on the machine that the code was written on
+            return model(batch[0], batch[1]).loss
+
+    trace = trace_of(model, torch.zeros(2, 8, 1024, dtype=torch.long), loss_fn)
+    state = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    assert peak(trace) + state == pytest.approx(GPT2_BYTES, rel=0.03)
+
+
+def test_bytes_are_those_of_the_operations() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 256, bias=False))
+    batch = torch.zeros(512, 256)
+    trace = trace_of(model, batch, lambda model, batch: model(batch).sum())
+    weights = 2 * 256 * 1024 * 4
+    assert trace.base_bytes == weights + batch.nbytes + H200.workspace_bytes
+    # Saved: the batch (an input, which stays) and ReLU's output, once for ReLU itself and once for the last Linear.
+    assert [(storage.nbytes, storage.parcel) for storage in trace.storages] == [(batch.nbytes, -1), (512 * 1024 * 4, 0)]
+    assert [moment.kind for moment in trace.moments] == ["enter", "pack", "pack", "pack", *["unpack"] * 3]
+    hidden = 512 * 1024 * 4
+    # When ReLU runs, its input is there too; the gradients of both weights at the end.
+    assert trace.moments[1].other_bytes == trace.base_bytes + 2 * hidden
+    assert trace.moments[-1].other_bytes >= trace.base_bytes + weights
+    assert peak(trace) == max(int(m) for m in fast_profile(trace, [Placement(tier=KEEP)]))
+
+
+def test_an_input_that_only_autograd_holds_still_takes_room_until_it_lets_go() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+    nbytes = 4096 * 256 * 4
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch + 1).sum()  # nobody else holds what the model is given
+
+    trace = trace_of(model, torch.zeros(4096, 256), loss_fn)
+    given = trace.storages[0]
+    assert (given.nbytes, given.parcel) == (nbytes, -1)
+    assert given.owned > trace.num_moments
+    # The first Linear is the last to let go, in the last interval; until then its input lies there.
+    assert trace.moments[-1].still_bytes >= trace.base_bytes + nbytes
+
+
+def test_moments_and_storages_are_those_that_a_session_meets() -> None:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128), nn.LayerNorm(128)]
+    model, batch = nn.Sequential(*layers), torch.randn(1024, 128)
+    with Session(model, ram="1GiB") as session:
+        with session.step():
+            square(model, batch).backward()
+        plan = session.plan()
+    assert plan is not None
+    found = trace_of(model, batch)
+    assert [moment.signature for moment in found.moments] == [moment.signature for moment in plan.trace.moments]
+    for one, other in zip(found.storages, plan.trace.storages, strict=True):
+        assert (one.nbytes, one.made, one.needed, one.freed, one.block) == (
+            *(other.nbytes, other.made, other.needed, other.freed, other.block),
+        )
+    assert [op.name for op in found.ops] == [op.name for op in plan.trace.ops]
+    assert [(op.inputs, op.outputs) for op in found.ops] == [(op.inputs, op.outputs) for op in plan.trace.ops]
+
+
+class Attention(nn.Module):
+    def __init__(self, *, mask: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(128, 384)
+        self.mask, self.dropout = mask, dropout
+
+    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+        B, T, _ = x_BTC.shape
+        q, k, v = (part.view(B, T, 2, 64).transpose(1, 2) for part in self.qkv(x_BTC).chunk(3, -1))
+        mask = torch.ones(T, T, dtype=torch.bool, device=x_BTC.device).tril() if self.mask else None
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout, is_causal=not self.mask)
+        return out.transpose(1, 2).reshape(B, T, 128)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}], ids=["plain", "dropout"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_saves_no_matrix_as_on_a_gpu(options: dict[str, Any], dtype: torch.dtype) -> None:
+    T = 4096
+    trace = trace_of(Attention(**options).to(dtype), torch.zeros(1, T, 128, dtype=dtype))
+    assert max(storage.nbytes for storage in trace.storages) < T * T
+    assert any("scaled_dot_product" in op.name for op in trace.ops)
+
+
+def test_attention_inside_multihead_attention_is_fused_too() -> None:
+    T = 2048
+    model = nn.MultiheadAttention(128, 2, batch_first=True)
+    trace = trace_of(
+        model, torch.zeros(1, T, 128), lambda model, x: model(x, x, x, need_weights=False)[0].square().mean()
+    )
+    assert max(storage.nbytes for storage in trace.storages) < T * T
+
+
+def test_a_dropout_mask_is_one_byte_an_element() -> None:
+    trace = trace_of(nn.Sequential(nn.Linear(8, 512), nn.Dropout(0.1), nn.Linear(512, 8)), torch.zeros(4096, 8))
+    assert 4096 * 512 in [storage.nbytes for storage in trace.storages]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_is_that_of_a_gpu_whichever_device_it_names(device: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = model(batch)
+            assert out.dtype == torch.bfloat16
+            return out.sum()
+
+    before = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+    trace = trace_of(model, torch.zeros(512, 64), loss_fn)
+    assert (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")) == before
+    sizes = [storage.nbytes for storage in trace.storages]
+    # LayerNorm runs in float32 on CUDA: its input is saved cast up, its output cast down for the next Linear.
+    assert 512 * 256 * 4 in sizes
+    assert 512 * 256 * 2 in sizes
+    assert 256 * 64 * 2 in sizes  # the cast weight
+
+
+def test_compiled_blocks_are_simulated_uncompiled() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(64, 64), backend="eager"), nn.GELU())
+    assert trace_of(model, torch.zeros(512, 64)).num_moments > 1
+
+
+def test_checkpointing_inside_the_model_lowers_the_forecast() -> None:
+    case = Case(width=2048, num_layers=3, num_heads=16, batch=2, seq=8192)
+    full, less = (trace_of(blocks_of(case, recompute=recompute), batch_of(case)) for recompute in (False, True))
+    assert peak(less) < peak(full)
+    assert less.compute_s > full.compute_s
+
+
+def test_the_model_is_afterwards_what_it_was() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5))
+    square(model, torch.randn(8, 64)).backward()
+    tensors = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    random_state = torch.get_rng_state()
+    trace_of(model, torch.randn(8, 64).requires_grad_())
+    after = {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert all(torch.equal(tensor, values[name]) for name, tensor in after.items())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    # The batch was drawn in between, and nothing else.
+    torch.set_rng_state(random_state)
+    torch.randn(8, 64)
+    state = torch.get_rng_state()
+    torch.set_rng_state(random_state)
+    trace_of(model, torch.randn(8, 64))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_is_left_by_an_error_is_what_it_was() -> None:
+    model = nn.Linear(4, 4)
+    weight = model.weight
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        trace_of(model, torch.zeros(2, 4), loss_fn)
+    assert model.weight is weight
+    assert torch.equal(torch.zeros(2) + 1, torch.ones(2))
+
+
+def test_a_step_that_asks_for_numbers_is_refused_with_the_operation() -> None:
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = square(model, batch)
+        return loss if loss.item() > 0 else -loss
+
+    with pytest.raises(UnsupportedError, match=r"_local_scalar_dense.* without machine="):
+        trace_of(model, torch.zeros(2, 4), loss_fn)
+
+
+def test_a_mistake_in_the_shapes_stays_the_mistake_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"reduction dim|cannot be multiplied"):
+        trace_of(nn.Linear(4, 4), torch.zeros(2, 5))
+
+
+def test_whole_numbers_that_follow_from_shapes_are_known() -> None:
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert batch["mask"].all()
+        position = torch.arange(batch["x"].shape[0], device=batch["x"].device)
+        position += 1
+        assert int(position.max()) == 3
+        assert position.nonzero().shape == (3, 1)
+        return model(batch["x"][position - 1]).sum()
+
+    trace_of(model, {"x": torch.zeros(3, 4), "mask": torch.ones(3, dtype=torch.bool)}, loss_fn)
+
+
+def test_a_model_of_eight_billion_parameters_is_forecast_without_its_weights() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).train()
+    tokens = torch.zeros(1, 4096, dtype=torch.long)
+    trace = trace_of(model, tokens, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters > 8e9
+    assert trace.base_bytes >= 2 * num_parameters
+    # 6 operations a parameter and token, and attention, at what the chip sustains.
+    assert 0.9 < trace.compute_s * H200.half_flops / (6 * num_parameters * 4096) < 1.5

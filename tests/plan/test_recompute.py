@@ -1,0 +1,64 @@
+"""What runs again, against a simulation that computes one value after the other."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plan import naive
+from plan.traces import traces
+from torchstorm.plan.forecast import Placement
+from torchstorm.plan.recompute import Replayer, can_recompute, replays
+from torchstorm.plan.trace import Trace
+
+
+def at_random(trace: Trace, rng: random.Random, share: float) -> list[Placement]:
+    """Some of what could be computed again."""
+    able = can_recompute(trace)
+    return [Placement(tier="recompute" if can and rng.random() < share else "keep") for can in able]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    trace=traces(max_storages=16, with_ops=True),
+    rng=st.randoms(use_true_random=False),
+    share=st.sampled_from([0.3, 0.7, 1.0]),
+)
+def test_what_runs_again_is_what_the_naive_simulation_says(trace: Trace, rng: random.Random, share: float) -> None:
+    replayer = Replayer(trace)
+    for _ in range(4):  # the later ones meet what the first has left behind
+        placements = at_random(trace, rng, share)
+        recomputed = [number for number, place in enumerate(placements) if place.tier == "recompute"]
+        remembered = replayer.play(recomputed)
+        found = replays(trace, placements)
+        try:
+            expected = naive.computed_again(trace, placements)
+        except naive.Impossible:
+            assert found is None
+            assert remembered is None
+            continue
+        for played in (found, remembered):
+            assert played is not None
+            assert list(played) == sorted(expected)
+            for moment, replay in played.items():
+                naively = expected[moment]
+                assert replay.ops == naively.ops
+                assert (set(replay.made), set(replay.sources)) == (naively.made, naively.sources)
+                assert (len(replay.made), len(replay.sources)) == (len(naively.made), len(naively.sources))
+                assert replay.transient_bytes == naively.transient_bytes
+                assert abs(replay.seconds - naively.seconds) < 1e-12
+
+
+@settings(max_examples=100, deadline=None)
+@given(trace=traces(with_ops=True))
+def test_a_parcel_can_be_computed_again_where_the_naive_simulation_computes_it(trace: Trace) -> None:
+    for number, can in enumerate(can_recompute(trace)):
+        placements = [Placement(tier="recompute" if other == number else "keep") for other in range(len(trace.parcels))]
+        try:
+            naive.computed_again(trace, placements)
+        except naive.Impossible:
+            assert not can
+        else:
+            assert can

@@ -1,0 +1,186 @@
+"""A variant for every block: traces rewritten for another mix, and the mix that is chosen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchstorm.plan.forecast import KEEP, Placement, fast_profile
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.solve import solve
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.variants import (
+    CHEAP,
+    INPUTS,
+    LEAN,
+    SAVE,
+    VARIANTS,
+    BlockTable,
+    Variant,
+    choose_variants,
+    mixed_trace,
+    warm_trace,
+)
+
+MIB = 2**20
+SIZES = {SAVE: (3, 1, 4, 4), CHEAP: (3, 1, 4), LEAN: (3, 1), INPUTS: (1,)}
+FLOPS = {SAVE: 0, CHEAP: 0, LEAN: 400, INPUTS: 700}
+FORWARD_S, BACKWARD_S, RATE = 0.010, 0.020, 1e5  # 1000 floating-point operations take the forward
+MACHINE = Machine(
+    name="m", device="cuda:0", vram_bytes=2**40, ram_bytes=2**40, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9
+)
+
+
+def variant(name: str, *, scale: int = MIB) -> Variant:
+    sizes = tuple(size * scale for size in SIZES[name])
+    return Variant(name=name, sizes=sizes, backward_flops=FLOPS[name], peak_bytes=14 * scale)
+
+
+def table(number: int) -> BlockTable:
+    return BlockTable(name=f"h.{number}", variants={name: variant(name) for name in VARIANTS}, forward_flops=1000)
+
+
+def trace_of(mix: list[str], *, device: str = "cuda", slow_first: float = 1.0) -> Trace:
+    """A step of equal blocks, each of which saves what its variant says: first all packs, then all unpacks."""
+    events: list[tuple[str, int, float, int]] = [(ENTER, -1, FORWARD_S * slow_first, 0)]
+    storages: list[list[int]] = []
+    numbers = []
+    for block, name in enumerate(mix):
+        own = []
+        for size in SIZES[name]:
+            own.append(len(storages))
+            storages.append([size * MIB, len(events), 0, block])
+            events.append((PACK, own[-1], 0.0, size * MIB))
+        last = block == len(mix) - 1
+        kind, number, _, nbytes = events[-1]
+        events[-1] = (kind, number, 0.0 if last else FORWARD_S, nbytes)
+        numbers.append(own)
+    for block in reversed(range(len(mix))):
+        for number in numbers[block]:
+            storages[number][2] = len(events)
+            events.append((UNPACK, number, 0.0, storages[number][0]))
+        kind, number, _, nbytes = events[-1]
+        again = FLOPS[mix[block]] / RATE
+        events[-1] = (kind, number, (BACKWARD_S + again) * (slow_first if not block else 1.0), nbytes)
+    freed = [max(storages[number][2] for number in own) + 1 for own in numbers]
+    parcels = tuple(
+        SavedStorage(nbytes=n, made=made, owned=made, needed=needed, freed=freed[block], parcel=i, block=f"h.{block}")
+        for i, (n, made, needed, block) in enumerate(storages)
+    )
+    working = {block: 14 * MIB - sum(SIZES[name]) * MIB for block, name in enumerate(mix)}
+    moments = tuple(
+        Moment(
+            kind=kind,
+            storage=number,
+            nbytes=nbytes,
+            compute_s=seconds,
+            other_bytes=working[storages[number][3]] if kind == UNPACK and seconds and device == "cuda" else 0,
+        )
+        for kind, number, seconds, nbytes in events
+    )
+    return Trace(
+        device=device,
+        moments=moments,
+        storages=parcels,
+        parcels=make_parcels(parcels, [storage.nbytes for storage in parcels]),
+        base_bytes=0,
+        staging_bytes=0,
+    )
+
+
+def names(mix: list[str]) -> dict[str, str]:
+    return {f"h.{number}": name for number, name in enumerate(mix)}
+
+
+def rewritten(before: list[str], after: list[str], device: str = "cuda") -> Trace:
+    tables = [table(number) for number in range(len(before))]
+    trace = trace_of(before, device=device)
+    return mixed_trace(trace, tables, names(before), names(after), memory_bytes_per_s=1e12)
+
+
+MIXES = st.lists(st.tuples(st.sampled_from(VARIANTS), st.sampled_from(VARIANTS)), min_size=1, max_size=5)
+
+
+@given(pairs=MIXES, device=st.sampled_from(["cpu", "cuda"]))
+def test_a_rewritten_trace_has_the_bytes_and_times_of_a_step_in_those_variants(
+    pairs: list[tuple[str, str]], device: str
+) -> None:
+    before, after = [one for one, _ in pairs], [other for _, other in pairs]
+    found, expected = rewritten(before, after, device), trace_of(after, device=device)
+    assert found.saved_bytes == expected.saved_bytes
+    assert found.compute_s == pytest.approx(expected.compute_s)
+    assert sorted(p.nbytes for p in found.parcels) == sorted(p.nbytes for p in expected.parcels)
+    peaks = [int(fast_profile(t, [Placement(tier=KEEP)] * len(t.parcels)).max()) for t in (found, expected)]
+    assert peaks[0] == peaks[1]
+    for storage in found.storages:
+        assert storage.made < storage.needed < storage.freed <= found.num_moments
+        assert found.moments[storage.made].kind == PACK
+        assert found.moments[storage.needed].kind == UNPACK
+
+
+def test_the_same_mix_leaves_the_trace_as_it_is() -> None:
+    assert rewritten([CHEAP, SAVE], [CHEAP, SAVE]) == trace_of([CHEAP, SAVE])
+
+
+def test_a_block_that_was_compiled_meanwhile_is_taken_to_be_as_fast_as_the_others() -> None:
+    slow = trace_of([CHEAP] * 4, slow_first=500.0)
+    warm = warm_trace(slow, [table(number) for number in range(4)])
+    assert warm.compute_s == pytest.approx(trace_of([CHEAP] * 4).compute_s)
+
+
+def test_two_graphs_of_one_block_save_together() -> None:
+    both = variant(LEAN).then(variant(LEAN))
+    assert both.saved_bytes == 2 * variant(LEAN).saved_bytes
+    assert both.peak_bytes == 14 * MIB + variant(LEAN).saved_bytes
+
+
+def chosen(num_blocks: int, vram: int, *, ram: int = 0) -> tuple[dict[str, str], Plan | None]:
+    trace = trace_of([CHEAP] * num_blocks)
+    plans = []
+
+    def plan_of(mixed: Trace) -> Plan:
+        plans.append(solve(mixed, MACHINE, Budget(vram=vram, ram=ram)))
+        return plans[-1]
+
+    tables = [table(number) for number in range(num_blocks)]
+    choice = choose_variants(trace, tables, names([CHEAP] * num_blocks), plan_of, memory_bytes_per_s=1e12)
+    best = min((plan for plan in plans), key=lambda plan: plan.forecast.step_ms, default=None)
+    assert choice.num_tried <= 70
+    assert (choice.step_ms is None) == (best is None)
+    if best is not None and choice.step_ms is not None:
+        assert choice.step_ms <= best.forecast.step_ms * 1.01
+    return choice.variants, best
+
+
+def test_where_everything_fits_nothing_runs_again() -> None:
+    variants, _ = chosen(6, 200 * MIB)
+    assert set(variants.values()) <= {SAVE, CHEAP}
+
+
+def test_where_nothing_can_move_first_blocks_save_less_than_last_ones() -> None:
+    variants, best = chosen(8, 60 * MIB)
+    leanness = [VARIANTS.index(name) for name in variants.values()]
+    assert leanness == sorted(leanness, reverse=True)
+    assert len(set(leanness)) > 1
+    assert best is not None
+    assert best.forecast.vram_bytes <= 60 * MIB
+
+
+def test_a_fast_link_spares_computing_again() -> None:
+    without, _ = chosen(8, 60 * MIB)
+    with_link, _ = chosen(8, 60 * MIB, ram=2**40)
+    again = [sum(FLOPS[name] for name in variants.values()) for variants in (without, with_link)]
+    assert again[1] < again[0]
+
+
+def test_where_nothing_fits_every_block_is_as_lean_as_it_can_be() -> None:
+    variants, best = chosen(4, 2 * MIB)
+    assert set(variants.values()) == {INPUTS}
+    assert best is None
+
+
+def test_a_variant_that_a_block_does_not_have_is_the_next_that_saves_more() -> None:
+    only = BlockTable(name="h.0", variants={SAVE: variant(SAVE), LEAN: variant(LEAN)}, forward_flops=1)
+    assert [only.nearest(name).name for name in VARIANTS] == [SAVE, SAVE, LEAN, LEAN]
