@@ -43,7 +43,7 @@ class Chain(torch.nn.Module):
         return x
 
 model = Chain()
-session = Session(model, ram=budget, disk=directory) if budget else Session(model, unlimited=True)
+session = Session(model, ram=budget, disk=directory, recompute=False) if budget else Session(model, unlimited=True)
 x = torch.randn(8 * 2**20)
 sampler = threading.Thread(target=sample)
 gradients = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -291,4 +292,135 @@ def is_parcel_valid(parcel: Parcel) -> bool:
     """What the recorder promises of a parcel, so that a test's own traces keep to it too."""
     return (
         parcel.made <= parcel.sealed < min(parcel.needed, parcel.freed) and parcel.made <= parcel.owned <= parcel.freed
+    )
+
+
+def gpt_trace(num_blocks: int = 10, *, tokens: int = 32_768, sequences: int = 1) -> Trace:
+    """A GPT of width 4096 in bfloat16 on an H200, block by block as it was measured there.
+
+    Args:
+        num_blocks: how many.
+        tokens: in a sequence.
+        sequences: in a batch.
+    """
+    mib = 2**20
+    scale = tokens * sequences / 32_768
+    unit = int(256 * mib * scale)
+    attend_s = 15e-3 * scale * tokens / 32_768
+    weights, gradient = 3840 * mib, 384 * mib
+    # Name, bytes, seconds and inputs of what makes it, whether autograd saves it, and until what is made the model's
+    # own code still holds it. In the order of forward.
+    block = (
+        ("x", unit, 0.19e-3, ("x2", "mlp"), True, "x2"),
+        ("stats", mib // 4, 0.0, (), True, "stats"),
+        ("ln1", unit, 0.13e-3, ("x",), True, "qkv"),
+        ("qkv", 3 * unit, 5.1e-3, ("ln1",), True, "attn"),
+        ("lse", unit // 64, attend_s / scale, ("qkv",), True, "attn"),
+        ("attn", unit, 0.0, ("qkv",), True, "proj"),
+        ("proj", unit, 1.7e-3, ("attn",), False, ""),
+        ("x2", unit, 0.19e-3, ("x", "proj"), True, "x"),
+        ("stats", mib // 4, 0.0, (), True, "stats"),
+        ("ln2", unit, 0.13e-3, ("x2",), True, "h"),
+        ("h", 4 * unit, 6.8e-3, ("ln2",), True, "gelu"),
+        ("gelu", 4 * unit, 0.5e-3, ("h",), True, "mlp"),
+        ("mlp", unit, 6.8e-3, ("gelu",), False, ""),
+    )
+    back = {
+        "gelu": 13.6e-3,
+        "h": 0.75e-3,
+        "ln2": 13.8e-3,
+        "x2": 0.38e-3,
+        "attn": 3.4e-3,
+        "lse": 2.86 * attend_s / scale,
+    }
+    back |= {"qkv": 0.0, "ln1": 10.3e-3, "x": 0.38e-3, "stats": 0.0}
+    on_top = {"gelu": 6, "h": 8, "ln2": 6, "x2": 2, "attn": 3, "lse": 5, "qkv": 5, "ln1": 5, "x": 2, "stats": 2}
+    ops: list[Op] = []
+    values: list[Value] = []
+    saved: list[dict[str, Any]] = []
+    latest: dict[str, int] = {}
+    events: list[tuple[str, int, float, int, int]] = [(ENTER, -1, 0.0, weights, weights)]
+    for index in range(num_blocks):
+        for name, nbytes, seconds, inputs, is_saved, held_until in block:
+            for one in saved:
+                if one["held_until"] == name and one["owned"] < 0:
+                    one["owned"] = len(events)
+            known = tuple(latest[value] for value in inputs if value in latest)
+            if name == "attn":  # the operation that made lse made it, too
+                ops[-1] = replace(ops[-1], outputs=(*ops[-1].outputs, len(values)))
+            elif name != "stats":
+                ops.append(
+                    Op(name=name, compute_s=seconds * scale, scratch_bytes=0, inputs=known, outputs=(len(values),))
+                )
+            busy = weights + sum(one["nbytes"] for one in saved if one["owned"] < 0) + nbytes
+            kind, number, before_s, other, still = events[-1]
+            events[-1] = (kind, number, before_s + seconds * scale, max(other, busy), still)
+            value = -1
+            if name != "stats":
+                value = latest[name] = len(values)
+                values.append(Value(nbytes=nbytes, op=len(ops) - 1, storage=len(saved) if is_saved else -1))
+            if is_saved:
+                saved.append(
+                    {
+                        "name": name,
+                        "nbytes": nbytes,
+                        "made": len(events),
+                        "owned": -1,
+                        "held_until": held_until,
+                        "value": value,
+                        "block": f"h.{index}",
+                    }
+                )
+                events.append((PACK, len(saved) - 1, 0.0, busy, busy))
+    num_packs = len(events)
+    order = sorted(range(len(saved)), key=lambda n: (-saved[n]["made"] - 1.5 * (saved[n]["name"] == "lse"), n))
+    gradients = weights
+    for number in order:
+        one = saved[number]
+        one["needed"] = len(events)
+        # What attention made is there until its backward has run.
+        one["freed"] = len(events) + (2 if one["name"] == "attn" else 1)
+        gradients += gradient // 11  # a block has eleven
+        other = gradients + on_top[one["name"]] * unit
+        events.append((UNPACK, number, back[one["name"]] * scale, other, gradients + 2 * unit))
+    storages: list[SavedStorage] = []
+    parcel_bytes: list[int] = [0]
+    for one in saved:
+        is_small = one["name"] == "stats"
+        if is_small:
+            parcel_bytes[0] += one["nbytes"]
+        else:
+            parcel_bytes.append(one["nbytes"])
+        owned = one["owned"] if one["owned"] >= 0 else num_packs
+        storages.append(
+            SavedStorage(
+                nbytes=one["nbytes"],
+                made=one["made"],
+                owned=max(one["made"], owned),
+                needed=one["needed"],
+                freed=min(one["freed"], len(events)),
+                parcel=0 if is_small else len(parcel_bytes) - 1,
+                block=one["block"],
+                value=one["value"],
+            )
+        )
+    return Trace(
+        device="cuda",
+        moments=tuple(
+            Moment(
+                kind=kind,
+                storage=number,
+                nbytes=storages[number].nbytes if number >= 0 else 0,
+                compute_s=seconds,
+                other_bytes=other,
+                still_bytes=min(still, other),
+            )
+            for kind, number, seconds, other, still in events
+        ),
+        storages=tuple(storages),
+        parcels=make_parcels(storages, parcel_bytes),
+        base_bytes=weights,
+        staging_bytes=0,
+        ops=tuple(ops),
+        values=tuple(values),
     )

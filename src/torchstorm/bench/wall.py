@@ -208,12 +208,13 @@ def _capped(device: torch.device, cap_bytes: int) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    total = torch.cuda.get_device_properties(device).total_memory  # pragma: gpu
-    torch.cuda.set_per_process_memory_fraction(cap_bytes / total, device)  # pragma: gpu
+    index = torch.cuda.current_device() if device.index is None else device.index  # pragma: gpu
+    total = torch.cuda.get_device_properties(index).total_memory  # pragma: gpu
+    torch.cuda.set_per_process_memory_fraction(cap_bytes / total, index)  # pragma: gpu
     try:  # pragma: gpu
         yield
     finally:  # pragma: gpu
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 def _off(forecast: float | None, found: float | None) -> float | None:

@@ -22,7 +22,7 @@ class Origins:
         wanted: list[Value] = []
         for number, value in enumerate(saved):
             if value is not None:
-                self._storage.setdefault(value, number)
+                self._storage[value] = number
                 wanted.append(value)
         while wanted:
             value = wanted.pop()
@@ -34,6 +34,11 @@ class Origins:
                 wanted += value.call.inputs
                 # All that one run of it makes counts, wanted or not.
                 wanted += [made for reference in value.call.outputs if (made := reference()) is not None]
+
+    def number_of(self, value: Value | None, storage: int) -> int:
+        """The number of a saved storage's value; -1 where it has none, or where a later storage holds the same value,
+        which then is the one that can be computed again."""
+        return self.numbers[value] if value is not None and self._storage[value] == storage else -1
 
     def values(self) -> tuple[TraceValue, ...]:
         """In the order of their numbers."""

@@ -74,7 +74,9 @@ class Planner:
                 return self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
         return self.plan_within(0, trace, base_bytes, num_measured)
 
-    def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:
+    def plan_within(
+        self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int, *, time_limit_s: float = 10.0
+    ) -> Planned:
         """Makes a plan that keeps so much of the budget free.
 
         Raises:
@@ -82,8 +84,23 @@ class Planner:
         """
         shifted = shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace
         spare = self._stack.spare_with(slack_bytes)
-        plan = solve(shifted, self.machine(), self._stack.budget, spare=spare, own_bytes=self._own_bytes)
+        plan = solve(
+            shifted,
+            self.machine(),
+            self._stack.budget,
+            spare=spare,
+            own_bytes=self._own_bytes,
+            time_limit_s=time_limit_s,
+        )
         return Planned(plan, trace, plan.forecast, base_bytes, num_measured)
+
+    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan | None:
+        """A plan that need not be the best, to compare many steps by.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        return self.plan_within(self.slack_bytes, trace, base_bytes, 1, time_limit_s=0.3).plan
 
     def judge(self, planned: Planned, step_s: float) -> Planned | None:
         """Takes note of the time of a step that followed the plan.

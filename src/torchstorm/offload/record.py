@@ -71,6 +71,7 @@ class Recorder:
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
         self._intervals: list[_Interval] = []
         self._interval = _Interval()
+        self._is_paused = False
         self._left = start
         # What the Session held alone in the interval that is running: it is not "other".
         self._held_bytes = 0
@@ -109,13 +110,18 @@ class Recorder:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """What happens within is not the step's: neither its time nor its memory counts."""
+        between_moments = not self._is_paused  # within a hook nothing counts anyway
         self._pause()
         try:
             yield
         finally:
-            self._resume()
+            if between_moments:
+                self._resume()
 
     def _pause(self) -> None:
+        if self._is_paused:
+            return
+        self._is_paused = True
         self._interval.marks.append((self._left, self.clock.mark()))
         if self.asks_memory:  # pragma: gpu
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -123,8 +129,10 @@ class Recorder:
 
     def _resume(self) -> None:
         if self.asks_memory:  # pragma: gpu
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         self._left = self.clock.mark()
+        self._is_paused = False
 
     def saved(self, saved: Saved, *, movable: bool, is_input: bool) -> None:
         """A storage was saved for the first time, at this moment."""
@@ -197,9 +205,9 @@ class Recorder:
                 freed=num_moments if record.freed is None else record.freed,
                 parcel=record.parcel,
                 block=record.block,
-                value=-1 if record.value is None else origins.numbers[record.value],
+                value=origins.number_of(record.value, number),
             )
-            for record in self._storages
+            for number, record in enumerate(self._storages)
         )
         return Trace(
             device=self._device.type,

@@ -59,7 +59,8 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
             made = reference()
             if made is not None and made not in there:
                 there[made] = row
-                if made.saved is not None and bytes_of(made.saved) is None:
+                # What else the operation makes may be away on another tier; it comes back when its own time has come.
+                if made.saved is not None and made.saved.parcel.buffer is None and made.saved.parcel.handle is None:
                     arrived(made.saved, row)
 
 

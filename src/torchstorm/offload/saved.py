@@ -349,7 +349,7 @@ class SavedTensors:
             value=value,
             fingerprint=fingerprint,
         )
-        if value is not None and value.saved is None:
+        if value is not None:
             value.saved = saved
         self.residency.add(saved)
         if tier not in (KEEP, RECOMPUTE) and not parcel.shared:

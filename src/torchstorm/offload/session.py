@@ -48,7 +48,8 @@ class Session:
         ram: budget for host memory. Default: 50 % of what the machine (its cgroup) leaves.
         disk: "DIR" or "DIR:SIZE"; spill files go into a directory of their own below DIR. Default: no disk.
         optimizer: if given, room for its state is kept free before it exists; else twice the parameters' bytes.
-        check: checksum every tensor that leaves and returns, and poison freed buffers. Slow.
+        recompute: whether tensors may be computed again. Without it they are only moved, and nothing is recorded.
+        check: checksum every tensor that leaves and returns or is computed again, and poison freed buffers. Slow.
         unlimited: keep everything, and only count, by the same means.
 
     Raises:
@@ -66,12 +67,14 @@ class Session:
         ram: int | str | None = None,
         disk: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        recompute: bool = True,
         check: bool = False,
         unlimited: bool = False,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._unlimited = unlimited
+        self._recompute = recompute and not unlimited
         self._stack: Stack = build_stack(model, vram=vram, ram=ram, disk=disk, check=check, unlimited=unlimited)
         self.device = self._stack.device
         self._clock = StreamClock(self.device) if self.device.type == "cuda" else CpuClock()
@@ -158,7 +161,7 @@ class Session:
         self._key = None
         self._start = self._clock.mark()
         tape = None
-        if not self._unlimited and (not self._plans or any(self._records(planned) for planned in self._plans.values())):
+        if self._recompute and (not self._plans or any(self._records(planned) for planned in self._plans.values())):
             tape = Tape(self.device, is_leaf=self._saved.is_leaf, mark=self._clock.mark)
         self._saved.begin(fixed, self._choose, tape=tape)
         if not self._plans and not self._unlimited:
@@ -214,23 +217,22 @@ class Session:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             num_measured = planned.num_measured + 1 if planned else 1
             base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
-            if (
-                planned is None
-                and self._compiled is not None
-                and self._compiled.rechoose(
-                    trace, lambda mixed: self._planner.plan_within(self._planner.slack_bytes, mixed, base, 1).plan
-                )
-            ):
+            chosen = self._compiled if planned is None else None
+            if chosen is not None and chosen.rechoose(trace, lambda mixed: self._planner.quick_plan(mixed, base)):
                 return  # the next step is another one, and measured
             try:
                 self._in_force = self._planner.plan(trace, base_bytes=base, num_measured=num_measured)
             except BudgetError:
-                if shortfall is not None or not self._last_kept_to_budget(more_bytes=base - trace.base_bytes):
+                if planned is not None and planned.plan is not None and not recorder.asks_memory:
+                    planned.num_measured = num_measured  # only times changed: what fitted before still fits
+                    self._in_force = planned
+                elif shortfall is not None or not self._last_kept_to_budget(more_bytes=base - trace.base_bytes):
                     raise
-                # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
-                # between, which a plan does not foresee: such steps go on as this one went.
-                assert self._measured.last is not None
-                self._in_force = Planned(None, trace, self._measured.last, base, self._num_to_measure)
+                else:
+                    # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
+                    # between, which a plan does not foresee: such steps go on as this one went.
+                    assert self._measured.last is not None
+                    self._in_force = Planned(None, trace, self._measured.last, base, self._num_to_measure)
             self._plans[self._key] = self._in_force
             self._measured.plan_changed()
             self._stack.trim(self._in_force.forecast)

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchstorm.errors import UnsupportedError
 from torchstorm.offload.operators import Operator, operator, without_statistics
 from torchstorm.offload.parcels import Call, Leaf, Ref, Value, View, weak_reference
 
@@ -71,6 +73,12 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.idle or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
+        if forward_ad._current_level >= 0:
+            # PyTorch computes some tangents in another order where operations are watched.
+            raise UnsupportedError(
+                "Forward-mode derivatives (torch.autograd.forward_ad) within a step would differ in their last digits, "
+                "because their formulas change while operations are recorded. Give Session(..., recompute=False)."
+            )
         what = operator(func)
         if what.is_view:
             return func(*args, **kwargs)

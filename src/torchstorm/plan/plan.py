@@ -89,8 +89,12 @@ class Plan:
 
     @cached_property
     def fetches(self) -> dict[int, list[int]]:
-        """Parcels whose copy back begins, by moment."""
-        return self._by_moment("fetch")
+        """Parcels whose copy back begins, by moment, in the order in which they are needed."""
+        parcels = self.trace.parcels
+        return {
+            moment: sorted(numbers, key=lambda number: (parcels[number].needed, number))
+            for moment, numbers in self._by_moment("fetch").items()
+        }
 
     @cached_property
     def recomputes(self) -> bool:

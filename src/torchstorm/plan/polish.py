@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torchstorm.plan.schedule import KEPT, TO_RAM, Schedule, Scheduler
 
 _GAIN = 1e-9  # seconds below which nothing is better
@@ -58,8 +56,9 @@ def polished(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> 
                 take(number, 1)
                 if profile.max() <= limit:
                     seconds = scheduler.seconds(choice, drops, fetches, again)
-                    # At equal time, what leaves later leaves the others more time.
-                    if seconds < best_s - _GAIN or (abs(seconds - best_s) <= _GAIN and drop > best[0]):
+                    # At equal time, what comes back later leaves the others more room.
+                    equal = seconds <= best_s and (fetch, drop) > (best[1], best[0])
+                    if seconds < best_s - _GAIN or equal:
                         best, best_s, improved = (drop, fetch), seconds, True
                 take(number, -1)
             drops[number], fetches[number] = best

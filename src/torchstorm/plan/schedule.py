@@ -76,6 +76,7 @@ class Scheduler:
     def __init__(self, trace: Trace, machine: Machine, *, ram_bytes: int | None, disk_bytes: int | None) -> None:
         self.trace, self.machine, self.num = trace, machine, trace.num_moments
         self.limits = {TO_RAM: ram_bytes, TO_DISK: disk_bytes}
+        self.spreads = True  # whether what RAM has no room for goes to disk; otherwise choices say what does
         self.replayer = Replayer(trace)
         self.away = TO_RAM if ram_bytes is not None else TO_DISK if disk_bytes is not None else KEPT
         self._clock = [0.0, *accumulate(moment.compute_s for moment in trace.moments)]
@@ -174,7 +175,7 @@ class Scheduler:
         """The choice with what RAM has no room for on disk, needed last first; and by how much it is still too much."""
         codes = np.frombuffer(choice, dtype=np.uint8)
         ram, disk = self.limits[TO_RAM], self.limits[TO_DISK]
-        if ram is not None and disk is not None:
+        if self.spreads and ram is not None and disk is not None:
             codes = np.where(codes == TO_DISK, TO_RAM, codes).astype(np.uint8)
             if self._slow_peak(codes == TO_RAM) > ram:
                 order = [number for number in self._by_need[::-1].tolist() if codes[number] == TO_RAM]

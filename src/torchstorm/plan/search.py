@@ -2,8 +2,8 @@
 
 Few parcels: every choice is tried. Many: parcels that are alike (bytes, the operations that make them again) form a
 class, the same tensor of every repeated block. From a few starts the search changes several members of one class at
-once, those made first or last, by large steps and then by small ones, and then members of two classes at once, as long
-as the forecast gets better.
+once, those made first or last, by large steps and then by small ones, as long as the forecast gets better; then it
+anneals.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchstorm.plan.anneal import annealed
 from torchstorm.plan.polish import polished
-from torchstorm.plan.schedule import AGAIN, KEPT, TO_RAM, Schedule, Scheduler
+from torchstorm.plan.schedule import AGAIN, KEPT, TO_DISK, TO_RAM, Schedule, Scheduler
 
 _EXHAUSTIVE = 800  # so few choices are all tried
 _POLISHED = 5  # so few moves in a choice are each tried at every moment
-_STARTS = 3  # so many starts are followed
+_STARTS = 2  # so many starts are followed
+_ROUNDS = 2  # of annealing
+_STEPS = 35  # of a round, per parcel; fewer where there are very many, as each takes longer
+_SMALL_STEP = 2  # members of a class that change together after annealing
+_GOOD = 1e-3  # a plan that costs so little beyond the model's own compute is good enough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,24 @@ class Search:
             if found is not None:
                 starts.setdefault(found.choice, found)
         ranked = sorted(starts.values(), key=lambda found: found.score)
-        return min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
+        best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
+        if best.over_bytes or best.slow_over_bytes or best.seconds <= self.scheduler.compute_s * (1 + _GOOD):
+            return best
+        groups = [(one.members, tuple(self._options(one))) for one in self._classes]
+        num_parcels = len(self._able)
+        num_steps = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
+        for seed in range(_ROUNDS):
+            found = annealed(
+                best,
+                groups,
+                self.attempt,
+                compute_s=self.scheduler.compute_s,
+                num_steps=num_steps,
+                seed=seed,
+                is_late=self._late,
+            )
+            best = self._climb(found, _SMALL_STEP)
+        return best
 
     def attempt(self, choice: bytes) -> Schedule | None:
         """Places one choice; None where it is impossible."""
@@ -106,6 +128,14 @@ class Search:
         best = min((found for choice in choices if (found := self.attempt(choice))), key=lambda found: found.score)
         if best.over_bytes or best.slow_over_bytes:
             return best
+        if any(TO_DISK in found.choice for found in self._seen.values() if found is not None):
+            both = [[*choices, TO_DISK] for choices in options if TO_DISK not in choices]
+            if both and math.prod(len(one) for one in both) <= _EXHAUSTIVE:
+                self.scheduler.spreads = False
+                self._seen.clear()
+                choices = [bytes(choice) for choice in itertools.product(*both)]
+                tried = (found for choice in choices if (found := self.attempt(choice)))
+                best = min((best, *tried), key=lambda found: found.score)
         for choice in choices:
             if sum(code >= TO_RAM for code in choice) <= _POLISHED:
                 found = polished(self.scheduler, choice, self.limit, best.seconds)
@@ -131,11 +161,12 @@ class Search:
                     choice[number] = AGAIN
                 yield bytes(choice)
 
-    def _climb(self, best: Schedule) -> Schedule:
-        step = 1 << max(len(one.members) for one in self._classes).bit_length() - 1
+    def _climb(self, best: Schedule, step: int = 0) -> Schedule:
+        step = step or 1 << max(len(one.members) for one in self._classes).bit_length() - 1
         while step:
             improved = True
-            while improved and not self._late():
+            # What fits is looked for to the end, so that an error names the true need however short the time.
+            while improved and (best.over_bytes or best.slow_over_bytes or not self._late()):
                 improved = False
                 for changed in self._moves(best, step):
                     found = self.attempt(changed)
@@ -151,9 +182,7 @@ class Search:
             yield from self._moves_of(best.choice, one, step)
 
     def _moves_of(self, choice: bytes, one: Class, step: int) -> Iterator[bytes]:
-        options = list(dict.fromkeys((KEPT, self.scheduler.away)))
-        if one.seconds < math.inf:
-            options.append(AGAIN)
+        options = self._options(one)
         for source in options:
             places = [number for number in one.members if self._kind(choice[number]) == source]
             if not places:
@@ -166,6 +195,10 @@ class Search:
                     for number in chosen:
                         changed[number] = target
                     yield bytes(changed)
+
+    def _options(self, one: Class) -> list[int]:
+        """Where parcels of a class may be."""
+        return [*dict.fromkeys((KEPT, self.scheduler.away)), *([AGAIN] if one.seconds < math.inf else [])]
 
     def _kind(self, code: int) -> int:
         return self.scheduler.away if code >= TO_RAM else code

@@ -50,7 +50,8 @@ def solve(
         time_limit_s: seconds after which the best plan found so far is taken; its notes say so.
 
     Returns:
-        The fastest plan found whose forecast keeps to the budget on every tier.
+        The fastest plan found whose forecast keeps to the budget on every tier. With a handful of parcels all choices
+        are tried; with more, a larger budget may get a plan that is slower by some tenths of a percent.
 
     Raises:
         BudgetError: no plan does; names the block, its need and the smallest feasible budget.

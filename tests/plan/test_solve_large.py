@@ -1,0 +1,122 @@
+"""`solve` on steps of many parcels, where not every choice can be tried: a GPT as an H200 trains it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from plan import naive
+from plan.naive import all_away_bytes, all_kept_bytes
+from plan.test_solve import AMPLE, MACHINE, assert_keeps_to, budget_of
+from plan.traces import blocks_trace, gpt_trace
+from torchstorm.errors import BudgetError
+from torchstorm.plan.forecast import fast_profile
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget
+from torchstorm.plan.solve import solve
+
+GIB = 2**30
+H200 = Machine(
+    name="h200",
+    d2h_bytes_per_s=5.5e10,
+    h2d_bytes_per_s=5.5e10,
+    disk_write_bytes_per_s=4e9,
+    disk_read_bytes_per_s=6.5e9,
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "vram_gib", "most"),
+    [(32_768, 1, 16, 1.02), (32_768, 1, 12.6, 1.04), (4096, 4, 12.5, 1.03), (4096, 4, 10, 1.06)],
+)
+def test_a_gpt_costs_little_more_than_with_all_the_memory(
+    tokens: int, sequences: int, vram_gib: float, most: float
+) -> None:
+    trace = gpt_trace(10, tokens=tokens, sequences=sequences)
+    budget = Budget(vram=int(vram_gib * GIB), ram=AMPLE)
+    plan = solve(trace, H200, budget)
+    assert_keeps_to(plan, budget)
+    assert plan.forecast.step_ms <= most * trace.compute_s * 1e3
+    assert plan.forecast.step_ms == pytest.approx(naive.step_s(trace, plan.placements, H200) * 1e3)
+    assert not plan.notes
+
+
+def test_a_gpt_with_more_memory_is_not_slower_but_for_the_luck_of_the_search() -> None:
+    """Where not every choice can be tried, the search at one budget may end nearer to the best than at another: by up
+    to half a percent of the step, measured at budgets of 9.9 to 11.2 GiB."""
+    trace = gpt_trace(10, tokens=4096, sequences=4)
+    times = [
+        solve(trace, H200, Budget(vram=int(gib * GIB), ram=AMPLE)).forecast.step_ms for gib in (10.2, 10.4, 11, 12, 16)
+    ]
+    for less, more in itertools.pairwise(times):
+        assert more <= less * 1.01
+
+
+def test_where_ram_is_short_the_disk_takes_the_rest_behind_compute() -> None:
+    trace = gpt_trace(10)
+    budget = Budget(vram=16 * GIB, ram=12 * GIB, disk=AMPLE)
+    plan = solve(trace, H200, budget)
+    assert_keeps_to(plan, budget)
+    # Without a disk, what has no room in RAM must be computed again.
+    assert plan.forecast.step_ms <= solve(trace, H200, replace(budget, disk=0)).forecast.step_ms * 1.001
+
+
+@pytest.mark.parametrize("time_limit_s", [0.0, 0.3])
+def test_the_best_plan_so_far_is_taken_when_time_runs_out(time_limit_s: float) -> None:
+    trace = gpt_trace(40)
+    budget = Budget(vram=70 * GIB, ram=AMPLE)
+    start_s = time.perf_counter()
+    plan = solve(trace, H200, budget, time_limit_s=time_limit_s)
+    assert time.perf_counter() - start_s < time_limit_s + 8
+    assert_keeps_to(plan, budget)
+    assert plan.notes == (f"The planner stopped after {time_limit_s:g} s with the best plan it had found.",)
+
+
+def test_an_error_names_the_same_need_however_short_the_time() -> None:
+    trace = gpt_trace(10)
+    with pytest.raises(BudgetError) as at_once:
+        solve(trace, H200, Budget(vram=5 * GIB, ram=AMPLE), time_limit_s=0)
+    smallest = at_once.value.smallest_bytes
+    assert smallest is not None
+    budget = Budget(vram=smallest, ram=AMPLE)
+    assert_keeps_to(solve(trace, H200, budget, time_limit_s=0), budget)
+    with pytest.raises(BudgetError):
+        solve(trace, H200, replace(budget, vram=smallest - 1))
+
+
+def test_without_a_slower_tier_a_gpt_computes_again() -> None:
+    """Checkpointing every block takes about 14 GiB."""
+    trace = gpt_trace(10)
+    with pytest.raises(BudgetError) as caught:
+        solve(trace, H200, Budget(vram=5 * GIB))
+    smallest = caught.value.smallest_bytes
+    assert smallest is not None
+    assert smallest < 16 * GIB
+    budget = Budget(vram=smallest)
+    plan = solve(trace, H200, budget)
+    assert_keeps_to(plan, budget)
+    assert {placement.tier for placement in plan.placements} == {"keep", "recompute"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_80_blocks_of_13_take_seconds(device: str) -> None:
+    trace = blocks_trace(80, 13, device=device)
+    kept, least = all_kept_bytes(trace), all_away_bytes(trace)
+    start_s = time.perf_counter()
+    fast = replace(MACHINE, d2h_bytes_per_s=5e10, h2d_bytes_per_s=5e10, disk_write_bytes_per_s=5e9)
+    plan = solve(trace, fast, budget_of(trace, (kept + least) // 2))
+    assert time.perf_counter() - start_s < 30
+    assert plan.moved_bytes("ram") + plan.moved_bytes("disk") > 0
+
+
+def test_80_blocks_of_a_gpt_take_seconds() -> None:
+    trace = gpt_trace(80)
+    budget = Budget(vram=110 * GIB, ram=AMPLE)
+    start_s = time.perf_counter()
+    plan = solve(trace, H200, budget)
+    assert time.perf_counter() - start_s < 30  # four on two cores that nobody else uses
+    assert max(fast_profile(trace, plan.placements)) <= budget.vram
+    assert plan.forecast.step_ms <= 1.02 * trace.compute_s * 1e3
