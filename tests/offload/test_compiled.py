@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from offload.steps import Outcome, assert_same
@@ -472,3 +474,15 @@ def test_a_variant_or_block_that_does_not_exist_is_refused(variants: dict[str, s
     with pytest.raises(ConfigError, match=message):
         compiled.set(variants)
     assert set(compiled.variants.values()) == {CHEAP}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causal: bool) -> None:
+    batch, heads, tokens, width = 2, 3, 64, 16
+    with FakeTensorMode():
+        q, k, v = (torch.empty(batch, heads, tokens, width, device="cuda", dtype=torch.float16) for _ in range(3))
+        graph = make_fx(lambda *qkv: torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal)[0])(q, k, v)
+    found = {node.name: (private.matmul_flops(node), private.attention_flops(node)) for node in graph.graph.nodes}
+    pairs = tokens * tokens // (2 if causal else 1)
+    assert max(found.values()) == (0, 2 * 2 * batch * heads * pairs * width)
+    assert sum(attention > 0 for _, attention in found.values()) == 1

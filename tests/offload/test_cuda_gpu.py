@@ -293,7 +293,7 @@ def test_every_step_is_within_the_budget_and_the_forecast_comes_true(name: str, 
     assert report.forecast is not None
     assert report.measured is not None
     assert report.highest is not None
-    assert report.num_planned >= 1
+    assert report.num_planned >= 3
     assert report.measured.vram_bytes == pytest.approx(report.forecast.vram_bytes, rel=0.05)
     assert report.highest.vram_bytes == max(found.peaks)
     assert report.moved_bytes > 0
@@ -339,7 +339,7 @@ def test_peaks_do_not_depend_on_how_far_the_host_runs_ahead() -> None:
         # The allocator may leave up to 1 MiB of a block unsplit, which it counts.
         assert max(found.values()) - min(found.values()) <= 2 * MIB, found
         assert max(found.values()) <= budget
-        assert session.report().num_planned >= 1
+        assert session.report().num_planned >= 4
 
 
 def test_an_impossible_budget_names_the_smallest_which_then_works() -> None:

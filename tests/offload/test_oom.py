@@ -479,7 +479,7 @@ def test_a_plan_is_made_anew_with_more_slack_and_kept_to(faulty: tuple[Faults, n
     assert new is not None
     assert new.ram_bytes <= old.ram_bytes - BUDGET // 50
     assert storm.usage().ram_bytes <= new.ram_bytes
-    assert storm.report().num_planned == 1
+    assert storm.report().num_in_force == 1
 
 
 def test_slack_that_nothing_fits_with_gives_way(faulty: tuple[Faults, nn.Module, Session]) -> None:

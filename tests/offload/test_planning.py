@@ -96,6 +96,6 @@ def test_a_report_prints_forecast_beside_measured(tmp_path: Path) -> None:
     assert text.splitlines()[0].split() == ["budget", "forecast", "measured", "highest"]
     assert "6.00 MiB" in text
     assert "1.00 GiB" in text
-    assert "4 steps, 2 by the plan in force" in text
+    assert "4 steps, 2 by a plan, 2 by the one in force" in text
     assert "disk: " in text
     assert "vram" not in text

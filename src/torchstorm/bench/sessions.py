@@ -56,7 +56,7 @@ def measure_session(
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         warm = 0
-        while session.report().num_planned == 0 and warm < _MOST_WARM:
+        while session.report().num_in_force == 0 and warm < _MOST_WARM:
             meter.step(session.step)
             warm += 1
         before = session.report()
@@ -108,7 +108,7 @@ def _check(
 
     def check(nbytes: int) -> str:
         with make(nbytes) as session, _blocks(session, compiled):
-            return meter.compare(session.step, reference, enough=lambda _: session.report().num_planned >= 2)
+            return meter.compare(session.step, reference, enough=lambda _: session.report().num_in_force >= 2)
 
     note = ""
     for _ in range(2):
@@ -151,10 +151,10 @@ def _recomputed_gib(session: Session, blocks: Any) -> float | None:
 
 
 def _planned_note(before: Report, after: Report, steps: int) -> str:
-    planned = after.num_planned - before.num_planned
+    planned = after.num_in_force - before.num_in_force
     if planned < 0:  # counted anew with a new plan
-        planned = after.num_planned
-    if after.num_planned == 0:
+        planned = after.num_in_force
+    if after.num_in_force == 0:
         return "no step followed a plan"
     if planned < steps:
         return f"planned anew in the timed steps: {planned} of {steps} followed the last plan"

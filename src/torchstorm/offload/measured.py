@@ -20,7 +20,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.num_planned = 0  # steps that followed the plan in force
+        self.num_planned = 0  # steps that followed a plan
+        self.num_in_force = 0  # of those, by the plan in force
         self.last: Figures | None = None
         self._highest: Figures | None = None
         self._planned_highest: Figures | None = None
@@ -29,7 +30,7 @@ class Measured:
 
     def plan_changed(self) -> None:
         """Another plan is in force: what the steps of the one before it showed does not tell of this one."""
-        self.num_planned, self._planned_highest = 0, None
+        self.num_in_force, self._planned_highest = 0, None
         self._unread.clear()
 
     def count(self, figures: Figures, marks: Marks, *, followed: bool) -> None:
@@ -38,9 +39,10 @@ class Measured:
         self.last = figures
         self._highest = highest_of(self._highest, figures)
         if followed:
-            if self.num_planned == 0:
+            if self.num_in_force == 0:
                 self._times.clear()  # until a step follows the plan, the earlier ones' times are all there is
             self.num_planned += 1
+            self.num_in_force += 1
             self._planned_highest = highest_of(self._planned_highest, figures)
             self._unread.append(marks)
         self._times.append(marks)

@@ -34,7 +34,7 @@ class GraphCosts:
 
     Attributes:
         variants: by name, "save" first; a variant that equals the one before is left out.
-        forward_flops: of its matrix products and convolutions, attention left out.
+        forward_flops: of its matrix products, convolutions and attention.
         failed: variants that PyTorch could not partition, with the reason.
     """
 
@@ -90,7 +90,8 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
         variant = _costs(name, forward, backward, options["num_fwd_outputs"])
         if not found or variant.saved_bytes < min(other.saved_bytes for other in found.values()):
             found[name] = variant
-    flops = sum(private.matmul_flops(node) for node in joint.graph.nodes if private.is_forward(node))
+    nodes = [node for node in joint.graph.nodes if private.is_forward(node)]
+    flops = sum(private.matmul_flops(node) + private.attention_flops(node) for node in nodes)
     return GraphCosts(found, flops, failed)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from torchstorm.errors import BudgetError
 from torchstorm.offload.saved import slab_bytes
 from torchstorm.offload.stack import Stack, bounce_buffers
-from torchstorm.plan.forecast import Figures, forecast_s
+from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import shift_base, solve
@@ -90,6 +90,8 @@ class Planner:
             self._stack.budget,
             spare=spare,
             own_bytes=self._own_bytes,
+            # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
+            slow_own_bytes=max((parcel.nbytes for parcel in trace.parcels), default=0) + SLOT_BYTES,
             time_limit_s=time_limit_s,
         )
         return Planned(plan, trace, plan.forecast, base_bytes, num_measured)

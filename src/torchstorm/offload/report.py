@@ -20,7 +20,8 @@ class Report:
         highest: the highest bytes of any step, the first one included, and the slowest step.
         budget: what was allowed.
         num_steps: steps run so far.
-        num_planned: those that followed the plan in force from start to end.
+        num_planned: those that followed a plan from start to end.
+        num_in_force: of those, by the plan in force: a plan is made anew where a step comes out otherwise.
         moved_bytes: bytes that left the fast tier in the last step.
         notes: what the user should know: pageable memory, a disk without O_DIRECT.
     """
@@ -31,6 +32,7 @@ class Report:
     budget: Budget
     num_steps: int
     num_planned: int
+    num_in_force: int
     moved_bytes: int
     notes: tuple[str, ...]
 
@@ -46,7 +48,7 @@ class Report:
         times = "".join(f"{'-' if figures is None else f'{figures.step_ms:.1f} ms':>14}" for figures in columns)
         lines.append(f"{'step':<10}{'':>14}{times}")
         lines.append(
-            f"{self.num_steps} steps, {self.num_planned} by the plan in force; "
+            f"{self.num_steps} steps, {self.num_planned} by a plan, {self.num_in_force} by the one in force; "
             f"{format_size(self.moved_bytes)} moved away in the last one"
         )
         return "\n".join(lines + list(self.notes))

@@ -421,6 +421,7 @@ class Session:
             budget=self._stack.budget,
             num_steps=self._measured.num_steps,
             num_planned=self._measured.num_planned,
+            num_in_force=self._measured.num_in_force,
             moved_bytes=self._residency.moved_bytes,
             notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons),
         )

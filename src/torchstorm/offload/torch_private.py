@@ -100,12 +100,6 @@ def get_call(module: torch.nn.Module) -> object:
     return getattr(module, "_compiled_call_impl", None)
 
 
-def plain_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """The module's call, hooks and all, without torch.compile."""
-    call: Callable[..., Any] = module._call_impl
-    return call
-
-
 def hook_numbers(module: torch.nn.Module) -> tuple[int, ...]:
     """What tells the hooks on a module and within it from all others that there were."""
     return tuple(
@@ -158,11 +152,30 @@ def is_view(node: fx.Node) -> bool:
 
 def matmul_flops(node: fx.Node) -> int:
     """Floating-point operations of a matrix product or convolution; 0 for everything else, attention included."""
+    return 0 if _is_attention(node) else _flops(node)
+
+
+def attention_flops(node: fx.Node) -> int:
+    """Floating-point operations of attention, half of all pairs where it is causal; 0 for everything else."""
+    return _flops(node) // (2 if _is_causal(node) else 1) if _is_attention(node) else 0
+
+
+def _flops(node: fx.Node) -> int:
     packet = _packet(node)
-    if node.op != "call_function" or packet not in flop_registry or "attention" in str(packet):
+    if node.op != "call_function" or packet not in flop_registry:
         return 0
     args, kwargs, out = fx.map_arg((node.args, node.kwargs, node), lambda other: _shape(other.meta["val"]))
     return int(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return "attention" in str(_packet(node))
+
+
+def _is_causal(node: fx.Node) -> bool:
+    names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]
+    place = names.index("is_causal") if "is_causal" in names else len(node.args)
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", False))
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -77,7 +77,6 @@ class Search:
     def __init__(self, scheduler: Scheduler, limit: int, deadline: float) -> None:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
-        self.num_tried = 0
         self._classes = classes_of(scheduler)
         self._able = [False] * len(scheduler.trace.parcels)
         for one in self._classes:
@@ -98,6 +97,8 @@ class Search:
                 starts.setdefault(found.choice, found)
         ranked = sorted(starts.values(), key=lambda found: found.score)
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
+        if best.slow_over_bytes and not best.over_bytes:
+            best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
         if best.over_bytes or best.slow_over_bytes or best.seconds <= self.scheduler.compute_s * (1 + _GOOD):
             return best
         groups = [(one.members, tuple(self._options(one))) for one in self._classes]
@@ -119,7 +120,6 @@ class Search:
     def attempt(self, choice: bytes) -> Schedule | None:
         """Places one choice; None where it is impossible."""
         if choice not in self._seen:
-            self.num_tried += 1
             self._seen[choice] = self.scheduler.place(choice, self.limit)
         return self._seen[choice]
 
@@ -160,6 +160,20 @@ class Search:
                 for number in one.members:
                     choice[number] = AGAIN
                 yield bytes(choice)
+
+    def _keeping_most(self) -> Iterator[Schedule]:
+        """Everything away but what fits beside it: the last made first, which are needed soonest; or the largest."""
+        parcels = self.scheduler.trace.parcels
+        for rank in (lambda number: parcels[number].sealed, lambda number: parcels[number].nbytes):
+            choice = bytearray([self.scheduler.away]) * len(parcels)
+            for number in sorted(range(len(parcels)), key=rank, reverse=True):
+                choice[number] = KEPT
+                least = self.scheduler.least(bytes(choice))
+                if least is None or least[0].max() > self.limit:
+                    choice[number] = self.scheduler.away
+            found = self.attempt(bytes(choice))
+            if found is not None:
+                yield found
 
     def _climb(self, best: Schedule, step: int = 0) -> Schedule:
         step = step or 1 << max(len(one.members) for one in self._classes).bit_length() - 1

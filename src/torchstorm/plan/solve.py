@@ -36,6 +36,7 @@ def solve(
     *,
     spare: Budget | None = None,
     own_bytes: Callable[[int], int] | None = None,
+    slow_own_bytes: int = 0,
     time_limit_s: float = 10.0,
 ) -> Plan:
     """Plans a step.
@@ -47,6 +48,7 @@ def solve(
         spare: bytes of each budget that are kept free of what is planned.
         own_bytes: what a Session with a given budget on the fast tier and a slower one below takes of it for copies;
             the trace's `staging_bytes` where it does not depend on the budget.
+        slow_own_bytes: what a Session needs of a slower tier beside what is planned, before it has a plan.
         time_limit_s: seconds after which the best plan found so far is taken; its notes say so.
 
     Returns:
@@ -73,7 +75,7 @@ def solve(
     if found.over_bytes:
         raise _too_little(scheduler, found, budget, spare, own_bytes or (lambda _: trace.staging_bytes), fast)
     if found.slow_over_bytes:
-        raise _too_little_below(scheduler, found, budget, spare)
+        raise _too_little_below(scheduler, found, budget, spare, slow_own_bytes)
     placements = found.placements()
     fast_bytes = int(fast_profile(trace, placements).max())
     forecast = Figures(
@@ -150,20 +152,23 @@ def _too_little(
     )
 
 
-def _too_little_below(scheduler: Scheduler, found: Schedule, budget: Budget, spare: Budget) -> BudgetError:
+def _too_little_below(
+    scheduler: Scheduler, found: Schedule, budget: Budget, spare: Budget, slow_own_bytes: int
+) -> BudgetError:
     """The error for slower tiers that cannot hold what must leave the fast one."""
     for tier, code in ((RAM, TO_RAM), (DISK, TO_DISK)):
         bounded = scheduler.limits[code]
         peak, limit = scheduler.slow_peak(found.choice, code) + getattr(spare, tier), getattr(budget, tier)
         if bounded is not None and peak > limit:
             break
+    smallest = peak + slow_own_bytes
     return BudgetError(
         f"{tier}={format_size(limit)}, but what leaves the fast tier takes {format_size(peak)} there at once. "
-        f"Give {tier}={peak} ({format_size(peak)}), or a larger budget on the fast tier.",
+        f"Give {tier}={smallest} ({format_size(smallest)}), or a larger budget on the fast tier.",
         tier=tier,
         budget_bytes=limit,
         needed_bytes=peak,
-        smallest_bytes=peak,
+        smallest_bytes=smallest,
     )
 
 

@@ -72,7 +72,7 @@ class BlockTable:
     Attributes:
         name: dotted, as the trace calls it.
         variants: by name; those that would save no less than the one before are missing.
-        forward_flops: of its matrix products and convolutions.
+        forward_flops: of its matrix products, convolutions and attention.
         kind: the same for blocks that are built alike, which take equally long.
     """
 
