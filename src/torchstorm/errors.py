@@ -16,6 +16,8 @@ Each message says what was asked, what was found, the limit and the way out, wit
         └── CorruptionError                       bytes that came back other than they left
 """
 
+from __future__ import annotations
+
 
 class TorchstormError(Exception):
     """Base of all errors that torchstorm raises on purpose."""
@@ -60,6 +62,18 @@ class BudgetError(TorchstormError, ValueError):
         self.needed_bytes = needed_bytes
         self.smallest_bytes = smallest_bytes
         self.block = block
+
+    def with_micro_batch(self, hint: str, micro_batch: int) -> BudgetError:
+        """The same error, which also says what micro-batch would fit."""
+        return BudgetError(
+            f"{self} {hint}",
+            tier=self.tier,
+            budget_bytes=self.budget_bytes,
+            needed_bytes=self.needed_bytes,
+            smallest_bytes=self.smallest_bytes,
+            block=self.block,
+            micro_batch=micro_batch,
+        )
 
 
 class DataError(TorchstormError, ValueError):

@@ -45,7 +45,8 @@ def test_the_small_case_runs_every_way_bit_for_bit(tmp_path: Path) -> None:
     for row in rows:
         assert row.shape == SMALL.shape == "64x4"
         assert row.checked, row.note
-        assert row.note == ""
+        # Steps of milliseconds beside other work: their times may miss the forecast, and the plan is made anew.
+        assert row.note == "" or row.note.startswith("planned anew in the timed steps")
         assert row.step_s is not None
         assert row.slowest_s is not None
         assert 0 < row.step_s <= row.slowest_s

@@ -64,7 +64,6 @@ print(json.dumps({
     "peak_bytes": peak_kib * 1024,
     "gradients": gradients,
     "ram_bytes": report.highest.ram_bytes,
-    "moved_bytes": report.moved_bytes,
     "planned_disk_bytes": plan.forecast.disk_bytes if plan else 0,
     "written_bytes": counters.direct_write_bytes + counters.buffered_write_bytes if counters else 0,
     "read_bytes": counters.direct_read_bytes + counters.buffered_read_bytes if counters else 0,
@@ -99,7 +98,7 @@ def test_the_process_shrinks_by_what_the_plan_moves_to_disk(tmp_path: Path) -> N
     assert moved >= 1 * 2**30, "the plan must move most of 1.6 GiB for 400 MiB to do"
     fell = without["peak_bytes"] - limited["peak_bytes"]
     assert fell >= 0.7 * moved, f"the peak fell by {fell / MIB:.0f} MiB of {moved / MIB:.0f} MiB moved"
-    # Two steps went out and came back.
-    assert limited["written_bytes"] >= 2 * moved
-    assert limited["read_bytes"] >= 2 * moved
+    # Two steps went out and came back; of the first one, without a plan, what is needed soon may stay.
+    assert limited["written_bytes"] >= moved + 1 * 2**30
+    assert limited["read_bytes"] >= moved + 1 * 2**30
     assert list(tmp_path.iterdir()) == []

@@ -99,3 +99,46 @@ def test_a_report_prints_forecast_beside_measured(tmp_path: Path) -> None:
     assert "4 steps, 2 by a plan, 2 by the one in force" in text
     assert "disk: " in text
     assert "vram" not in text
+
+
+def test_a_longer_batch_that_comes_when_nothing_is_recorded_any_more_is_recomputed_after_all() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(64, 64), nn.GELU(), nn.Tanh())))
+    with Session(model, ram="3MiB") as session:
+
+        def step(rows: int) -> None:
+            model.zero_grad()
+            with session.step():
+                model(torch.randn(rows, 64)).square().mean().backward()
+
+        for _ in range(4):
+            step(64)
+        short = session.plan()
+        assert short is not None
+        assert not short.recomputes, "it fits, so nothing is recorded any more"
+        step(1024)
+        assert session.plan() is None, "nothing is known of how to compute its tensors again, and it does not fit"
+        for _ in range(4):
+            step(1024)
+        found = session.plan()
+        assert found is not None
+        assert found.trace.ops
+        assert found.recomputes
+        assert session.usage().ram_bytes == found.forecast.ram_bytes
+        step(64)
+        assert session.plan() == short
+
+
+def test_the_error_of_a_step_names_the_micro_batch_that_would_fit_and_it_fits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.GELU())
+
+    def step(rows: int) -> None:
+        with Session(model, ram="512KiB") as session, session.step():
+            model(torch.randn(rows, 64)).square().mean().backward()
+
+    with pytest.raises(BudgetError, match=r"Or a micro-batch: \d+ of this batch of 1024 samples.*storm\.run") as caught:
+        step(1024)
+    assert caught.value.micro_batch is not None
+    assert 1 <= caught.value.micro_batch < 1024
+    step(caught.value.micro_batch)

@@ -214,7 +214,7 @@ def check(names: list[str], rows: int, ending: str, share: float, self_check: bo
     assert report.measured is not None
     assert report.forecast is not None
     assert report.highest.ram_bytes <= budget
-    if report.num_planned:
+    if report.num_in_force:
         assert report.measured.ram_bytes == pytest.approx(report.forecast.ram_bytes, rel=0.05)
         assert report.measured.disk_bytes == pytest.approx(report.forecast.disk_bytes, rel=0.05, abs=4096)
 

@@ -151,13 +151,12 @@ def _recomputed_gib(session: Session, blocks: Any) -> float | None:
 
 
 def _planned_note(before: Report, after: Report, steps: int) -> str:
-    planned = after.num_in_force - before.num_in_force
-    if planned < 0:  # counted anew with a new plan
-        planned = after.num_in_force
-    if after.num_in_force == 0:
+    planned = after.num_planned - before.num_planned
+    if planned == 0:
         return "no step followed a plan"
-    if planned < steps:
-        return f"planned anew in the timed steps: {planned} of {steps} followed the last plan"
+    if min(planned, after.num_in_force) < steps:
+        last = min(planned, after.num_in_force)
+        return f"planned anew in the timed steps: {last} of {steps} followed the last plan"
     return ""
 
 

@@ -112,15 +112,7 @@ def _told(
         return error
     of = f"of this batch of {batch_size} sample{'s' if batch_size != 1 else ''}"
     hint = f"Or a micro-batch: {most} {of} would fit by estimate." if most else f"No micro-batch {of} would fit."
-    return BudgetError(
-        f"{error} {hint}",
-        tier=error.tier,
-        budget_bytes=error.budget_bytes,
-        needed_bytes=error.needed_bytes,
-        smallest_bytes=error.smallest_bytes,
-        block=error.block,
-        micro_batch=most,
-    )
+    return error.with_micro_batch(hint, most)
 
 
 def _budget_elsewhere(machine: Machine, vram: int | str | None, ram: int | str | None, disk: str | None) -> Budget:

@@ -9,18 +9,30 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.subject import shape_of
 
 
 class NoteInputs:
-    """The hook that tells which tensors the user gave to the model; in a copy of the model it does nothing."""
+    """The hook that tells which tensors the user gave to the model; in a copy of the model it does nothing.
+
+    Attributes:
+        shapes: of the tensors in the step's first call, as a plan's subject has them; None before it.
+        num_samples: dim 0 of the first that has one; 0 where there is none.
+    """
 
     def __init__(self, saved: SavedTensors | None = None) -> None:
+        self.shapes: tuple[str, ...] | None = None
+        self.num_samples = 0
         self._saved = weakref.ref(saved) if saved is not None else None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         saved = self._saved() if self._saved is not None else None
         if saved is not None:
-            saved.add_inputs([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            saved.add_inputs(tensors)
+            if self.shapes is None:
+                self.shapes = tuple(map(shape_of, tensors))
+                self.num_samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
     def __reduce__(self) -> tuple[type[NoteInputs], tuple[()]]:
         return NoteInputs, ()

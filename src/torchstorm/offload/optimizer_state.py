@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 
 def missing_state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:  # pragma: gpu
     """Bytes of state that does not exist yet and will; without an optimizer to ask, two copies of what is trained."""
     if optimizer is None:
         return 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    return max(0, expected_state_bytes(optimizer) - state_bytes(optimizer))
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:  # pragma: gpu
-    """Bytes of an optimizer's state on CUDA devices."""
-    tensors = tree_leaves([list(state.values()) for state in optimizer.state.values()])
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.is_cuda)
+    return 0 if optimizer.state else expected_state_bytes(optimizer)
 
 
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int:  # pragma: gpu

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.elsewhere import plan_elsewhere, with_micro_batch
-from torchstorm.offload.measure import measure_machine
 from torchstorm.offload.session import Session
-from torchstorm.offload.stack import model_device, parse_disk
-from torchstorm.offload.subject import input_tensors, subject_of
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine
@@ -58,13 +54,6 @@ def plan(
     if machine is not None:
         target = named_machine(machine) if isinstance(machine, str) else machine
         return plan_elsewhere(model, example_batch, loss_fn, target, vram=vram, ram=ram, disk=disk, optimizer=optimizer)
-    inputs: list[torch.Tensor] = []
-
-    def note(_: torch.nn.Module, args: object, kwargs: object) -> None:
-        if not inputs:
-            inputs.extend(input_tensors((args, kwargs)))
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         with _unchanged(model), Session(model, vram=vram, ram=ram, disk=disk, optimizer=optimizer) as session:
             for _ in range(2):  # the second step's times are free of warm-up
@@ -76,15 +65,12 @@ def plan(
             report = session.report()
     except BudgetError as error:
         raise with_micro_batch(error, model, example_batch, loss_fn, vram=vram, ram=ram, disk=disk) from error
-    finally:
-        hook.remove()
     if found is None:
         raise BudgetError(
             "This step stays within the budget only when it is decided as it goes, because storages stay saved after "
             f"their first use (retain_graph, double backward). Measured so:\n{report}"
         )
-    speeds = measure_machine(model_device(model), parse_disk(disk)[0])
-    return replace(found, machine=speeds, subject=subject_of(model, inputs))
+    return found
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.saved import slab_bytes
 from torchstorm.offload.stack import Stack, bounce_buffers
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Plan
+from torchstorm.plan.plan import Plan, Subject
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
 
@@ -19,8 +20,13 @@ from torchstorm.plan.trace import Trace
 _NUM_JUDGED = 3
 # Below this a miss is noise; above the second, the plan itself may be wrong and is made anew.
 _NOISE, _MISS = 0.02, 0.08
+_MOST_PLANS = 64
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
+
+
+Key = tuple[Any, ...]
+"""What tells a kind of step from others: how it begins."""
 
 
 @dataclass(eq=False)
@@ -35,6 +41,7 @@ class Planned:
         num_measured: steps that measured something of it.
         num_lessons: how often its times were corrected.
         times_s: of steps that followed it.
+        is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
     """
 
     plan: Plan | None
@@ -44,6 +51,88 @@ class Planned:
     num_measured: int = 0
     num_lessons: int = 0
     times_s: list[float] = field(default_factory=list)
+    is_given: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a step that follows it computes anything again."""
+        return self.plan is not None and self.plan.recomputes
+
+
+class Plans:
+    """The plans of one Session, one for each kind of step; the longest unused are forgotten.
+
+    Args:
+        given: the plan that the user brought, for the first kind of step.
+        num_to_measure: so many steps of a kind are measured.
+    """
+
+    def __init__(self, given: Plan | None, num_to_measure: int) -> None:
+        self.num_to_measure = num_to_measure
+        self.in_force: Planned | None = None  # the one that was made or followed last
+        self.subjects: dict[Key, Subject] = {}
+        self._by_key: dict[Key, Planned] = {}
+        self._unrecorded: set[Key] = set()
+        self.given = given  # until the first step asks for a plan
+        if given is not None:
+            base = given.trace.base_bytes
+            self.in_force = Planned(given, given.trace, given.forecast, base, num_to_measure, is_given=True)
+
+    def get(self, key: Key) -> Planned | None:
+        """The plan for steps of a kind."""
+        if self.given is not None and self.in_force is not None:
+            self.given, self._by_key[key] = None, self.in_force
+        planned = self._by_key.get(key)
+        if planned is not None:
+            self._by_key[key] = self._by_key.pop(key)  # the last one used is the last one forgotten
+        return planned
+
+    def put(self, key: Key, planned: Planned) -> None:
+        """Steps of a kind follow this plan from now on."""
+        self._by_key.pop(key, None)
+        self._by_key[key] = self.in_force = planned
+        while len(self._by_key) > _MOST_PLANS:
+            oldest = next(iter(self._by_key))
+            del self._by_key[oldest]
+            self.subjects.pop(oldest, None)
+
+    @property
+    def subject(self) -> Subject | None:
+        """What the plan in force is for, where that is known."""
+        return next((self.subjects.get(key) for key, one in self._by_key.items() if one is self.in_force), None)
+
+    def drop(self, key: Key) -> Planned | None:
+        """Steps of a kind are measured anew; returns the plan that was not theirs."""
+        return self._by_key.pop(key, None)
+
+    def replace(self, old: Planned, new: Planned) -> bool:
+        """Puts a plan in another's place, and in force; False where the other is not in use."""
+        key = next((key for key, one in self._by_key.items() if one is old), None)
+        if key is None:
+            return False
+        self.put(key, new)
+        return True
+
+    def is_measured_again(self, planned: Planned) -> bool:
+        """Whether the next step that follows it measures something."""
+        return planned.num_measured < self.num_to_measure
+
+    def needs_operations(self) -> bool:
+        """Whether the next step's operations must be recorded: by a plan that recomputes, or for one to be made."""
+        if not self._by_key or self._unrecorded:
+            return True
+        return any(self.is_measured_again(planned) or planned.recomputes for planned in self._by_key.values())
+
+    def note_unrecorded(self, key: Key) -> None:
+        """A step of this kind was traced without its operations: the next one is traced again, with them."""
+        self._unrecorded.add(key)
+
+    def take_unrecorded(self, key: Key) -> bool:
+        """Whether this step, whose operations are recorded, was waited for."""
+        if key not in self._unrecorded:
+            return False
+        self._unrecorded.remove(key)
+        return True
 
 
 class Planner:
@@ -104,6 +193,29 @@ class Planner:
         """
         return self.plan_within(self.slack_bytes, trace, base_bytes, 1, time_limit_s=0.3).plan
 
+    def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
+        """Whether memory that is not the Session's differs from what the plan takes for granted."""
+        if self._stack.device.type == "cpu" or planned.plan is None:
+            return False
+        delta, limit = base_bytes - planned.base_bytes, self._stack.budget.vram  # pragma: gpu
+        is_less = delta < -limit // 20 and not planned.is_given  # pragma: gpu
+        return delta > self._stack.spare.vram // 2 or is_less  # pragma: gpu
+
+    def learn(self, plans: Plans, times_s: list[float]) -> bool:
+        """Compares the times of steps that followed the plan in force with its forecast.
+
+        Returns:
+            Whether another plan is in force now.
+        """
+        for step_s in times_s:
+            planned = plans.in_force
+            better = self.judge(planned, step_s) if planned is not None else None
+            if planned is None or better is None or not plans.replace(planned, better):
+                continue
+            if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
+                return True
+        return False
+
     def judge(self, planned: Planned, step_s: float) -> Planned | None:
         """Takes note of the time of a step that followed the plan.
 
@@ -123,6 +235,9 @@ class Planner:
             planned, plan=replace(plan, forecast=forecast), forecast=forecast, num_lessons=planned.num_lessons + 1
         )
         corrected.times_s = []
+        if planned.is_given:
+            self.lessons.append(said + "the plan that was given is kept.")
+            return corrected
         if abs(measured_s - expected_s) <= _MISS * measured_s:
             self.lessons.append(said + "the forecast was corrected.")
             return corrected

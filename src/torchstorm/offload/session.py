@@ -8,8 +8,10 @@ the moment autograd saves them until it lets go, with staging and prefetched one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,22 +20,24 @@ import torch
 from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, StorageError, UnsupportedError
 from torchstorm.offload import oom
 from torchstorm.offload.clock import CpuClock, seconds_between
-from torchstorm.offload.compiled import CompiledBlocks, compile_blocks
+from torchstorm.offload.compiled import CompiledBlocks, compile_blocks, refuse_compiled_whole
+from torchstorm.offload.given import Sizes, check_budget, check_inputs, read_plan
 from torchstorm.offload.inputs import NoteInputs
 from torchstorm.offload.measured import Measured
 from torchstorm.offload.naming import Naming
 from torchstorm.offload.optimizer_state import missing_state_bytes
-from torchstorm.offload.plans import Planned, Planner
+from torchstorm.offload.plans import Planned, Planner, Plans
 from torchstorm.offload.record import Recorder
 from torchstorm.offload.report import Report
 from torchstorm.offload.residency import Residency
 from torchstorm.offload.run import RunMemory, Runner
 from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.split import with_micro_batch
 from torchstorm.offload.stack import Stack, build_stack
+from torchstorm.offload.subject import subject_of
 from torchstorm.offload.tape import Tape
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
-from torchstorm.sizes import format_size
 from torchstorm.transfer.engine import StreamClock
 
 Batch = TypeVar("Batch")
@@ -48,6 +52,8 @@ class Session:
         ram: budget for host memory. Default: 50 % of what the machine (its cgroup) leaves.
         disk: "DIR" or "DIR:SIZE"; spill files go into a directory of their own below DIR. Default: no disk.
         optimizer: if given, room for its state is kept free before it exists; else twice the parameters' bytes.
+        plan: what steps like the first one follow, from the first one on: a `Plan`, or a file that `Plan.save` wrote.
+            Budgets that are left out are then its own.
         recompute: whether tensors may be computed again. Without it they are only moved, and nothing is recorded.
         check: checksum every tensor that leaves and returns or is computed again, and poison freed buffers. Slow.
         unlimited: keep everything, and only count, by the same means.
@@ -55,8 +61,10 @@ class Session:
     Raises:
         SizeError: a size cannot be read.
         DeviceError: `vram` for a model that is not on a GPU, or a model spread over several devices.
-        BudgetError: the weights alone do not fit.
+        BudgetError: the weights alone do not fit, or what the plan needs does not.
+        PlanError: the plan cannot be read, or is for another model or device.
         StorageError: the directory cannot be used.
+        UnsupportedError: the model was compiled as a whole; compile it block by block with `compile`.
     """
 
     def __init__(
@@ -67,15 +75,25 @@ class Session:
         ram: int | str | None = None,
         disk: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        plan: Plan | str | os.PathLike[str] | None = None,
         recompute: bool = True,
         check: bool = False,
         unlimited: bool = False,
     ) -> None:
+        refuse_compiled_whole(model)
+        given = read_plan(plan, model) if plan is not None else None
+        if given is not None and (unlimited or (given.recomputes and not recompute)):
+            raise ConfigError("plan= was given together with unlimited=True, or with recompute=False which it is not.")
+        sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
         self._model = model
         self._optimizer = optimizer
         self._unlimited = unlimited
         self._recompute = recompute and not unlimited
-        self._stack: Stack = build_stack(model, vram=vram, ram=ram, disk=disk, check=check, unlimited=unlimited)
+        self._stack: Stack = build_stack(
+            model, vram=sizes.vram, ram=sizes.ram, disk=sizes.disk, check=check, unlimited=unlimited
+        )
+        if given is not None:
+            check_budget(given, self._stack.budget)
         self.device = self._stack.device
         self._clock = StreamClock(self.device) if self.device.type == "cuda" else CpuClock()
         self._residency = Residency(
@@ -88,19 +106,18 @@ class Session:
             check=check,
         )
         self._saved = SavedTensors(self._residency)
-        self._plans: dict[tuple[Any, ...], Planned] = {}
+        # One is traced; on CUDA one asks for memory and one only runs, for the clock rate to settle; one takes times.
+        self._plans = Plans(given, 4 if self.device.type == "cuda" else 2)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._start: object = None
         self._base_bytes = 0
         self._running = False
         self._measured = Measured()
         self._planner = Planner(self._stack)
-        self._in_force: Planned | None = None
+        self._inputs = NoteInputs(self._saved)
         self._runs = RunMemory()
         self._naming: Naming | None = None
         self._compiled: CompiledBlocks | None = None
-        # One is traced; on CUDA one asks for memory and one only runs, for the clock rate to settle; one takes times.
-        self._num_to_measure = 4 if self.device.type == "cuda" else 2
 
     # ------------------------------------------------------------------ the step
 
@@ -121,7 +138,8 @@ class Session:
         if self._saved.closed:
             raise StorageError(f"This Session is closed ({self._saved.closed}); make a new one to go on.")
         tape = self._enter()
-        inputs = self._model.register_forward_pre_hook(NoteInputs(self._saved), with_kwargs=True)
+        self._inputs = NoteInputs(self._saved)
+        inputs = self._model.register_forward_pre_hook(self._inputs, with_kwargs=True)
         try:
             with tape, torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
@@ -161,19 +179,13 @@ class Session:
         self._key = None
         self._start = self._clock.mark()
         tape = None
-        if self._recompute and (not self._plans or any(self._records(planned) for planned in self._plans.values())):
+        if self._recompute and self._plans.needs_operations():
             tape = Tape(self.device, is_leaf=self._saved.is_leaf, mark=self._clock.mark)
         self._saved.begin(fixed, self._choose, tape=tape)
-        if not self._plans and not self._unlimited:
+        self._is_recorded = tape is not None
+        if self._plans.in_force is None and not self._unlimited:
             self._naming = Naming(self._model, self._saved.blocks)
         return tape or nullcontext()
-
-    def _records(self, planned: Planned) -> bool:
-        """Whether a step like that has its operations recorded."""
-        return self._is_measured_again(planned) or (planned.plan is not None and planned.plan.recomputes)
-
-    def _is_measured_again(self, planned: Planned) -> bool:
-        return planned.num_measured < self._num_to_measure
 
     def _choose(self, key: tuple[Any, ...]) -> tuple[Plan | None, Recorder | None]:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
@@ -183,11 +195,15 @@ class Session:
         self._key = key
         if self._unlimited:
             return None, None
+        if self._is_recorded and self._plans.take_unrecorded(key):
+            self._plans.drop(key)
+        if self._plans.given is not None:
+            check_inputs(self._plans.given, self._inputs.shapes)
         planned = self._plans.get(key)
-        if planned is not None and self._base_moved(planned):  # pragma: gpu
+        if planned is not None and self._planner.is_outdated(planned, self._base_bytes):  # pragma: gpu
             planned = self._planner.plan(planned.trace, base_bytes=self._base_bytes, num_measured=planned.num_measured)
-            self._plans[key] = planned
-        if planned is not None and not self._is_measured_again(planned):
+            self._plans.put(key, planned)
+        if planned is not None and not self._plans.is_measured_again(planned):
             return planned.plan, None
         if planned is not None and planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
@@ -208,46 +224,50 @@ class Session:
         recorder = self._saved.end()
         stop = self._clock.mark()
         self._running = False
-        planned = self._plans.get(self._key) if self._key is not None else None
+        key, planned = self._key, self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
-        if left_plan and self._key is not None:
-            del self._plans[self._key]
-        elif recorder is not None and self._key is not None:
+        if left_plan and key is not None:
+            dropped = self._plans.drop(key)
+            if dropped is not None and dropped.is_given:
+                self._planner.lessons.append("The plan that was given is of another step: such steps are planned anew.")
+        elif recorder is not None and key is not None:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             num_measured = planned.num_measured + 1 if planned else 1
             base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
+            self._plans.subjects[key] = replace(subject_of(self._model), inputs=self._inputs.shapes or ())
             chosen = self._compiled if planned is None else None
             if chosen is not None and chosen.rechoose(trace, lambda mixed: self._planner.quick_plan(mixed, base)):
                 return  # the next step is another one, and measured
+            blind = planned is None and self._recompute and not self._is_recorded
             try:
-                self._in_force = self._planner.plan(trace, base_bytes=base, num_measured=num_measured)
-            except BudgetError:
+                found = self._planner.plan(trace, base_bytes=base, num_measured=num_measured)
+                blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
+            except BudgetError as error:
                 if planned is not None and planned.plan is not None and not recorder.asks_memory:
-                    planned.num_measured = num_measured  # only times changed: what fitted before still fits
-                    self._in_force = planned
-                elif shortfall is not None or not self._last_kept_to_budget(more_bytes=base - trace.base_bytes):
-                    raise
+                    found = planned  # only times changed: what fitted before still fits
+                    found.num_measured = num_measured
+                elif not blind and (
+                    shortfall is not None or not self._stack.allows(self._measured.last, base - trace.base_bytes)
+                ):
+                    raise with_micro_batch(
+                        error,
+                        num_samples=self._inputs.num_samples if error.tier == self._stack.fast_tier else 0,
+                        fixed_bytes=self._fixed_bytes(error.tier),
+                    ) from None
                 else:
                     # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
-                    # between, which a plan does not foresee: such steps go on as this one went.
+                    # between, which a plan does not foresee: such steps go on as this one went. Or computing again
+                    # makes it fit, which the next such step will tell.
                     assert self._measured.last is not None
-                    self._in_force = Planned(None, trace, self._measured.last, base, self._num_to_measure)
-            self._plans[self._key] = self._in_force
+                    found = Planned(None, trace, self._measured.last, base, self._plans.num_to_measure)
+            if blind:
+                self._plans.note_unrecorded(key)
+            self._plans.put(key, found)
             self._measured.plan_changed()
-            self._stack.trim(self._in_force.forecast)
+            self._stack.trim(found.forecast)
         if shortfall is not None and (left_plan or recorder is None):
-            needed, block = shortfall
-            where = f"block {block!r} alone" if block else "one moment"
-            raise BudgetError(
-                f"ram={format_size(self._stack.budget.ram)}, but {where} needs {format_size(needed)} at once in this "
-                f"step, which differs from those before it. Give at least ram={needed} "
-                f"({format_size(needed)}), or disk= where there is none.",
-                tier="ram",
-                budget_bytes=self._stack.budget.ram,
-                needed_bytes=needed,
-                block=block,
-            )
+            raise self._stack.shortfall(*shortfall)
 
     def _ran_out(self, error: BaseException) -> OutOfVRAMError:
         """Drops the running step and plans such steps anew, with more slack."""
@@ -265,7 +285,7 @@ class Session:
                 tier=self._stack.fast_tier,
             )
         if anew is not None and self._key is not None:
-            self._plans[self._key] = anew
+            self._plans.put(self._key, anew)
         if self.device.type == "cuda" and not self._unlimited:  # pragma: gpu
             oom.keep_more_free(self._residency, shortage)
         return shortage.error(planned_anew=anew is not None, lost=self._gradients.drop())
@@ -277,24 +297,9 @@ class Session:
             return spare
         return self._base_bytes + self._reserve_bytes() + self._residency.staging_bytes + spare
 
-    def _last_kept_to_budget(self, *, more_bytes: int) -> bool:
-        """Whether the last step would have with `more_bytes` on a GPU that are not the Session's."""
-        assert self._measured.last is not None
-        if self.device.type == "cpu":
-            return self._measured.last.ram_bytes <= self._stack.budget.ram
-        return self._measured.last.vram_bytes + more_bytes <= self._stack.fast_bytes  # pragma: gpu
-
-    def _base_moved(self, planned: Planned) -> bool:
-        """Whether memory that is not the Session's differs from what the plan takes for granted."""
-        if self.device.type == "cpu" or planned.plan is None:
-            return False
-        delta = self._base_bytes - planned.base_bytes  # pragma: gpu
-        limit = self._stack.budget.vram  # pragma: gpu
-        return delta > self._stack.spare.vram // 2 or delta < -limit // 20  # pragma: gpu
-
     def _reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or self._measured.num_steps > 1:
+        if self.device.type == "cpu" or (self._optimizer is None and self._measured.num_steps > 1):
             return 0
         return missing_state_bytes(self._model, self._optimizer)  # pragma: gpu
 
@@ -312,27 +317,15 @@ class Session:
             ram_bytes=self._residency.peak_bytes if self.device.type == "cpu" else self._stack.ram_bytes(),
             disk_bytes=self._stack.disk_bytes(),
         )
-        if followed is not None and followed is not self._in_force:
-            self._put_in_force(followed)
+        if followed is not None and followed is not self._plans.in_force:
+            self._plans.in_force = followed
+            self._measured.plan_changed()
         self._measured.count(figures, (self._start, stop), followed=followed is not None)
-
-    def _put_in_force(self, planned: Planned) -> None:
-        self._in_force = planned
-        self._measured.plan_changed()
 
     def _learn(self) -> None:
         """Compares the times of steps that have ended with the forecast of the plan in force."""
-        for step_s in self._measured.new_times_s():
-            planned = self._in_force
-            key = next((key for key, one in self._plans.items() if one is planned), None)
-            better = self._planner.judge(planned, step_s) if planned is not None and key is not None else None
-            if better is not None and planned is not None and key is not None:
-                self._plans[key] = better
-                if better.plan is not None and better.plan.placements == getattr(planned.plan, "placements", None):
-                    self._in_force = better
-                else:
-                    self._put_in_force(better)
-                    return
+        if self._planner.learn(self._plans, self._measured.new_times_s()):
+            self._measured.plan_changed()
 
     def run(
         self,
@@ -406,7 +399,10 @@ class Session:
 
     def plan(self) -> Plan | None:
         """The plan in force, None before the first step has ended and for steps that no plan fits."""
-        return self._in_force.plan if self._in_force else None
+        planned = self._plans.in_force
+        if planned is None or planned.plan is None or planned.plan.machine is not None:
+            return planned.plan if planned else None
+        return replace(planned.plan, machine=self._planner.machine(), subject=self._plans.subject)
 
     def report(self) -> Report:
         """Forecast beside what was measured. On CUDA the host waits for the device here."""
@@ -415,7 +411,7 @@ class Session:
         self._learn()
         measured, highest = self._measured.planned_or_all()
         return Report(
-            forecast=self._in_force.forecast if self._in_force else None,
+            forecast=self._plans.in_force.forecast if self._plans.in_force else None,
             measured=measured,
             highest=highest,
             budget=self._stack.budget,
@@ -423,7 +419,12 @@ class Session:
             num_planned=self._measured.num_planned,
             num_in_force=self._measured.num_in_force,
             moved_bytes=self._residency.moved_bytes,
-            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons),
+            notes=(
+                *self._stack.notes(),
+                *self._runs.notes(),
+                *self._planner.lessons,
+                *(self._compiled.notes if self._compiled is not None else ()),
+            ),
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
@@ -444,4 +445,5 @@ class Session:
         self.close()
 
 
+_FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

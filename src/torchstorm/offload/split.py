@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from torchstorm.errors import ConfigError
+from torchstorm.errors import BudgetError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,22 @@ def rows_that_fit(points: Sequence[tuple[int, int]], *, fixed_bytes: int, budget
     over = needed - budget_bytes
     fits = rows - math.ceil(over / per_row) if per_row > 0 else 1
     return max(1, min(fits, min(point[0] for point in points) - 1))
+
+
+def with_micro_batch(error: BudgetError, *, num_samples: int, fixed_bytes: int) -> BudgetError:
+    """The error, with the micro-batch that should fit.
+
+    Args:
+        error: of a step that needed too much of the fast tier.
+        num_samples: in its batch; below 2 nothing is added.
+        fixed_bytes: what is needed without any.
+    """
+    if num_samples < 2:
+        return error
+    points = [(num_samples, error.needed_bytes)]
+    fits = rows_that_fit(points, fixed_bytes=fixed_bytes, budget_bytes=error.budget_bytes)
+    hint = f"Or a micro-batch: {fits} of this batch of {num_samples} samples would fit by estimate"
+    return error.with_micro_batch(f"{hint}; storm.run(fn, batch) splits by itself.", fits)
 
 
 def what_differs(model: torch.nn.Module) -> str:

@@ -52,6 +52,26 @@ class Stack:
     directory: str | None = None
     arenas: list[PinnedArena] = field(default_factory=list)
 
+    def allows(self, figures: Figures | None, more_bytes: int) -> bool:
+        """Whether a step with such peaks keeps to the budget, with `more_bytes` on a GPU that are not the Session's."""
+        assert figures is not None
+        if self.device.type == "cpu":
+            return figures.ram_bytes <= self.budget.ram
+        return figures.vram_bytes + more_bytes <= self.fast_bytes  # pragma: gpu
+
+    def shortfall(self, needed_bytes: int, block: str) -> BudgetError:
+        """The error for a step without a plan that needed more RAM than the budget has, where RAM is the fast tier."""
+        where = f"block {block!r} alone" if block else "one moment"
+        return BudgetError(
+            f"ram={format_size(self.budget.ram)}, but {where} needs {format_size(needed_bytes)} at once in this step, "
+            f"which differs from those before it. Give at least ram={needed_bytes} ({format_size(needed_bytes)}), or "
+            "disk= where there is none.",
+            tier="ram",
+            budget_bytes=self.budget.ram,
+            needed_bytes=needed_bytes,
+            block=block,
+        )
+
     def add_arena(self, capacity_bytes: int) -> PinnedArena:  # pragma: gpu
         """Opens an arena whose bytes count as `ram`; its segments are small beside the whole."""
         arena = PinnedArena(

@@ -78,6 +78,9 @@ class Search:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
         self._classes = classes_of(scheduler)
+        # What fits is looked for in an order that does not depend on measured times: a budget that one step's error
+        # names as enough must be enough for the next step, whose times differ.
+        self._by_bytes = sorted(self._classes, key=lambda one: (-one.nbytes, one.members))
         self._able = [False] * len(scheduler.trace.parcels)
         for one in self._classes:
             for number in one.members:
@@ -90,12 +93,9 @@ class Search:
         options = [[KEPT, *away, *([AGAIN] if able else [])] for able in self._able]
         if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
             return self._try_all(options)
-        starts: dict[bytes, Schedule] = {}
-        for choice in self._starts():
-            found = self.attempt(choice)
-            if found is not None:
-                starts.setdefault(found.choice, found)
-        ranked = sorted(starts.values(), key=lambda found: found.score)
+        ranked = self._ranked(self._classes)
+        if ranked[0].over_bytes:
+            ranked = self._ranked(self._by_bytes)
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
         if best.slow_over_bytes and not best.over_bytes:
             best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
@@ -149,12 +149,21 @@ class Search:
         self.complete = False
         return True
 
-    def _starts(self) -> Iterator[bytes]:
+    def _ranked(self, classes: list[Class]) -> list[Schedule]:
+        """The starts, the best first."""
+        starts: dict[bytes, Schedule] = {}
+        for choice in self._starts(classes):
+            found = self.attempt(choice)
+            if found is not None:
+                starts.setdefault(found.choice, found)
+        return sorted(starts.values(), key=lambda found: found.score)
+
+    def _starts(self, classes: list[Class]) -> Iterator[bytes]:
         """Everything kept, everything away, and ever more classes computed again beside both."""
         for rest in dict.fromkeys((KEPT, self.scheduler.away)):
             choice = bytearray([rest]) * len(self._able)
             yield bytes(choice)
-            for one in self._classes:
+            for one in classes:
                 if one.seconds == math.inf:
                     continue
                 for number in one.members:
@@ -192,7 +201,7 @@ class Search:
 
     def _moves(self, best: Schedule, step: int) -> Iterator[bytes]:
         """Choices that differ in one class by `step` members."""
-        for one in self._classes:
+        for one in self._by_bytes if best.over_bytes else self._classes:
             yield from self._moves_of(best.choice, one, step)
 
     def _moves_of(self, choice: bytes, one: Class, step: int) -> Iterator[bytes]:
