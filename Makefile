@@ -38,7 +38,7 @@ train: $(VENV)/.package
 	$(VENV)/bin/torchstorm $(TRAIN)
 
 test: $(NEEDS_TEST)
-	$(RUN) -m pytest --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --cov --cov-report=term
 
 test-gpu: $(NEEDS_TEST)
 	$(RUN) -m pytest -m gpu --fail-on-skip
