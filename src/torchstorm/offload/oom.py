@@ -183,7 +183,7 @@ def drop_step(saved: SavedTensors, error: BaseException) -> None:
     The frames of the traceback hold activations; those that have ended are emptied.
     """
     traceback.clear_frames(error.__traceback__)
-    with saved._locked():
+    with saved._locked:
         saved.residency.abandon_step()
         saved._recorder = saved._probe = None  # what a broken step measured is of no use
     saved.end()

@@ -222,11 +222,13 @@ class View:
 
     def over(self, base: torch.Tensor) -> torch.Tensor:
         """The same view over bytes that now are `base`, 1-D uint8; shares its version counter."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.over(base)
         itemsize = self.dtype.itemsize
         offset = (int(base.storage_offset()) + self.offset_bytes) // itemsize
-        with torch.no_grad():
-            tensor = base[: base.nbytes // itemsize * itemsize].view(self.dtype)
-            tensor = tensor.as_strided(self.size, self.stride, offset)
+        tensor = base[: base.nbytes // itemsize * itemsize].view(self.dtype)
+        tensor = tensor.as_strided(self.size, self.stride, offset)
         if self.conjugate:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.negative else tensor

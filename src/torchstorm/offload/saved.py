@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torchstorm.offload.probe import TracingProbe
 from torchstorm.offload.record import Recorder
 from torchstorm.offload.residency import Residency
 from torchstorm.offload.tape import Tape, has_bytes
-from torchstorm.offload.tickets import Ticket, Untouched
+from torchstorm.offload.tickets import Locked, Ticket, Untouched
 from torchstorm.plan.forecast import KEEP, held_profile
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
@@ -63,6 +62,7 @@ class SavedTensors:
         self._cuda = residency.device.type == "cuda"
         self._slab_bytes = slab_bytes(residency.limit_bytes)
         self._lock = threading.Lock()
+        self._locked = Locked(self._lock, settle=self._settle, unlock=self._unlock)
         self._letting_go: deque[tuple[Saved, int]] = deque()
         self._open: Parcel | None = None
         self.closed = ""
@@ -94,7 +94,7 @@ class SavedTensors:
                 recorder to fill, or None.
             tape: records the step's operations, so that saved tensors may be computed again.
         """
-        with self._locked():
+        with self._locked:
             self._end()
             self._fixed = fixed
             self._choose = choose
@@ -110,7 +110,7 @@ class SavedTensors:
 
     def add_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Names tensors that the user gave to the model: they are counted, and never moved."""
-        with self._locked():
+        with self._locked:
             for tensor in tensors:
                 storage = self._storage_of(tensor)
                 if storage is not None:
@@ -118,7 +118,7 @@ class SavedTensors:
 
     def end(self) -> Recorder | None:
         """The step is over. Returns the recorder it filled, if there was one and the step kept to what it records."""
-        with self._locked():
+        with self._locked:
             recorder = self._recorder
             if recorder is not None:
                 recorder.arrive()
@@ -156,7 +156,8 @@ class SavedTensors:
         storage = self._storage_of(tensor)
         if storage is None or storage._cdata in self._fixed:
             return Untouched(tensor)
-        with self._locked():
+        # What is done here is no operation of the step's.
+        with self._locked, torch._C._DisableTorchDispatch():
             if self._recorder is not None:
                 self._recorder.arrive()
             saved, base = self.residency.find(storage, tensor)
@@ -183,7 +184,7 @@ class SavedTensors:
         saved, view = packed.saved, packed.view
         if self.closed:
             raise StorageError(f"The Session that holds this tensor is closed ({self.closed}); run the step again.")
-        with self._locked():
+        with self._locked:
             if self._recorder is not None:
                 self._recorder.arrive()
             self._arrive(UNPACK, saved.ordinal, saved.nbytes, None)
@@ -402,15 +403,6 @@ class SavedTensors:
             self.residency.put(parcel, tier)
 
     # ------------------------------------------------------------------ locking
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._lock.acquire()
-        try:
-            self._settle()
-            yield
-        finally:
-            self._unlock()
 
     def _unlock(self) -> None:
         """Frees what was let go while the lock was held, then releases it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.operators import Operator, operator, without_statistics
 from torchstorm.offload.parcels import Call, Leaf, Ref, Value, View, weak_reference
+from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
 _TINY_BYTES = 4096  # what no record knows and is no larger is kept for the records that use it
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -51,6 +52,7 @@ class Tape(TorchDispatchMode):
         self, device: torch.device, *, is_leaf: Callable[[int], bool], mark: Callable[[], object] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        pause_in_backward(Tape)
         self.idle = False
         self.mark = mark
         self.probe: Probe | None = None  # sees every operation of a step that is traced
@@ -67,9 +69,8 @@ class Tape(TorchDispatchMode):
         """Compiled functions stay compiled under it: what they do inside is not recorded."""
         return True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """What PyTorch calls in place of every operation."""
         kwargs = kwargs or {}
         if self.idle or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
@@ -107,8 +108,13 @@ class Tape(TorchDispatchMode):
     # ------------------------------------------------------------------ recording
 
     def _record(self, func: Any, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not all(has_bytes(tensor) for tensor in _tensors((args, list(kwargs.values())))):
-            return func(*args, **kwargs)
+        arguments: list[torch.Tensor] = []
+        _collect(args, arguments)
+        if kwargs:
+            _collect(kwargs.values(), arguments)
+        for tensor in arguments:
+            if not has_bytes(tensor):
+                return func(*args, **kwargs)
         inputs: list[Value] = []
         described = tuple(self._describe(arg, inputs) for arg in args)
         described_kwargs = {name: self._describe(arg, inputs) for name, arg in kwargs.items()}
@@ -134,7 +140,7 @@ class Tape(TorchDispatchMode):
         if what.in_place:
             self._written(call, args[0])
         else:
-            self._made(call, tensors, list(_tensors((args, list(kwargs.values())))))
+            self._made(call, tensors, arguments)
         if self.probe is not None:
             self.probe.after(call, out)
         return out
@@ -223,6 +229,10 @@ class Tape(TorchDispatchMode):
                 known.version, known.value = -1, Value(known.value.nbytes, None)
 
 
+# Set here, and not by its name in the class: PyTorch would wrap it in what takes 10 us a call.
+Tape.__torch_dispatch__ = skip_dynamo(Tape.dispatch)  # type: ignore[method-assign]
+
+
 class Probe:
     """What a traced step does around every recorded operation; see `offload.probe`."""
 
@@ -262,21 +272,29 @@ def has_bytes(tensor: torch.Tensor) -> bool:
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
     """The tensors that an operation returned, in order."""
-    return [out] if isinstance(out, torch.Tensor) else list(_tensors(out)) if isinstance(out, list | tuple) else []
+    if isinstance(out, torch.Tensor):
+        return [out]
+    found: list[torch.Tensor] = []
+    if isinstance(out, list | tuple):
+        _collect(out, found)
+    return found
 
 
-def _tensors(items: Any) -> Iterator[torch.Tensor]:
+def _collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
+    """Appends the tensors among the items, and in lists and tuples among them."""
     for item in items:
         if isinstance(item, torch.Tensor):
-            yield item
+            found.append(item)
         elif isinstance(item, list | tuple):
-            yield from _tensors(item)
+            _collect(item, found)
 
 
 def _written_to(what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call changes, wherever they stand among its arguments."""
     written = [args[index] for index in what.writes if index < len(args)]
-    for tensor in _tensors([*written, *(kwargs[name] for name in what.write_names if name in kwargs)]):
+    found: list[torch.Tensor] = []
+    _collect([*written, *(kwargs[name] for name in what.write_names if name in kwargs)], found)
+    for tensor in found:
         if has_bytes(tensor):
             yield tensor
 

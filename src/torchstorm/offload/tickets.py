@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -44,3 +46,29 @@ class Untouched:
         if self.tensor._version != self.version:
             raise in_place_error(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
         return self.tensor
+
+
+class Locked:
+    """Holds a lock, for `with`. No generator: it is entered twice for every saved tensor.
+
+    Args:
+        lock: to be held.
+        settle: called when it is.
+        unlock: releases it.
+    """
+
+    __slots__ = ("_lock", "_settle", "_unlock")
+
+    def __init__(self, lock: threading.Lock, *, settle: Callable[[], None], unlock: Callable[[], None]) -> None:
+        self._lock, self._settle, self._unlock = lock, settle, unlock
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self._settle()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._unlock()

@@ -1,4 +1,4 @@
-"""Everything that torchstorm takes from inside PyTorch for compiled blocks, in one place.
+"""What torchstorm takes from inside PyTorch for compiled blocks and for recording operations, in one place.
 
 Names with an underscore move between versions. These were tried on torch 2.11 and 2.13; what is newer than either is
 asked for before it is used. `custom_partitioner_fn` is Inductor's own opening for a partition function (torch >= 2.9).
@@ -6,12 +6,14 @@ asked for before it is used. `custom_partitioner_fn` is Inductor's own opening f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -116,6 +118,47 @@ def allow_recompiles(num_more: int) -> None:
 
     config.recompile_limit += num_more
     config.accumulated_recompile_limit += num_more
+
+
+# ---------------------------------------------------------------------- dispatch
+
+
+def skip_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes Dynamo leave a function alone, and all that it calls; `torch.compiler.disable` takes 10 us a call."""
+    from torch._C._dynamo import eval_frame
+
+    try:
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
+        return disabled
+    return function
+
+
+@functools.cache
+def pause_in_backward(kind: type[TorchDispatchMode]) -> None:
+    """From now on, dispatch modes of a kind are left when backward begins, and entered again when it has ended.
+
+    A mode is otherwise called for every operation of backward, which costs more than many of them take. Where PyTorch
+    has another way into its engine, modes are called as before.
+    """
+    run_backward = getattr(torch.autograd, "_engine_run_backward", None)
+    if run_backward is None:
+        return
+
+    @functools.wraps(run_backward)
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, kind):
+            return run_backward(*args, **kwargs)
+        mode.__exit__(None, None, None)
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            mode.__enter__()
+
+    torch.autograd._engine_run_backward = paused  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------- graphs
