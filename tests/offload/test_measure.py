@@ -29,15 +29,18 @@ def test_the_disk_is_measured_where_it_was_asked_and_left_empty(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_is_measured_once_under_all_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_is_measured_once_whatever_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(measure, "measure_disk", lambda directory: measured.append(directory) or (2e9, 3e9))
-    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.setattr(measure, "_measured", {})
+    (tmp_path / "below").mkdir()
     first = measure_machine(CPU, str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert measure_machine(CPU, ".") is measure_machine(CPU, str(tmp_path / "link")) is first
+    second = measure_machine(CPU, str(tmp_path / "below"))
     assert measured == [str(tmp_path)]
-    assert (first.disk_write_bytes_per_s, first.disk_read_bytes_per_s) == (2e9, 3e9)
+    for found in (first, second):
+        assert (found.disk_write_bytes_per_s, found.disk_read_bytes_per_s) == (2e9, 3e9)
+        assert found.disk_bytes > 0
+    assert measure_machine(CPU, None).disk_bytes == 0
 
 
 def test_a_directory_that_is_not_there_is_a_storage_error_each_time(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import re
@@ -40,7 +39,7 @@ class LinkSpeed:
 
 
 def measure_machine(device: torch.device, directory: str | None) -> Machine:
-    """Measures this machine, once in a process for each device and directory.
+    """Measures this machine, once in a process for each device and file system.
 
     Args:
         device: the fast device, CPU or CUDA.
@@ -52,7 +51,12 @@ def measure_machine(device: torch.device, directory: str | None) -> Machine:
     Raises:
         StorageError: the directory cannot be written, or is full.
     """
-    return _measure(str(device), None if directory is None else os.path.realpath(directory))
+    file_system = os.stat(directory).st_dev if directory is not None and os.access(directory, os.W_OK) else None
+    key = (str(device), file_system)
+    if key not in _measured or (directory is not None and file_system is None):  # the latter raises
+        _measured[key] = _measure(str(device), directory)
+    found = _measured[key]
+    return found if directory is None else replace(found, disk_bytes=shutil.disk_usage(directory).free)
 
 
 def cpu_name() -> str:
@@ -65,17 +69,15 @@ def cpu_name() -> str:
     return named[1] if named else platform.machine()
 
 
-@functools.cache
+_measured: dict[tuple[str, int | None], Machine] = {}
+
+
 def _measure(device: str, directory: str | None) -> Machine:
-    disk_bytes, write_bytes_per_s, read_bytes_per_s = 0, 0.0, 0.0
-    if directory is not None:
-        write_bytes_per_s, read_bytes_per_s = measure_disk(directory)
-        disk_bytes = shutil.disk_usage(directory).free
+    write_bytes_per_s, read_bytes_per_s = (0.0, 0.0) if directory is None else measure_disk(directory)
     machine = Machine(
         name=cpu_name(),
         device=device,
         ram_bytes=total_ram_bytes(),
-        disk_bytes=disk_bytes,
         disk_write_bytes_per_s=write_bytes_per_s,
         disk_read_bytes_per_s=read_bytes_per_s,
     )
