@@ -56,6 +56,7 @@ class BudgetError(TorchstormError, ValueError):
         micro_batch: int | None = None,
     ) -> None:
         super().__init__(message)
+        self._message = message  # without a micro-batch
         self.micro_batch = micro_batch
         self.tier = tier
         self.budget_bytes = budget_bytes
@@ -64,9 +65,9 @@ class BudgetError(TorchstormError, ValueError):
         self.block = block
 
     def with_micro_batch(self, hint: str, micro_batch: int) -> BudgetError:
-        """The same error, which also says what micro-batch would fit."""
-        return BudgetError(
-            f"{self} {hint}",
+        """The same error, which also says what micro-batch would fit, in place of what it may have said of that."""
+        found = BudgetError(
+            f"{self._message} {hint}",
             tier=self.tier,
             budget_bytes=self.budget_bytes,
             needed_bytes=self.needed_bytes,
@@ -74,6 +75,8 @@ class BudgetError(TorchstormError, ValueError):
             block=self.block,
             micro_batch=micro_batch,
         )
+        found._message = self._message
+        return found
 
 
 class DataError(TorchstormError, ValueError):

@@ -115,7 +115,7 @@ def test_a_measured_plan_that_does_not_fit_names_a_micro_batch_that_does(tmp_pat
     assert found.forecast.ram_bytes <= 2**20
 
 
-def test_a_step_that_cannot_be_simulated_keeps_its_error(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_simulated_keeps_its_own_estimate(tmp_path: Path) -> None:
     model, batch = nn.Sequential(*[nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)] * 4), torch.randn(1024, 64)
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -125,4 +125,6 @@ def test_a_step_that_cannot_be_simulated_keeps_its_error(tmp_path: Path) -> None
 
     with pytest.raises(BudgetError, match="Smallest feasible: ram=") as caught:
         torchstorm.plan(model, batch, loss_fn, ram="1MiB", disk=str(tmp_path))
-    assert caught.value.micro_batch is None
+    assert caught.value.micro_batch is not None
+    assert 1 <= caught.value.micro_batch < 1024
+    assert str(caught.value).count("micro-batch") == 1

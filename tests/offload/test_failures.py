@@ -231,6 +231,9 @@ def test_a_longer_batch_than_fits_is_a_budget_error_and_the_next_step_is_right(t
     with Session(model, ram=ram, disk=str(tmp_path), optimizer=optimizer) as session:
         for index in range(4):
             if index == 2:
+                # Its first step shows that moving is not enough, and the second that computing again is not, either.
+                with session.step():
+                    long_step(model, index)
                 with pytest.raises(BudgetError) as caught, session.step():
                     long_step(model, index)
                 assert caught.value.needed_bytes > ram

@@ -32,7 +32,7 @@ def profile_step(step: Callable[[], float]) -> Busy:  # pragma: gpu
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as run:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as run:
         seconds = step()
     kernels: list[Interval] = []
     copies: list[Interval] = []

@@ -119,8 +119,8 @@ class Plans:
 
     def needs_operations(self) -> bool:
         """Whether the next step's operations must be recorded: by a plan that recomputes, or for one to be made."""
-        if not self._by_key or self._unrecorded:
-            return True
+        if len(self._by_key) != 1 or self._unrecorded:
+            return True  # where steps have differed, the next one may be new again
         return any(self.is_measured_again(planned) or planned.recomputes for planned in self._by_key.values())
 
     def note_unrecorded(self, key: Key) -> None:

@@ -286,6 +286,7 @@ class Session:
             )
         if anew is not None and self._key is not None:
             self._plans.put(self._key, anew)
+            self._measured.plan_changed()
         if self.device.type == "cuda" and not self._unlimited:  # pragma: gpu
             oom.keep_more_free(self._residency, shortage)
         return shortage.error(planned_anew=anew is not None, lost=self._gradients.drop())
