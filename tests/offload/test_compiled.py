@@ -486,3 +486,19 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
     pairs = tokens * tokens // (2 if causal else 1)
     assert max(found.values()) == (0, 2 * 2 * batch * heads * pairs * width)
     assert sum(attention > 0 for _, attention in found.values()) == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views_of_it(variant: str) -> None:
+    """Of q, k and v, three views of one storage, a graph saves each with a version counter of its own."""
+    model = gpt(2)
+    with Session(model, ram="64MiB") as session:
+        blocks = session.compile(variant=variant)
+        run(model, session=session, num_steps=3)
+        plan = session.plan()
+        (table, _) = blocks.tables()
+    assert plan is not None
+    sizes = Counter(s.nbytes for s in plan.trace.storages if s.block == table.name and s.nbytes >= 1024)
+    expected = Counter(table.nearest(variant).sizes)
+    assert sizes - expected == Counter([BATCH * CONFIG.max_seq_len * CONFIG.width * 4]), "and the block's input"
+    assert not expected - sizes

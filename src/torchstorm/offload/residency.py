@@ -80,6 +80,14 @@ class Residency:
                 return saved, saved.offset if came_back else 0
         return None, 0
 
+    def find_unchanged(self, storage: torch.UntypedStorage, first: int) -> Saved | None:
+        """The record of a storage that this step saved as number `first` or later, and that nothing has changed since
+        it was made, by whatever version counter."""
+        for saved in self._at.get(storage._cdata, ()):
+            if saved.ordinal >= first and saved.version == 0 and saved.counter._version == 0:
+                return saved
+        return None
+
     def add(self, saved: Saved) -> None:
         """Remembers a storage that has just been saved."""
         saved.parcel.members.add(saved)

@@ -8,6 +8,7 @@ it is saved, and gives its room back as soon as the budget needs it.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from torchstorm.errors import StorageError
 from torchstorm.offload.parcels import (
     Parcel,
     Saved,
-    Value,
     View,
     flat_bytes,
     in_place_error,
@@ -41,6 +41,8 @@ SMALL_BYTES = 2**20  # below this a storage shares a copy with others
 TINY_BYTES = 4096  # below this it stays
 _ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
+
+_APPLY = torch.autograd.Function.apply.__code__
 
 Choice = tuple[Plan | None, Recorder | None]
 
@@ -72,6 +74,7 @@ class SavedTensors:
         self._inputs: dict[int, StorageWeakRef] = {}  # by storage address, which the reference keeps taken
         self._moment = 0
         self._num_saved = 0
+        self._call_begins = 0  # the number of the first storage that the running autograd.Function saves
         self._plan: Plan | None = None
         self._numbered: dict[int, Parcel] = {}
         self._choose: Callable[[tuple[Any, ...]], Choice] | None = None
@@ -162,6 +165,8 @@ class SavedTensors:
                 self._recorder.arrive()
             saved, base = self.residency.find(storage, tensor)
             if saved is None:
+                saved = self._saved_by_the_same_call(storage, tensor)
+            if saved is None:
                 self._arrive(PACK, self._num_saved, storage.nbytes(), tensor)
                 saved = self._save(storage, tensor)
             else:
@@ -175,6 +180,17 @@ class SavedTensors:
                 self._seal(parcel, move=True)
             self._depart(look_ahead=False)
             return ticket
+
+    def _saved_by_the_same_call(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved | None:
+        """A compiled graph saves q, k and v as views of one storage with a version counter each. What one call of an
+        autograd.Function saves, which a graph is, it saves at once: the bytes are the same ones."""
+        caller = sys._getframe(2)
+        if caller.f_code is not _APPLY:
+            return None
+        if caller.f_trace_lines:  # true of every new frame, and of no use in this one: the call's first tensor
+            caller.f_trace_lines = False
+            self._call_begins = self._num_saved
+        return self.residency.find_unchanged(storage, self._call_begins) if tensor._version == 0 else None
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
@@ -312,7 +328,8 @@ class SavedTensors:
             number = self._plan.trace.storages[ordinal].parcel if movable else -1
             tier = self._plan.placements[number].tier if number >= 0 else KEEP
             num_together = self._plan.trace.parcels[number].num_storages if number >= 0 else 0
-            if tier == RECOMPUTE and not _made_as_planned(self._plan, ordinal, value):
+            call = value.call if value is not None else None
+            if tier == RECOMPUTE and (call is None or self._plan.maker(ordinal) != (call.number, call.signature)):
                 self._leave_plan()
                 number, num_together, tier = -1, 0, self.residency.default_tier
         block = self.blocks[-1] if self.blocks else ""
@@ -427,12 +444,3 @@ class SavedTensors:
                 saved.value.saved = None
             saved.value = None
             self.residency.remove(saved)
-
-
-def _made_as_planned(plan: Plan, ordinal: int, value: Value | None) -> bool:
-    """Whether a storage that is to be computed again was made by the operation that the plan saw, reached the same
-    way."""
-    trace = plan.trace
-    op = trace.ops[trace.values[trace.storages[ordinal].value].op]
-    call = value.call if value is not None else None
-    return call is not None and (call.number, call.signature) == (op.number, op.signature)

@@ -82,6 +82,11 @@ class Plan:
             if placement.tier == tier
         )
 
+    def maker(self, ordinal: int) -> tuple[int, int]:
+        """Number and signature of the operation that makes a storage; where a step's differ, it came another way."""
+        op = self.trace.ops[self.trace.values[self.trace.storages[ordinal].value].op]
+        return op.number, op.signature
+
     @cached_property
     def drops(self) -> dict[int, list[int]]:
         """Parcels whose room on the fast tier is given back, by moment."""
