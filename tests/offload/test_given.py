@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchstorm
-from torchstorm.errors import BudgetError, ConfigError, PlanError
+from torchstorm.errors import BudgetError, ConfigError, DeviceError, PlanError
 from torchstorm.offload.given import check_inputs, read_plan
 from torchstorm.offload.session import Session
 from torchstorm.offload.subject import subject_of
@@ -159,8 +159,11 @@ def test_a_plan_that_cannot_be_kept_to_is_refused_with_the_way_out(tmp_path: Pat
     with pytest.raises(BudgetError, match=f"plan that was given needs .* Give ram={needed} ") as caught:
         Session(model, plan=file, ram=needed - 1, disk=str(tmp_path))
     assert caught.value.smallest_bytes == needed
-    with pytest.raises(ConfigError, match="plan= was given together with unlimited=True"):
-        Session(model, plan=file, unlimited=True, disk=str(tmp_path))
+    if plan.recomputes:
+        with pytest.raises(ConfigError, match="computes tensors again, but recompute=False"):
+            Session(model, plan=file, recompute=False, disk=str(tmp_path))
+    with pytest.raises(DeviceError, match="unlimited=True was asked together with"):
+        Session(model, plan=replace(plan, placements=()), unlimited=True, disk=str(tmp_path))
     with pytest.raises(PlanError, match="cannot be read"):
         Session(model, plan=tmp_path / "nowhere.json")
 

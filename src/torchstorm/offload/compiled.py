@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, 
 # depends on it.
 _MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
 
+_MOST_CHOICES = 4
 _WITHOUT_GRADIENTS = ""  # saves nothing, so there are no variants
 _numbers = itertools.count()
 
@@ -74,6 +76,7 @@ class CompiledBlocks:
         self._kinds = {name: self._alike.setdefault(found, _Kind()) for name, found in self._structures.items()}
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.choice: Choice | None = None
+        self._num_chosen = 0
         self.variants: dict[str, str] = {}
         self.set(dict.fromkeys(self._modules, variant))
         # Dynamo compiles once a variant what a graph break leaves, and once a block where their code reads a number in
@@ -121,18 +124,28 @@ class CompiledBlocks:
             memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
         )
 
-    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None]) -> bool:
-        """Chooses once, after the first measured step. True where blocks change, so that the next step is another one.
+    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, failed: bool = False) -> bool:
+        """Chooses after the first measured step. True where blocks change, so that the next step is another one.
 
         Args:
             trace, plan_of: as for `choose`.
+            failed: the step was measured in the variants chosen, and no plan fits after all: chooses anew from what it
+                showed, a few times.
         """
-        if self.fixed or self.choice is not None or not self.tables():
+        if self.fixed or not self.tables() or self._num_chosen >= (_MOST_CHOICES if failed else 1):
             return False
+        self._num_chosen += 1
         self.choice = self.choose(trace, plan_of)
         before = dict(self.variants)
         self.set(self.choice.variants)
         return before != self.variants
+
+    @property
+    def mix(self) -> str:
+        """How many blocks run in which variant."""
+        counts = Counter(self.variants.values())
+        mix = ", ".join(f"{counts[variant]} {variant!r}" for variant in VARIANTS if counts[variant])
+        return f"compiled blocks, by what they save: {mix}"
 
     @property
     def notes(self) -> tuple[str, ...]:

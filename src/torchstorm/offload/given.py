@@ -41,18 +41,25 @@ class Sizes:
         return Sizes(vram=vram, ram=plan.budget.ram if self.ram is None else self.ram, disk=self.disk)
 
 
-def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module) -> Plan:
+def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, recompute: bool = True) -> Plan:
     """Reads a plan for a model, and makes sure that it is for this one.
 
     Args:
         plan: a file that `Plan.save` wrote, or the plan. One that says nothing of its model passes: whether it fits
             then shows in the first step, which leaves a plan that is not its own.
         model: the one to train.
+        recompute: whether tensors may be computed again.
 
     Raises:
+        ConfigError: the plan computes something again, which may not be.
         PlanError: the file cannot be read, or it is a plan for another model or device; says what differs.
     """
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if found.recomputes and not recompute:
+        raise ConfigError(
+            "This plan computes tensors again, but recompute=False or unlimited=True was given with it: leave one of "
+            "the two out."
+        )
     device = model_device(model).type
     if found.trace.device != device:
         raise PlanError(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -81,9 +82,7 @@ class Session:
         unlimited: bool = False,
     ) -> None:
         refuse_compiled_whole(model)
-        given = read_plan(plan, model) if plan is not None else None
-        if given is not None and (unlimited or (given.recomputes and not recompute)):
-            raise ConfigError("plan= was given together with unlimited=True, or with recompute=False which it is not.")
+        given = read_plan(plan, model, recompute=recompute and not unlimited) if plan is not None else None
         sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
         self._model = model
         self._optimizer = optimizer
@@ -236,8 +235,9 @@ class Session:
             num_measured = planned.num_measured + 1 if planned else 1
             base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
             self._plans.subjects[key] = replace(subject_of(self._model), inputs=self._inputs.shapes or ())
-            chosen = self._compiled if planned is None else None
-            if chosen is not None and chosen.rechoose(trace, lambda mixed: self._planner.quick_plan(mixed, base)):
+            blocks = self._compiled if planned is None else None
+            quick_plan = partial(self._planner.quick_plan, base_bytes=base)
+            if blocks is not None and blocks.rechoose(trace, quick_plan):
                 return  # the next step is another one, and measured
             blind = planned is None and self._recompute and not self._is_recorded
             try:
@@ -247,6 +247,8 @@ class Session:
                 if planned is not None and planned.plan is not None and not recorder.asks_memory:
                     found = planned  # only times changed: what fitted before still fits
                     found.num_measured = num_measured
+                elif blocks is not None and blocks.rechoose(trace, quick_plan, failed=True):
+                    return
                 elif not blind and (
                     shortfall is not None or not self._stack.allows(self._measured.last, base - trace.base_bytes)
                 ):
@@ -411,6 +413,7 @@ class Session:
             torch.cuda.synchronize(self.device)
         self._learn()
         measured, highest = self._measured.planned_or_all()
+        compiled = (self._compiled.mix, *self._compiled.notes) if self._compiled is not None else ()
         return Report(
             forecast=self._plans.in_force.forecast if self._plans.in_force else None,
             measured=measured,
@@ -420,12 +423,7 @@ class Session:
             num_planned=self._measured.num_planned,
             num_in_force=self._measured.num_in_force,
             moved_bytes=self._residency.moved_bytes,
-            notes=(
-                *self._stack.notes(),
-                *self._runs.notes(),
-                *self._planner.lessons,
-                *(self._compiled.notes if self._compiled is not None else ()),
-            ),
+            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons, *compiled),
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
