@@ -25,10 +25,12 @@ from torch.nn import functional as F
 from offload.steps import Outcome, assert_same
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.models.gpt import GPT, GPTConfig
+from torchstorm.offload import compiled as compiled_module
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import CompiledBlocks, refuse_compiled_whole
 from torchstorm.offload.session import Session
-from torchstorm.plan.variants import CHEAP, INPUTS, SAVE, VARIANTS
+from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import CHEAP, INPUTS, SAVE, VARIANTS, BlockTable, Choice
 
 CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, width=64, dropout=0.1)
 BATCH = 8
@@ -502,3 +504,32 @@ def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views
     expected = Counter(table.nearest(variant).sizes)
     assert sizes - expected == Counter([BATCH * CONFIG.max_seq_len * CONFIG.width * 4]), "and the block's input"
     assert not expected - sizes
+
+
+@pytest.mark.usefixtures("quickly")
+def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = gpt(4)
+    with Session(free, unlimited=True) as session:
+        session.compile(free)
+        expected = run(free, session=session, num_steps=5)
+        needed = session.usage().ram_bytes
+    choose, num_chosen = compiled_module.choose_variants, 0
+
+    def wrong_at_first(trace: Trace, tables: list[BlockTable], *args: Any, **options: Any) -> Choice:
+        nonlocal num_chosen
+        num_chosen += 1
+        if num_chosen == 1:
+            return Choice(variants={table.name: SAVE for table in tables}, step_ms=1.0, num_tried=1)
+        return choose(trace, tables, *args, **options)
+
+    monkeypatch.setattr(compiled_module, "choose_variants", wrong_at_first)
+    model = gpt(4)
+    with Session(model, ram=needed * 6 // 10) as session:
+        blocks = session.compile()
+        assert_same(expected, run(model, session=session, num_steps=5))
+        report = session.report()
+    assert num_chosen == 2
+    assert set(blocks.variants.values()) != {SAVE}
+    assert report.measured is not None
+    assert report.measured.ram_bytes <= needed * 6 // 10
+    assert any(note.startswith("compiled blocks, by what they save: ") for note in report.notes)
