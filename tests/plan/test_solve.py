@@ -489,6 +489,7 @@ def test_the_smallest_budget_named_has_room_for_what_a_session_with_it_takes(
 def test_a_shifted_base_is_in_every_interval_and_never_below_nothing(trace: Trace, delta: int) -> None:
     shifted = shift_base(trace, delta)
     assert [m.other_bytes for m in shifted.moments] == [max(0, m.other_bytes + delta) for m in trace.moments]
+    assert [m.still_bytes for m in shifted.moments] == [max(0, m.still_bytes + delta) for m in trace.moments]
     assert shifted.base_bytes == trace.base_bytes + delta
     assert [m.signature for m in shifted.moments] == [m.signature for m in trace.moments]
     assert (shifted.storages, shifted.parcels) == (trace.storages, trace.parcels)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from torchstorm.bench.bits import Bits, differences, fingerprint, relative_error
+from torchstorm.bench.bits import Bits, differences, fingerprints, relative_error
 from torchstorm.bench.intervals import Busy, profile_step
 from torchstorm.errors import OutOfVRAMError
 from torchstorm.offload.session import Session
@@ -264,7 +264,7 @@ class Meter:
 
         def note(loss: torch.Tensor) -> None:
             tensors = {name: parameter.grad for name, parameter in model.named_parameters()}
-            found.append(fingerprint({"the loss": loss, **tensors, **dict(model.named_buffers())}))
+            found.append(fingerprints({"the loss": loss, **tensors, **dict(model.named_buffers())}))
             if look is not None:
                 look(loss)
 

@@ -57,7 +57,7 @@ def plan_elsewhere(
         reserve = 2 * sum(parameter.nbytes for parameter in parameters)
     else:
         reserve = expected_state_bytes(optimizer)
-    trace = _shifted(found.trace, reserve)
+    trace = shift_base(found.trace, reserve)
     own_bytes = _own_bytes_on_gpu(budget.vram)
     try:
         plan = solve(trace, machine, budget, spare=_SPARE, own_bytes=own_bytes)
@@ -144,16 +144,6 @@ def _budget_elsewhere(machine: Machine, vram: int | str | None, ram: int | str |
 def _own_bytes_on_gpu(limit_bytes: int) -> Callable[[int], int]:
     """What a Session with another budget than this takes of it: larger shared buffers."""
     return lambda fast_bytes: 2 * max(0, slab_bytes(fast_bytes) - slab_bytes(limit_bytes))
-
-
-def _shifted(trace: Trace, delta_bytes: int) -> Trace:
-    """The trace with so many bytes more in every interval, as an optimizer's state is."""
-    shifted = shift_base(trace, delta_bytes)
-    moments = tuple(
-        replace(moment, still_bytes=before.still_bytes + delta_bytes)
-        for moment, before in zip(shifted.moments, trace.moments, strict=True)
-    )
-    return replace(shifted, moments=moments)
 
 
 def _as_on_cpu(trace: Trace, staging_bytes: int) -> Trace:

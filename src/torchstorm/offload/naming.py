@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from torchstorm.offload import torch_private as private
+
 
 class Naming:
     """While started, keeps the stack of running modules' dotted names in `blocks`.
@@ -17,7 +19,7 @@ class Naming:
 
     def __init__(self, model: torch.nn.Module, blocks: list[str]) -> None:
         self._hooks: list[Any] = []
-        if any(is_compiled(module) for module in model.modules()):
+        if any(private.is_compiled(module) for module in model.modules()):
             return  # the hooks would be compiled too, and their names lost
         names = {module: name for name, module in model.named_modules()}
 
@@ -40,8 +42,3 @@ class Naming:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module runs through torch.compile."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -101,8 +101,15 @@ def tier_peak(trace: Trace, placements: Sequence[Placement], tier: str) -> int:
     return int(np.cumsum(edges).max())
 
 
-def forecast_s(trace: Trace, placements: Sequence[Placement], machine: Machine) -> float:
-    """Seconds of the step: compute, and what it waits for copies."""
+def forecast_s(
+    trace: Trace, placements: Sequence[Placement], machine: Machine, *, waits: list[float] | None = None
+) -> float:
+    """Seconds of the step: compute, and what it waits for copies.
+
+    Args:
+        trace, placements, machine: as for `solve`; one placement per parcel.
+        waits: by parcel; what compute waits for its copies is added.
+    """
     drops: dict[int, list[int]] = {}
     fetches: dict[int, list[int]] = {}
     seals: dict[int, list[int]] = {}
@@ -130,16 +137,21 @@ def forecast_s(trace: Trace, placements: Sequence[Placement], machine: Machine) 
             idle[(leg, direction)] = start
         return start
 
+    def wait(number: int, until: float) -> None:
+        nonlocal clock
+        if waits is not None:
+            waits[number] += max(0.0, until - clock)
+        clock = max(clock, until)
+
     def arrive(number: int) -> None:
         """Waits for a parcel; one that nobody has fetched yet is fetched before all others."""
-        nonlocal clock
         if number not in back:
             back[number] = move(number, "back", max(clock, left[number]))
-        clock = max(clock, back[number])
+        wait(number, back[number])
 
     for index, moment in enumerate(trace.moments):
         for number in drops.get(index, ()):
-            clock = max(clock, left[number])
+            wait(number, left[number])
         if moment.kind == PACK:
             for number in seals.get(index, ()):
                 left[number] = move(number, "out", clock)

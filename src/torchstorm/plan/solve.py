@@ -92,7 +92,14 @@ def solve(
 
 def shift_base(trace: Trace, delta_bytes: int) -> Trace:
     """The same step with `delta_bytes` more memory that is not the Session's in every interval."""
-    moments = tuple(replace(moment, other_bytes=max(0, moment.other_bytes + delta_bytes)) for moment in trace.moments)
+    moments = tuple(
+        replace(
+            moment,
+            other_bytes=max(0, moment.other_bytes + delta_bytes),
+            still_bytes=max(0, moment.still_bytes + delta_bytes),
+        )
+        for moment in trace.moments
+    )
     return replace(trace, moments=moments, base_bytes=trace.base_bytes + delta_bytes)
 
 

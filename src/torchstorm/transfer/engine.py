@@ -58,8 +58,6 @@ class Engine:  # pragma: gpu
         self.device = device
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
-        self.out_bytes = 0
-        self.back_bytes = 0
 
     def mark(self) -> torch.cuda.Event:
         """The current stream's work so far, for copies that another thread will queue."""
@@ -79,7 +77,6 @@ class Engine:  # pragma: gpu
 
         The source must stay allocated until a stream that would reuse its memory has waited for the copy.
         """
-        self.out_bytes += source.nbytes
         return self._queue(self._out, host, source, after, ready)
 
     def copy_in(
@@ -91,7 +88,6 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
         """Queues host -> device likewise; the current stream's work so far may still use `out`'s memory."""
-        self.back_bytes += out.nbytes
         return self._queue(self._back, out, host, after, ready)
 
     def _queue(
