@@ -64,7 +64,7 @@ class Saved:
         nbytes: bytes of the storage.
         offset: its first byte within the parcel.
         version: autograd's version counter when it was saved.
-        counter: shares that version counter, but not the memory.
+        counter: shares that version counter, but not the memory; None as long as the parcel's `hold` does.
         watch: keeps the storage's address from being used again for another one.
         live: how many saved tensors refer to it.
         ordinal: its number in the step that is running or last ran, -1 once that is over.
@@ -82,7 +82,7 @@ class Saved:
     nbytes: int
     offset: int
     version: int
-    counter: torch.Tensor
+    counter: torch.Tensor | None
     address: int
     watch: StorageWeakRef
     live: int = 0
@@ -94,6 +94,13 @@ class Saved:
     value: Value | None = None
     fingerprint: torch.Tensor | None = None
     lost: bool = False
+
+    @property
+    def token(self) -> torch.Tensor:
+        """A tensor that shares the version counter."""
+        token = self.counter if self.counter is not None else self.parcel.hold
+        assert token is not None
+        return token
 
 
 class Value:

@@ -11,7 +11,7 @@ import torch
 from torchstorm.errors import BudgetError, CorruptionError, OutOfVRAMError, StorageError, UnsupportedError
 from torchstorm.memory.tier import Tier
 from torchstorm.offload.fingerprint import fingerprint
-from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, held_only_here, share_a_counter
+from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, held_only_here, share_a_counter, version_counter
 from torchstorm.offload.replay import compute_again
 from torchstorm.plan.forecast import KEEP
 
@@ -74,7 +74,7 @@ class Residency:
         """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
         for saved in self._at.get(storage._cdata, ()):
             came_back = saved.base is not None and saved.address != storage._cdata
-            token, version = (saved.base, saved.base_version) if came_back else (saved.counter, saved.version)
+            token, version = (saved.base, saved.base_version) if came_back else (saved.token, saved.version)
             assert token is not None
             if tensor._version == version and share_a_counter(token, tensor):
                 return saved, saved.offset if came_back else 0
@@ -84,7 +84,7 @@ class Residency:
         """The record of a storage that this step saved as number `first` or later, and that nothing has changed since
         it was made, by whatever version counter."""
         for saved in self._at.get(storage._cdata, ()):
-            if saved.ordinal >= first and saved.version == 0 and saved.counter._version == 0:
+            if saved.ordinal >= first and saved.version == 0 and saved.token._version == 0:
                 return saved
         return None
 
@@ -235,7 +235,7 @@ class Residency:
             saved.stale = True
         if saved.base is not None and saved.base._version != saved.base_version:
             saved.stale = True
-        if parcel.recomputed and parcel.buffer is None and saved.counter._version != saved.version:
+        if parcel.recomputed and parcel.buffer is None and saved.token._version != saved.version:
             saved.stale = True  # autograd would not have it either
         return saved.stale
 
@@ -298,6 +298,10 @@ class Residency:
             _forget_kept(saved)
             self._forget_base(saved)
         parcel.buffer = None
+        if parcel.hold is not None:
+            for saved in parcel.members:
+                if saved.counter is None:
+                    saved.counter = version_counter(parcel.hold)
         parcel.hold = None
         parcel.used = False
         if self.resident.pop(parcel.order, None) is not None:

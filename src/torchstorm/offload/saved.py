@@ -306,7 +306,8 @@ class SavedTensors:
         """The storage, where the Session may care for it."""
         if not has_bytes(tensor) or tensor.device != self.residency.device:
             return None
-        return tensor.untyped_storage() if tensor.untyped_storage().nbytes() else None
+        storage = tensor.untyped_storage()
+        return storage if storage.nbytes() else None
 
     def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
         """Takes charge of a storage that was not saved before."""
@@ -360,7 +361,7 @@ class SavedTensors:
             nbytes,
             offset,
             tensor._version,
-            version_counter(tensor),
+            version_counter(tensor) if parcel.hold is None else None,
             storage._cdata,
             weak_reference(storage),
             ordinal=ordinal,

@@ -17,11 +17,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, StorageError, UnsupportedError
 from torchstorm.offload import oom
 from torchstorm.offload.clock import CpuClock, seconds_between
 from torchstorm.offload.compiled import CompiledBlocks, compile_blocks, refuse_compiled_whole
+from torchstorm.offload.garbage import rare_collections
 from torchstorm.offload.given import Sizes, check_budget, check_inputs, read_plan
 from torchstorm.offload.inputs import NoteInputs
 from torchstorm.offload.measured import Measured
@@ -140,7 +142,7 @@ class Session:
         self._inputs = NoteInputs(self._saved)
         inputs = self._model.register_forward_pre_hook(self._inputs, with_kwargs=True)
         try:
-            with tape, torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with rare_collections(), tape, saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException as error:
             self._running = False
@@ -259,8 +261,7 @@ class Session:
                     ) from None
                 else:
                     # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
-                    # between, which a plan does not foresee: such steps go on as this one went. Or computing again
-                    # makes it fit, which the next such step will tell.
+                    # between, which no plan foresees: such steps go on as this one. Or the next one is recorded.
                     assert self._measured.last is not None
                     found = Planned(None, trace, self._measured.last, base, self._plans.num_to_measure)
             if blind:
