@@ -167,10 +167,13 @@ def test_a_forked_process_neither_removes_it_nor_keeps_it_locked(tmp_path: Path)
             sys.exit(0)  # through atexit and every finalizer
         os.wait()
         print(os.path.exists(tier.path), flush=True)
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(write, b"1")
             time.sleep(60)
             os._exit(0)
+        os.read(read, 1)  # the child runs
         print(child, flush=True)
         time.sleep(60)
     """
