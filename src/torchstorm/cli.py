@@ -199,6 +199,19 @@ def wall(
 
 
 @bench_app.command()
+def chunks(
+    device: BenchDevice = None,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 2,
+    json: BenchJson = None,
+) -> None:
+    """Train on a batch that no GPU holds: Session.run splits it, on a GPU 128 x 8192 tokens at hidden 8192."""
+    from torchstorm.bench.chunks import bench_chunks
+
+    with _told():
+        bench_chunks(device, steps=steps, json_path=json, console=Console())
+
+
+@bench_app.command()
 def models(
     device: BenchDevice = None,
     disk: BenchDisk = None,

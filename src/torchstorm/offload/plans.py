@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Subject
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
+from torchstorm.sizes import format_size
 
 # A step's time is judged by the median of so many that followed the plan.
 _NUM_JUDGED = 3
@@ -113,6 +115,13 @@ class Plans:
         self.put(key, new)
         return True
 
+    def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
+        """The plan in force, with the machine whose speeds it has, and what it is for."""
+        plan = self.in_force.plan if self.in_force is not None else None
+        if plan is None or plan.machine is not None:
+            return plan
+        return replace(plan, machine=machine(), subject=self.subject)
+
     def is_measured_again(self, planned: Planned) -> bool:
         """Whether the next step that follows it measures something."""
         return planned.num_measured < self.num_to_measure
@@ -200,6 +209,19 @@ class Planner:
         delta, limit = base_bytes - planned.base_bytes, self._stack.budget.vram  # pragma: gpu
         is_less = delta < -limit // 20 and not planned.is_given  # pragma: gpu
         return delta > self._stack.spare.vram // 2 or is_less  # pragma: gpu
+
+    def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
+        """A plan for the same step beside so much memory that is not the Session's.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        if planned.is_given:
+            self.lessons.append(
+                f"The plan that was given takes {format_size(planned.base_bytes)} of other memory for granted, and "
+                f"there are {format_size(base_bytes)}: such steps are planned anew."
+            )
+        return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
 
     def learn(self, plans: Plans, times_s: list[float]) -> bool:
         """Compares the times of steps that followed the plan in force with its forecast.

@@ -202,8 +202,9 @@ class Session:
             check_inputs(self._plans.given, self._inputs.shapes)
         planned = self._plans.get(key)
         if planned is not None and self._planner.is_outdated(planned, self._base_bytes):  # pragma: gpu
-            planned = self._planner.plan(planned.trace, base_bytes=self._base_bytes, num_measured=planned.num_measured)
+            planned = self._planner.renewed(planned, self._base_bytes)
             self._plans.put(key, planned)
+            self._measured.plan_changed()
         if planned is not None and not self._plans.is_measured_again(planned):
             return planned.plan, None
         if planned is not None and planned.num_measured == 2:  # pragma: gpu
@@ -403,10 +404,7 @@ class Session:
 
     def plan(self) -> Plan | None:
         """The plan in force, None before the first step has ended and for steps that no plan fits."""
-        planned = self._plans.in_force
-        if planned is None or planned.plan is None or planned.plan.machine is not None:
-            return planned.plan if planned else None
-        return replace(planned.plan, machine=self._planner.machine(), subject=self._plans.subject)
+        return self._plans.plan_in_force(self._planner.machine)
 
     def report(self) -> Report:
         """Forecast beside what was measured. On CUDA the host waits for the device here."""
