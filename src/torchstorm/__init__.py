@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchstorm.offload.session import Session
     from torchstorm.plan.forecast import Figures
     from torchstorm.plan.plan import Plan
+    from torchstorm.storage.layout import Kind
+    from torchstorm.storage.volume import Volume
 
 __all__ = [
     "BudgetError",
@@ -34,6 +36,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "Figures",
+    "Kind",
     "OutOfVRAMError",
     "Plan",
     "PlanError",
@@ -43,14 +46,17 @@ __all__ = [
     "StorageError",
     "TorchstormError",
     "UnsupportedError",
+    "Volume",
     "plan",
 ]
 
 _HOMES = {
     "Figures": "torchstorm.plan.forecast",
+    "Kind": "torchstorm.storage.layout",
     "Plan": "torchstorm.plan.plan",
     "Report": "torchstorm.offload.report",
     "Session": "torchstorm.offload.session",
+    "Volume": "torchstorm.storage.volume",
 }
 
 

@@ -82,6 +82,10 @@ class StorageCopy:
             # The worker's traceback alone: it would grow with each wait and keep the waiters' frames alive.
             raise self._error.with_traceback(self._traceback)
 
+    def ended(self) -> None:
+        """Blocks until the copy has ended, well or not."""
+        self._ended.wait()
+
     def synchronize(self) -> None:
         """Blocks until the copy has ended. Raises as `wait` does."""
         self.wait()

@@ -1,0 +1,337 @@
+"""The records of one kind of a volume: read, written, and held against their checks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchstorm.errors import ConfigError, CorruptionError, StorageError
+from torchstorm.storage.aligned import aligned_empty, memory_view
+from torchstorm.storage.backend import StorageCopy
+from torchstorm.storage.layout import CHECK_BYTES, Kind
+
+_WRITTEN = 1 << 32  # of a check: there is a record
+_CHECKED_AT_ONCE = 2**24  # bytes
+_numbers = itertools.count(1)
+
+
+class Owner(Protocol):
+    """The volume that records are of."""
+
+    path: str
+
+    def begin_read(self, parts: Sequence[Part]) -> Request:
+        """Begins to read."""
+
+    def begin_write(self, parts: Sequence[Part]) -> Request:
+        """Begins to write."""
+
+
+class Request:
+    """A read or a write under way.
+
+    Attributes:
+        id: its number in this process.
+    """
+
+    def __init__(self, copy: StorageCopy, parts: Sequence[Part], *, reads: bool) -> None:
+        self.id = next(_numbers)
+        self._copy = copy
+        self._parts: Sequence[Part] | None = parts
+        self._unverified = reads
+        self._lock = threading.Lock()
+
+    def wait(self, *, verify: bool = True) -> None:
+        """Blocks until it has ended, and compares what was read with its checks.
+
+        Args:
+            verify: False leaves that out.
+
+        Raises:
+            CorruptionError: a record is not what was written, or never was; every wait raises it again.
+            StorageError: the disk failed, or the request was released.
+        """
+        parts = self._held()
+        self._copy.wait()
+        with self._lock:
+            if self._unverified and verify:
+                for part in parts:
+                    part.verify()
+                self._unverified = False
+
+    def result(self) -> torch.Tensor:
+        """Waits for a read of one part, and returns what it read. Raises as `wait` does."""
+        self.wait()
+        (part,) = self._held()
+        return part.tensor
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks."""
+        self._held()
+        return self._copy.done()
+
+    def release(self) -> None:
+        """Lets go of its tensors; it runs to its end by itself.
+
+        Raises:
+            StorageError: it was released before.
+        """
+        self._held()
+        self._parts = None
+
+    def _held(self) -> Sequence[Part]:
+        if self._parts is None:
+            raise StorageError(f"Request {self.id} was released: ask again for what it was about.")
+        return self._parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What `Records.check` found.
+
+    Attributes:
+        num_whole: records that are what was written.
+        unwritten: numbers of those that never were.
+        damaged: numbers of those that are something else.
+    """
+
+    num_whole: int
+    unwritten: tuple[int, ...]
+    damaged: tuple[int, ...]
+
+
+class Records:
+    """The records of one kind."""
+
+    def __init__(self, volume: Owner, name: str | int, kind: Kind, checks: Checks | None) -> None:
+        self.name, self.kind, self.checks = name, kind, checks
+        self._volume = volume
+
+    def __len__(self) -> int:
+        return self.kind.length
+
+    def __getitem__(self, which: int | slice) -> torch.Tensor:
+        """Record i, of the kind's shape, or records i:j, with their number in front. Raises as `read` does."""
+        if isinstance(which, slice):
+            start, stop, step = which.indices(len(self))
+            if step != 1 or any(bound is not None and bound < 0 for bound in (which.start, which.stop)):
+                raise ConfigError(f"{self.where}[{which}]: give a start and a stop of at least 0, without a step.")
+            return self.read(start, max(0, stop - start))
+        return self.read(which)[0]
+
+    def read(self, i: int, n: int = 1, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Reads records i to i + n - 1.
+
+        Args:
+            i: number of the first.
+            n: how many.
+            out: (n, *shape) on the CPU, contiguous, of the kind's dtype; made where left out.
+
+        Raises:
+            ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
+            CorruptionError: a record is not what was written, or never was.
+            StorageError: the disk failed.
+        """
+        return self.read_async(i, n, out).result()
+
+    def read_async(self, i: int, n: int = 1, out: torch.Tensor | None = None) -> Request:
+        """Begins `read`; `out` must not be looked at before the request's `wait` has returned."""
+        return self._volume.begin_read([self.part(i, n, out)])
+
+    def write(self, i: int, source: torch.Tensor) -> None:
+        """Writes records from number i on, not yet durable.
+
+        Args:
+            i: number of the first.
+            source: (n, *shape), or (*shape) for one; on the CPU, of the kind's dtype.
+
+        Raises:
+            ConfigError: they have no place, or `source` is not such a tensor; nothing is written.
+            StorageError: the disk is full or failed, or the volume is open for reading only.
+        """
+        self.write_async(i, source).wait()
+
+    def write_async(self, i: int, source: torch.Tensor) -> Request:
+        """Begins `write`; `source` must stay unchanged until the request has ended."""
+        if tuple(source.shape) == self.kind.shape:
+            source = source.unsqueeze(0)
+        part = self.part(i, len(source) if source.dim() else 0, source.contiguous())
+        return self._volume.begin_write([part])
+
+    def check(self) -> Condition:
+        """Reads all records and compares them with their checks.
+
+        Raises:
+            ConfigError: this kind has no checks.
+            StorageError: the disk failed.
+        """
+        if self.checks is None:
+            raise ConfigError(f"{self.where} has no checks to compare its records with.")
+        unwritten: list[int] = []
+        damaged: list[int] = []
+        at_once = max(1, _CHECKED_AT_ONCE // max(1, self.kind.record_bytes))
+        for start in range(0, len(self), at_once):
+            part = self.part(start, min(at_once, len(self) - start), None)
+            self._volume.begin_read([part]).wait(verify=False)
+            unwritten += part.unwritten()
+            damaged += part.damaged()
+        num_whole = len(self) - len(unwritten) - len(damaged)
+        return Condition(num_whole=num_whole, unwritten=tuple(unwritten), damaged=tuple(damaged))
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"kind {self.name!r} of {self._volume.path}"
+
+    def part(self, i: int, n: int, tensor: torch.Tensor | None) -> Part:
+        """Records and the tensor that they go to or come from; a new one for None."""
+        kind = self.kind
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in (i, n)):
+            raise ConfigError(f"{self.where}: records {i!r} and on, {n!r} of them; give whole numbers.")
+        if i < 0 or n < 0 or i + n > kind.length:
+            raise ConfigError(
+                f"{self.where}: records {i} to {i + n - 1} were asked for, but there are {kind.length}, from 0 to "
+                f"{kind.length - 1}."
+            )
+        shape = (n, *kind.shape)
+        if tensor is None:
+            tensor = aligned_empty(n * kind.record_bytes).view(kind.dtype).view(shape)
+        elif tuple(tensor.shape) != shape or tensor.dtype != kind.dtype:
+            raise ConfigError(
+                f"{self.where}: records {i} to {i + n - 1} take a tensor of shape {shape} and {kind.dtype}, but this "
+                f"one is {tuple(tensor.shape)} and {tensor.dtype}."
+            )
+        elif not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ConfigError(
+                f"{self.where}: a contiguous tensor on the CPU is needed, but this one has strides {tensor.stride()} "
+                f"on {tensor.device}. Pass tensor.cpu().contiguous()."
+            )
+        assert kind.start_bytes is not None
+        return Part(self, i, tensor, kind.start_bytes + i * kind.record_bytes)
+
+
+class Part:
+    """Neighbouring records of one kind, and the tensor that they go to or come from."""
+
+    def __init__(self, records: Records, first: int, tensor: torch.Tensor, offset: int) -> None:
+        self.tensor, self.offset = tensor, offset
+        self._records, self._first = records, first
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether its kind has checks."""
+        return self._records.checks is not None
+
+    def seal(self) -> Sequence[int]:
+        """The checks of what the tensor holds."""
+        size = self._records.kind.record_bytes
+        data = memory_view(self.tensor.data_ptr(), self.tensor.nbytes) if self.tensor.nbytes else memoryview(b"")
+        return [_WRITTEN + zlib.crc32(data[n * size : (n + 1) * size]) for n in range(len(self.tensor))]
+
+    def note(self, seals: Sequence[int]) -> None:
+        """The records lie on the disk now. Raises OSError where their checks cannot be written."""
+        if self._records.checks is not None:
+            self._records.checks.write(self._first, seals)
+
+    def unwritten(self) -> list[int]:
+        """Numbers of records that were never written."""
+        return [self._first + int(n) for n in np.flatnonzero(self._kept() == 0)]
+
+    def damaged(self) -> list[int]:
+        """Numbers of records that are not what was written."""
+        pairs = zip(self._kept().tolist(), self.seal(), strict=True)
+        return [self._first + n for n, (kept, found) in enumerate(pairs) if kept and kept != found]
+
+    def verify(self) -> None:
+        """Raises CorruptionError where a record is not what was written, or never was."""
+        if self._records.checks is None:
+            return
+        where, unwritten = self._records.where, self.unwritten()
+        if unwritten:
+            raise CorruptionError(
+                f"{where}: record {unwritten[0]} was never written{_more(unwritten)}. Write it first, or read others; "
+                ".check() lists them all."
+            )
+        damaged = self.damaged()
+        if damaged:
+            raise CorruptionError(
+                f"{where}: record {damaged[0]} is not what was written{_more(damaged)}: it was cut off in the middle "
+                "of a write, or the disk changed it. Write it again; .check() lists them all."
+            )
+
+    def _kept(self) -> npt.NDArray[np.uint64]:
+        assert self._records.checks is not None
+        return self._records.checks.read(self._first, len(self.tensor))
+
+
+class Checks:
+    """The checks of one kind, as they lie in the file. Every process sees those of the others at once.
+
+    Args:
+        fd: of the file, through the page cache.
+        start_bytes: where the first one is.
+        path: for messages.
+    """
+
+    def __init__(self, fd: int, start_bytes: int, path: str) -> None:
+        self._fd, self._start, self._path = fd, start_bytes, path
+
+    def read(self, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """Those of some records."""
+        if self._fd < 0:
+            raise StorageError(f"{self._path} is closed, so what was read cannot be held against its checks.")
+        data = os.pread(self._fd, count * CHECK_BYTES, self._start + first * CHECK_BYTES)
+        if len(data) < count * CHECK_BYTES:
+            raise StorageError(f"{self._path} ends before its checks do: it was cut off. Restore it from a copy.")
+        return np.frombuffer(data, dtype="<u8")
+
+    def close(self) -> None:
+        """The file is about to be closed."""
+        self._fd = -1
+
+    def write(self, first: int, checks: Sequence[int]) -> None:
+        """Those of some records; the page cache takes all of them or raises."""
+        os.pwrite(self._fd, np.array(checks, dtype="<u8").tobytes(), self._start + first * CHECK_BYTES)
+
+
+class SealedWrite(StorageCopy):
+    """A write that has ended when its records' checks are written, too.
+
+    Args:
+        copy: of the records.
+        parts: what is written.
+        ended: told with what it failed, or None, just before it has ended.
+    """
+
+    def __init__(
+        self, copy: StorageCopy, parts: Sequence[Part], ended: Callable[[SealedWrite, BaseException | None], None]
+    ) -> None:
+        super().__init__()
+        self.is_over = False  # for `ended` to set
+        self._copy, self._told = copy, ended
+        self._parts = [(part, part.seal()) for part in parts if part.has_checks]
+        copy.when_done(self._seal)
+
+    def _seal(self) -> None:
+        error = self._copy.error
+        try:
+            for part, seals in self._parts if error is None else ():
+                part.note(seals)
+        except OSError as failed:
+            error = StorageError(f"Writing the checks of records failed: {failed.strerror}.")
+        self._parts = []
+        self._told(self, error)
+        self.finish(error)
+
+
+def _more(numbers: Sequence[int]) -> str:
+    return f", nor what it should be are {len(numbers) - 1} others" if len(numbers) > 1 else ""
