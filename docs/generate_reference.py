@@ -43,6 +43,7 @@ IN_FULL = [
     "storage.layout",
     "storage.volume",
     "storage.records",
+    "storage.ops",
     "models.gpt",
     "train.config",
     "train.job",

@@ -10,6 +10,8 @@ import torch
 
 # Their outputs are whatever lay in memory, or are filled by something that nobody sees.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
+# What they return lies outside of this process, and may be something else the next time.
+_READING = frozenset({"read_tensor"})
 # Operators of others may do what their schemas do not say (count, log, talk to other processes).
 _TRUSTED = frozenset({"aten", "prims", "torchvision", "torchstorm"})
 # They change what a tensor refers to, not only its bytes.
@@ -70,7 +72,7 @@ def operator(func: Any) -> Operator:
         (not written or in_place)
         and not is_view
         and func.namespace in _TRUSTED
-        and base_name not in _UNINITIALISED | _REBINDING
+        and base_name not in _UNINITIALISED | _REBINDING | _READING
         # Their output's size is known only once they have run, which makes the host wait for the device.
         and torch.Tag.dynamic_output_shape not in tags
         and torch.Tag.data_dependent_output not in tags
