@@ -82,6 +82,26 @@ def test_the_command_trains_compares_and_writes_json(text_file: Path, tmp_path: 
     assert content["measured"]["ram_bytes"] <= budget
 
 
+def test_a_plan_file_is_what_the_run_follows_from_its_first_step(text_file: Path, tmp_path: Path) -> None:
+    size = ["--device=cpu", "--layers=4", "--heads=2", "--width=32", "--batch=8", "--seq=64"]
+    plan = tmp_path / "plan.json"
+    planned = CliRunner().invoke(app, ["plan", *size, "--ram=3MiB", f"--disk={tmp_path}", "--json", str(plan)])
+    assert planned.exit_code == 0, planned.output
+    forecast = json.loads(plan.read_text())["forecast"]
+    assert forecast["disk_bytes"] > 0
+    run = [*size, "--data", str(text_file), "--steps=4", "--val-every=0", "--sample-chars=0", f"--disk={tmp_path}"]
+    code, out, err = invoke(*run, "--plan", str(plan), "--out", str(tmp_path / "a"), "--json", str(tmp_path / "a.json"))
+    assert code == 0, err
+    assert "plan's" in out
+    assert "is of another step" not in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["highest"]["ram_bytes"] == forecast["ram_bytes"], "also in the first step"
+    assert found["highest"]["disk_bytes"] == forecast["disk_bytes"]
+    code, _, err = invoke(*run, "--batch=4", "--plan", str(plan), "--out", str(tmp_path / "b"))
+    assert code == 2
+    assert "PlanError: This plan is for a batch of (8x64 int64, 8x64 int64), but GPT was given (4x64" in err
+
+
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on_and_the_resumed_run_equals_one_never_stopped(
     long_run: list[str],

@@ -64,6 +64,7 @@ def train(
     vram: Vram = None,
     ram: Ram = None,
     disk: Disk = None,
+    plan: Annotated[str | None, _option("plan", "Follow the plan in this file, which `plan --json` wrote.")] = None,
     compare: Annotated[
         bool | None, typer.Option("--compare/--no-compare", help="Run again without the budget and compare.")
     ] = None,

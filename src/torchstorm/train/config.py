@@ -14,7 +14,7 @@ TOKENIZERS = ("bytes", "chars")
 
 _FREE_ON_RESUME = frozenset(
     {
-        *("data", "device", "vram", "ram", "disk", "compare", "out", "json"),
+        *("data", "device", "vram", "ram", "disk", "plan", "compare", "out", "json"),
         *("val_every", "val_batches", "checkpoint_every", "sample_chars"),
     }
 )
@@ -57,6 +57,7 @@ class TrainConfig:
         device: "cpu", "cuda" or "cuda:<index>"; None for cuda where there is one, else cpu.
         dtype: "float32", or "bfloat16" for autocast with weights and optimizer in float32.
         vram, ram, disk: the budget, as `torchstorm.Session` takes it; all None trains without one.
+        plan: a file that `Plan.save` or `torchstorm plan --json` wrote, which every step follows; None plans here.
         compare: train a second time without the budget, and set the two side by side.
         seed: what weights, batches and dropout are drawn from.
         lr, min_lr, warmup: linear warm-up over `warmup` steps to `lr`, then a cosine to `min_lr` (None: lr / 10).
@@ -91,6 +92,7 @@ class TrainConfig:
     vram: str | None = None
     ram: str | None = None
     disk: str | None = None
+    plan: str | None = None
     compare: bool = False
     seed: int = 0
     lr: float = 1e-3
@@ -134,8 +136,8 @@ class TrainConfig:
 
     @property
     def has_budget(self) -> bool:
-        """Whether any tier was named."""
-        return any(tier is not None for tier in (self.vram, self.ram, self.disk))
+        """Whether any tier was named, or a plan, which has a budget of its own."""
+        return any(given is not None for given in (self.vram, self.ram, self.disk, self.plan))
 
     @property
     def tokens_per_step(self) -> int:

@@ -17,7 +17,7 @@ from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.device import resolve_device
-from torchstorm.train.loop import autocast, deterministic, loss_of, model_config
+from torchstorm.train.loop import deterministic, micro_loss, model_config
 from torchstorm.train.optimize import make_optimizer
 from torchstorm.train.result import write_json
 
@@ -66,15 +66,15 @@ def _plan_elsewhere(config: TrainConfig, machine: str) -> Plan:
 
 
 def _plan(config: TrainConfig, model: GPT, device: torch.device, machine: str | None) -> Plan:
-    tokens = torch.randint(0, _BYTES_VOCABULARY, (2, config.batch, config.seq), device=device)
+    # Each in a storage of its own, as a training has them: else the plan would be of another step.
+    x_BT, y_BT = (torch.randint(0, _BYTES_VOCABULARY, (config.batch, config.seq), device=device) for _ in range(2))
 
-    def loss_fn(_: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with autocast(config, device):
-            return loss_of(model, batch[0], batch[1])
+    def loss_fn(_: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return micro_loss(model, config, device, batch[0], batch[1])
 
     return plan(
         model,
-        tokens,
+        (x_BT, y_BT),
         loss_fn,
         vram=config.vram,
         ram=config.ram,

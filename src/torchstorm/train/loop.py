@@ -151,7 +151,8 @@ def run_training(
         state = RunState.from_json(start.record["run"])
     budget: dict[str, Any] = {"unlimited": True}
     if not unlimited:
-        budget = {"vram": config.vram, "ram": config.ram, "disk": config.disk, "optimizer": optimizer}
+        tiers = {"vram": config.vram, "ram": config.ram, "disk": config.disk}
+        budget = {**tiers, "plan": config.plan, "optimizer": optimizer}
     with deterministic(device), Session(model, **budget) as storm:
         for step in range(state.step, config.steps):
             began = time.perf_counter()
@@ -221,12 +222,12 @@ def _train_step(
     loss_sum = torch.zeros((), device=device)
     with storm.step():
         for micro in range(config.accumulate):
-            x_BT, y_BT = corpus.batch(
-                "train", batch=config.batch, seq=config.seq, seed=config.seed, index=(step, micro)
-            )
-            x_BT, y_BT = x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
-            with autocast(config, device):
-                loss = loss_of(model, x_BT, y_BT) / config.accumulate
+            with torch.no_grad():  # what makes a batch is no part of the step that a plan is for
+                x_BT, y_BT = corpus.batch(
+                    "train", batch=config.batch, seq=config.seq, seed=config.seed, index=(step, micro)
+                )
+                x_BT, y_BT = x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
+            loss = micro_loss(model, config, device, x_BT, y_BT)
             loss.backward()
             loss_sum += loss.detach()
     if config.grad_clip:
@@ -234,6 +235,14 @@ def _train_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum.item()
+
+
+def micro_loss(
+    model: GPT, config: TrainConfig, device: torch.device, x_BT: torch.Tensor, y_BT: torch.Tensor
+) -> torch.Tensor:
+    """What one micro-batch adds to the step's loss, under autocast where the run asks for it: a scalar tensor."""
+    with autocast(config, device):
+        return loss_of(model, x_BT, y_BT) / config.accumulate
 
 
 def loss_of(model: GPT, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:

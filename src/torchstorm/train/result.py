@@ -173,7 +173,8 @@ def _table(result: TrainResult) -> Table:
         sizes = [getattr(figures, f"{tier}_bytes") if figures else None for _, figures in columns]
         if any(sizes):
             cells = ["-" if size is None else format_size(size) for size in sizes]
-            budget = [getattr(result.config, tier) or "-"] if result.config.has_budget else []
+            unnamed = "-" if result.config.plan is None else "plan's"
+            budget = [getattr(result.config, tier) or unnamed] if result.config.has_budget else []
             table.add_row(f"{tier}, peak", *budget, *cells)
     times = [f"{figures.step_ms:.1f} ms" if figures else "-" for _, figures in columns]
     table.add_row("step", *([""] if result.config.has_budget else []), *times)
