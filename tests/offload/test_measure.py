@@ -32,7 +32,7 @@ def test_the_disk_is_measured_where_it_was_asked_and_left_empty(tmp_path: Path) 
 def test_a_file_system_is_measured_once_whatever_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
     monkeypatch.setattr(measure, "measure_disk", lambda directory: measured.append(directory) or (2e9, 3e9))
-    monkeypatch.setattr(measure, "_measured", {})
+    monkeypatch.setattr(measure, "_speeds", {})
     (tmp_path / "below").mkdir()
     first = measure_machine(CPU, str(tmp_path))
     second = measure_machine(CPU, str(tmp_path / "below"))

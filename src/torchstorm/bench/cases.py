@@ -130,7 +130,7 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
         DeviceError: a CUDA device was asked for and there is none.
         ConfigError: a shape that there is no case for.
     """
-    require_device(device)
+    bench_device(str(device))
     cases = CASES if device.type == "cuda" else (SMALL,)
     if shapes is None:
         return cases
@@ -138,10 +138,16 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
     return tuple(case for case in cases if case.shape in names)
 
 
-def require_device(device: torch.device) -> None:
-    """Raises DeviceError where a CUDA device is asked for and there is none."""
+def bench_device(name: str | None) -> torch.device:
+    """The device that a bench runs on; for None CUDA where there is one.
+
+    Raises:
+        DeviceError: a CUDA device is asked for and there is none.
+    """
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"--device {device} was asked, but PyTorch sees no GPU here; --device cpu runs a small case.")
+    return device
 
 
 def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:

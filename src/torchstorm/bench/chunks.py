@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench.bits import relative_error
-from torchstorm.bench.cases import Blocks, OffloadCase, make_subject, require_device
-from torchstorm.bench.measure import Subject
+from torchstorm.bench.cases import Blocks, OffloadCase, bench_device, make_subject
+from torchstorm.bench.measure import Subject, synchronize
 from torchstorm.bench.rows import GIB, HEADER, Results, Row
 from torchstorm.bench.sessions import joined
 from torchstorm.offload.session import Session
@@ -44,8 +44,7 @@ def bench_chunks(device: str | None, *, steps: int, json_path: Path | None, cons
     Raises:
         TorchstormError: the device is not there, the file cannot be written, or not even one sequence fits.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    require_device(target)
+    target = bench_device(device)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     results = Results("chunks", target, path=json_path, say=say)
     case = ON_A_GPU if target.type == "cuda" else SMALL
@@ -72,10 +71,10 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
         for index in range(2 + steps):
             batch = subject.data(index)
             calls.clear()
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             storm.run(fn, batch)
-            _synchronize(device)
+            synchronize(device)
             took = time.perf_counter() - start
             if index == 0:
                 num_parts = _last(calls, case.batch)
@@ -84,7 +83,7 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
             start = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
-            _synchronize(device)
+            synchronize(device)
             seconds.append(took + time.perf_counter() - start)
             del batch
         usage, report = storm.usage(), storm.report()
@@ -138,8 +137,3 @@ def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: in
 def _loss(subject: Subject, x_BTC: torch.Tensor) -> torch.Tensor:
     """Sum over sequences of the mean square of what comes out."""
     return subject.loss(x_BTC) * len(x_BTC)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -121,7 +121,7 @@ class Meter:
         subject = self.subject
         batch = subject.data(seed)
         subject.model.zero_grad(set_to_none=True)  # where the step before broke off
-        self._synchronize()
+        synchronize(self.subject.device)
         if subject.device.type == "cuda":  # pragma: gpu
             torch.cuda.reset_peak_memory_stats(subject.device)
         start = time.perf_counter()
@@ -131,7 +131,7 @@ class Meter:
         if subject.optimizer is not None:
             subject.optimizer.step()
         subject.model.zero_grad(set_to_none=True)
-        self._synchronize()
+        synchronize(self.subject.device)
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated(subject.device) if subject.device.type == "cuda" else 0
         return Timing(seconds=(seconds,), peak_bytes=peak)
@@ -288,9 +288,11 @@ class Meter:
                     if isinstance(value, torch.Tensor):
                         value.zero_()
 
-    def _synchronize(self) -> None:
-        if self.subject.device.type == "cuda":  # pragma: gpu
-            torch.cuda.synchronize(self.subject.device)
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given."""
+    if device.type == "cuda":  # pragma: gpu
+        torch.cuda.synchronize(device)
 
 
 def _check_seed(number: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench import ways
-from torchstorm.bench.cases import pick, require_device
+from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, make_model
 from torchstorm.bench.rows import HEADER, Results, Row
@@ -51,8 +51,7 @@ def bench_models(
     Raises:
         TorchstormError: the device or transformers is not there, a name is not known, or the file cannot be written.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    require_device(target)
+    target = bench_device(device)
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             "transformers is not installed, and its models are what this trains: pip install transformers."

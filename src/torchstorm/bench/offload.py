@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench import ways
-from torchstorm.bench.cases import OffloadCase, cases_for, make_subject, pick
+from torchstorm.bench.cases import OffloadCase, bench_device, cases_for, make_subject, pick
 from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.rows import HEADER, Results, Row
 from torchstorm.bench.sessions import CHECKED_STEPS, compiled_reference
@@ -55,7 +55,7 @@ def bench_offload(
     Raises:
         TorchstormError: the device is not there, a name is not known, or the file cannot be written.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = bench_device(device)
     cases = cases_for(target, shape_names)
     names = ways.WAYS if target.type == "cuda" else ways.ON_A_CPU
     chosen = names if way_names is None else pick(way_names, ways.WAYS, option="--way")

@@ -154,8 +154,8 @@ def _planned_note(before: Report, after: Report, steps: int) -> str:
     planned = after.num_planned - before.num_planned
     if planned == 0:
         return "no step followed a plan"
-    if min(planned, after.num_in_force) < steps:
-        last = min(planned, after.num_in_force)
+    last = min(planned, after.num_in_force)
+    if last < steps:
         return f"planned anew in the timed steps: {last} of {steps} followed the last plan"
     return ""
 

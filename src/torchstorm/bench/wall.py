@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench import ways
-from torchstorm.bench.cases import require_device
+from torchstorm.bench.cases import bench_device
 from torchstorm.bench.measure import Meter, Subject
 from torchstorm.bench.rows import GIB, HEADER, Results, Row
 from torchstorm.bench.side_by_side import SideBySide
@@ -112,8 +112,7 @@ def bench_wall(
     Raises:
         TorchstormError: the device is not there, or the file cannot be written.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    require_device(target)
+    target = bench_device(device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     results = Results("wall", target, path=json_path, say=say, merge=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -39,7 +40,7 @@ class LinkSpeed:
 
 
 def measure_machine(device: torch.device, directory: str | None) -> Machine:
-    """Measures this machine, once in a process for each device and file system.
+    """Measures this machine, once in a process for each device, and for each file system.
 
     Args:
         device: the fast device, CPU or CUDA.
@@ -51,12 +52,16 @@ def measure_machine(device: torch.device, directory: str | None) -> Machine:
     Raises:
         StorageError: the directory cannot be written, or is full.
     """
-    file_system = os.stat(directory).st_dev if directory is not None and os.access(directory, os.W_OK) else None
-    key = (str(device), file_system)
-    if key not in _measured or (directory is not None and file_system is None):  # the latter raises
-        _measured[key] = _measure(str(device), directory)
-    found = _measured[key]
-    return found if directory is None else replace(found, disk_bytes=shutil.disk_usage(directory).free)
+    machine = _without_disk(str(device))
+    if directory is None:
+        return machine
+    write_bytes_per_s, read_bytes_per_s = _disk_speeds(directory)
+    return replace(
+        machine,
+        disk_bytes=shutil.disk_usage(directory).free,
+        disk_write_bytes_per_s=write_bytes_per_s,
+        disk_read_bytes_per_s=read_bytes_per_s,
+    )
 
 
 def cpu_name() -> str:
@@ -69,18 +74,22 @@ def cpu_name() -> str:
     return named[1] if named else platform.machine()
 
 
-_measured: dict[tuple[str, int | None], Machine] = {}
+_speeds: dict[int, tuple[float, float]] = {}  # by file system
 
 
-def _measure(device: str, directory: str | None) -> Machine:
-    write_bytes_per_s, read_bytes_per_s = (0.0, 0.0) if directory is None else measure_disk(directory)
-    machine = Machine(
-        name=cpu_name(),
-        device=device,
-        ram_bytes=total_ram_bytes(),
-        disk_write_bytes_per_s=write_bytes_per_s,
-        disk_read_bytes_per_s=read_bytes_per_s,
-    )
+def _disk_speeds(directory: str) -> tuple[float, float]:
+    """Bytes per second written and read."""
+    if not os.access(directory, os.W_OK):
+        return measure_disk(directory)  # which tells what is wrong
+    file_system = os.stat(directory).st_dev
+    if file_system not in _speeds:
+        _speeds[file_system] = measure_disk(directory)
+    return _speeds[file_system]
+
+
+@functools.cache
+def _without_disk(device: str) -> Machine:
+    machine = Machine(name=cpu_name(), device=device, ram_bytes=total_ram_bytes())
     return machine if device == "cpu" else _with_gpu(machine)
 
 

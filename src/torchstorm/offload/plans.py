@@ -22,7 +22,7 @@ from torchstorm.sizes import format_size
 _NUM_JUDGED = 3
 # Below this a miss is noise; above the second, the plan itself may be wrong and is made anew.
 _NOISE, _MISS = 0.02, 0.08
-_MOST_PLANS = 64
+_MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
 
@@ -44,6 +44,7 @@ class Planned:
         num_lessons: how often its times were corrected.
         times_s: of steps that followed it.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
+        subject: the model and batch of the step; None where that was not noted.
     """
 
     plan: Plan | None
@@ -54,6 +55,7 @@ class Planned:
     num_lessons: int = 0
     times_s: list[float] = field(default_factory=list)
     is_given: bool = False
+    subject: Subject | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -72,7 +74,6 @@ class Plans:
     def __init__(self, given: Plan | None, num_to_measure: int) -> None:
         self.num_to_measure = num_to_measure
         self.in_force: Planned | None = None  # the one that was made or followed last
-        self.subjects: dict[Key, Subject] = {}
         self._by_key: dict[Key, Planned] = {}
         self._unrecorded: set[Key] = set()
         self.given = given  # until the first step asks for a plan
@@ -91,17 +92,12 @@ class Plans:
 
     def put(self, key: Key, planned: Planned) -> None:
         """Steps of a kind follow this plan from now on."""
-        self._by_key.pop(key, None)
+        old = self._by_key.pop(key, None)
+        if planned.subject is None and old is not None:
+            planned.subject = old.subject
         self._by_key[key] = self.in_force = planned
         while len(self._by_key) > _MOST_PLANS:
-            oldest = next(iter(self._by_key))
-            del self._by_key[oldest]
-            self.subjects.pop(oldest, None)
-
-    @property
-    def subject(self) -> Subject | None:
-        """What the plan in force is for, where that is known."""
-        return next((self.subjects.get(key) for key, one in self._by_key.items() if one is self.in_force), None)
+            del self._by_key[next(iter(self._by_key))]
 
     def drop(self, key: Key) -> Planned | None:
         """Steps of a kind are measured anew; returns the plan that was not theirs."""
@@ -117,10 +113,10 @@ class Plans:
 
     def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
         """The plan in force, with the machine whose speeds it has, and what it is for."""
-        plan = self.in_force.plan if self.in_force is not None else None
-        if plan is None or plan.machine is not None:
-            return plan
-        return replace(plan, machine=machine(), subject=self.subject)
+        planned = self.in_force
+        if planned is None or planned.plan is None or planned.plan.machine is not None:
+            return planned.plan if planned is not None else None
+        return replace(planned.plan, machine=machine(), subject=planned.subject)
 
     def is_measured_again(self, planned: Planned) -> bool:
         """Whether the next step that follows it measures something."""
@@ -130,7 +126,8 @@ class Plans:
         """Whether the next step's operations must be recorded: by a plan that recomputes, or for one to be made."""
         if len(self._by_key) != 1 or self._unrecorded:
             return True  # where steps have differed, the next one may be new again
-        return any(self.is_measured_again(planned) or planned.recomputes for planned in self._by_key.values())
+        (planned,) = self._by_key.values()
+        return self.is_measured_again(planned) or planned.recomputes
 
     def note_unrecorded(self, key: Key) -> None:
         """A step of this kind was traced without its operations: the next one is traced again, with them."""

@@ -237,7 +237,6 @@ class Session:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             num_measured = planned.num_measured + 1 if planned else 1
             base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
-            self._plans.subjects[key] = replace(subject_of(self._model), inputs=self._inputs.shapes or ())
             blocks = self._compiled if planned is None else None
             quick_plan = partial(self._planner.quick_plan, base_bytes=base)
             if blocks is not None and blocks.rechoose(trace, quick_plan):
@@ -267,6 +266,8 @@ class Session:
                     found = Planned(None, trace, self._measured.last, base, self._plans.num_to_measure)
             if blind:
                 self._plans.note_unrecorded(key)
+            if planned is None:
+                found.subject = replace(subject_of(self._model), inputs=self._inputs.shapes or ())
             self._plans.put(key, found)
             self._measured.plan_changed()
             self._stack.trim(found.forecast)

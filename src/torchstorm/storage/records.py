@@ -182,8 +182,8 @@ class Records:
         for start in range(0, len(self), at_once):
             part = self.part(start, min(at_once, len(self) - start), None)
             self._volume.begin_read([part]).wait(verify=False)
-            unwritten += part.unwritten()
-            damaged += part.damaged()
+            for numbers, found in zip((unwritten, damaged), part.compare(), strict=True):
+                numbers += found
         num_whole = len(self) - len(unwritten) - len(damaged)
         return Condition(num_whole=num_whole, unwritten=tuple(unwritten), damaged=tuple(damaged))
 
@@ -242,35 +242,29 @@ class Part:
         if self._records.checks is not None:
             self._records.checks.write(self._first, seals)
 
-    def unwritten(self) -> list[int]:
-        """Numbers of records that were never written."""
-        return [self._first + int(n) for n in np.flatnonzero(self._kept() == 0)]
-
-    def damaged(self) -> list[int]:
-        """Numbers of records that are not what was written."""
-        pairs = zip(self._kept().tolist(), self.seal(), strict=True)
-        return [self._first + n for n, (kept, found) in enumerate(pairs) if kept and kept != found]
+    def compare(self) -> tuple[list[int], list[int]]:
+        """Numbers of records that were never written, and of those that are not what was written."""
+        checks = self._records.checks
+        assert checks is not None
+        pairs = list(enumerate(zip(checks.read(self._first, len(self.tensor)).tolist(), self.seal(), strict=True)))
+        unwritten = [self._first + n for n, (kept, _) in pairs if not kept]
+        return unwritten, [self._first + n for n, (kept, found) in pairs if kept and kept != found]
 
     def verify(self) -> None:
         """Raises CorruptionError where a record is not what was written, or never was."""
         if self._records.checks is None:
             return
-        where, unwritten = self._records.where, self.unwritten()
+        where, (unwritten, damaged) = self._records.where, self.compare()
         if unwritten:
             raise CorruptionError(
                 f"{where}: record {unwritten[0]} was never written{_more(unwritten)}. Write it first, or read others; "
                 ".check() lists them all."
             )
-        damaged = self.damaged()
         if damaged:
             raise CorruptionError(
                 f"{where}: record {damaged[0]} is not what was written{_more(damaged)}: it was cut off in the middle "
                 "of a write, or the disk changed it. Write it again; .check() lists them all."
             )
-
-    def _kept(self) -> npt.NDArray[np.uint64]:
-        assert self._records.checks is not None
-        return self._records.checks.read(self._first, len(self.tensor))
 
 
 class Checks:
