@@ -20,8 +20,8 @@ from torchstorm.sizes import format_size
 CHECKED_STEPS = 7
 """Steps that a reference needs: a Session may take five until its plan is in force, and two must follow it."""
 
-_MOST_WARM = 12
-_SETTLING = 3  # steps by the plan, in which a Session may still correct it
+_MOST_WARM = 24
+_SETTLED = 5  # steps by one plan, after which a Session has nothing more to correct in it
 
 
 def measure_session(
@@ -56,11 +56,11 @@ def measure_session(
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         warm = 0
-        while session.report().num_in_force == 0 and warm < _MOST_WARM:
+        while session.report().num_in_force < _SETTLED and warm < _MOST_WARM:
             meter.step(session.step)
             warm += 1
         before = session.report()
-        timing = meter.time(session.step, warm=_SETTLING, steps=steps)
+        timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
         busy = meter.profile(session.step)
         on_cpu = meter.subject.device.type == "cpu"

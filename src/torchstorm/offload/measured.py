@@ -27,11 +27,13 @@ class Measured:
         self._planned_highest: Figures | None = None
         self._times: deque[Marks] = deque(maxlen=256)
         self._unread: deque[Marks] = deque(maxlen=8)  # of steps that followed the plan in force
+        self._unread_vram = 0  # their highest peak of device memory
 
     def plan_changed(self) -> None:
         """Another plan is in force: what the steps of the one before it showed does not tell of this one."""
         self.num_in_force, self._planned_highest = 0, None
         self._unread.clear()
+        self._unread_vram = 0
 
     def count(self, figures: Figures, marks: Marks, *, followed: bool) -> None:
         """A step has ended, having followed the plan in force or not."""
@@ -45,6 +47,7 @@ class Measured:
             self.num_in_force += 1
             self._planned_highest = highest_of(self._planned_highest, figures)
             self._unread.append(marks)
+            self._unread_vram = max(self._unread_vram, figures.vram_bytes)
         self._times.append(marks)
 
     def new_times_s(self) -> list[float]:
@@ -52,6 +55,11 @@ class Measured:
         found = []
         while self._unread and _is_reached(self._unread[0][1]):
             found.append(seconds_between(*self._unread.popleft()))
+        return found
+
+    def new_vram_bytes(self) -> int:
+        """The highest peak of device memory of steps that followed the plan in force, told once; 0 for none."""
+        found, self._unread_vram = self._unread_vram, 0
         return found
 
     def planned_or_all(self) -> tuple[Figures | None, Figures | None]:

@@ -24,6 +24,7 @@ _NUM_JUDGED = 3
 _NOISE, _MISS = 0.02, 0.08
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
+_MARGIN_BYTES = 2**20
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
 
 
@@ -42,6 +43,7 @@ class Planned:
         base_bytes: bytes that are not the Session's at the step's entry.
         num_measured: steps that measured something of it.
         num_lessons: how often its times were corrected.
+        is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
         times_s: of steps that followed it.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         subject: the model and batch of the step; None where that was not noted.
@@ -53,6 +55,7 @@ class Planned:
     base_bytes: int
     num_measured: int = 0
     num_lessons: int = 0
+    is_over: bool = False
     times_s: list[float] = field(default_factory=list)
     is_given: bool = False
     subject: Subject | None = None
@@ -103,12 +106,16 @@ class Plans:
         """Steps of a kind are measured anew; returns the plan that was not theirs."""
         return self._by_key.pop(key, None)
 
-    def replace(self, old: Planned, new: Planned) -> bool:
-        """Puts a plan in another's place, and in force; False where the other is not in use."""
+    def replace(self, old: Planned, new: Planned | None) -> bool:
+        """Puts a plan in another's place, and in force; for None such steps are measured anew. False where the other is
+        not in use."""
         key = next((key for key, one in self._by_key.items() if one is old), None)
         if key is None:
             return False
-        self.put(key, new)
+        if new is None:
+            self.drop(key)
+        else:
+            self.put(key, new)
         return True
 
     def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
@@ -220,12 +227,21 @@ class Planner:
             )
         return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
 
-    def learn(self, plans: Plans, times_s: list[float]) -> bool:
-        """Compares the times of steps that followed the plan in force with its forecast.
+    def learn(self, plans: Plans, times_s: list[float], vram_bytes: int) -> bool:
+        """Compares what steps that followed the plan in force took with its forecast.
+
+        Args:
+            plans: of the Session.
+            times_s: of such steps.
+            vram_bytes: their highest peak of device memory; 0 where it does not count.
 
         Returns:
             Whether another plan is in force now.
         """
+        if plans.in_force is not None and vram_bytes > self._stack.budget.vram:
+            better = self.judge_peak(plans.in_force, vram_bytes)
+            if better is not plans.in_force and plans.replace(plans.in_force, better):
+                return True
         for step_s in times_s:
             planned = plans.in_force
             better = self.judge(planned, step_s) if planned is not None else None
@@ -234,6 +250,38 @@ class Planner:
             if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
                 return True
         return False
+
+    def judge_peak(self, planned: Planned, vram_bytes: int) -> Planned | None:
+        """Decides what becomes of a plan whose steps took more than the budget.
+
+        First what was missing is kept free. Where that does not help, something takes room at a moment when it did not
+        before, and only measuring tells which.
+
+        Returns:
+            What replaces the plan: itself where nothing does, None where such steps must be measured anew.
+        """
+        budget = self._stack.budget.vram
+        said = (
+            f"Steps took {format_size(vram_bytes)} of device memory, where {format_size(planned.forecast.vram_bytes)} "
+            f"were forecast and {format_size(budget)} allowed: "
+        )
+        if planned.plan is None or planned.num_lessons >= _MOST_LESSONS:
+            return planned
+        if planned.is_over:
+            self.lessons.append(said + "such steps are measured anew.")
+            return None
+        slack = self.slack_bytes + (vram_bytes - budget) + _MARGIN_BYTES
+        try:
+            anew = self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured)
+        except BudgetError:
+            planned.num_lessons = _MOST_LESSONS
+            self.lessons.append(said + f"with {format_size(slack)} kept free no plan fits, so this one is kept.")
+            return planned
+        self.slack_bytes = slack
+        anew.is_over = True
+        anew.num_lessons = planned.num_lessons + 1
+        self.lessons.append(said + f"such steps were planned anew, with {format_size(slack)} kept free.")
+        return anew
 
     def judge(self, planned: Planned, step_s: float) -> Planned | None:
         """Takes note of the time of a step that followed the plan.

@@ -67,6 +67,7 @@ class TracingProbe(Probe):
     def after(self, call: Call, out: Any) -> None:
         """Sums up what was made, and compares with what running the operation again leaves."""
         with self._aside():
+            own_bytes = self._scratch_of_the_run()
             tensors = tensors_of(out)
             rows = [flat_bytes(tensors[place].untyped_storage()) for place in call.places]
             for reference, place, row in zip(call.outputs, call.places, rows, strict=True):
@@ -81,7 +82,8 @@ class TracingProbe(Probe):
                 else:
                     for place, one, other in zip(call.places, again, rows, strict=True):
                         self._unequal.append((self._kind, place, _differs(one, other)))
-            call.scratch_bytes = self._scratch.get(self._kind, 0)
+            # Where there was no room to run it again, what it took for its user tells at least that much.
+            call.scratch_bytes = self._scratch.get(self._kind, own_bytes)
             self._overwritten = None
 
     def see(self, value: Value, storage: torch.UntypedStorage) -> None:
@@ -130,6 +132,13 @@ class TracingProbe(Probe):
         peak = torch.cuda.max_memory_allocated(self._device)  # pragma: gpu
         self._scratch[self._kind] = peak - torch.cuda.memory_allocated(self._device)  # pragma: gpu
         return rows  # pragma: gpu
+
+    def _scratch_of_the_run(self) -> int:
+        """What the operation that has just run for its user allocated besides its results."""
+        if self._device.type == "cpu":
+            return 0
+        # `before` began the interval whose peak this is.
+        return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)  # pragma: gpu
 
 
 def _expected_bytes(call: Call) -> int:

@@ -329,8 +329,8 @@ class Session:
         self._measured.count(figures, (self._start, stop), followed=followed is not None)
 
     def _learn(self) -> None:
-        """Compares the times of steps that have ended with the forecast of the plan in force."""
-        if self._planner.learn(self._plans, self._measured.new_times_s()):
+        """Compares the steps that have ended with the forecast of the plan in force."""
+        if self._planner.learn(self._plans, self._measured.new_times_s(), self._measured.new_vram_bytes()):
             self._measured.plan_changed()
 
     def run(

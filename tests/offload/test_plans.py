@@ -1,0 +1,103 @@
+"""The planner learns from steps whose memory was not what their plan said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchstorm
+from torchstorm.offload.measured import Measured
+from torchstorm.offload.plans import Planned, Planner, Plans
+from torchstorm.plan.forecast import Figures
+from torchstorm.plan.plan import Budget, Plan
+
+MIB = 2**20
+
+
+def plan_of() -> Plan:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)])
+    return torchstorm.plan(
+        model, torch.zeros(4096, 512), lambda model, x: model(x).sum(), machine="rtx4090", vram="400MiB", ram="8GiB"
+    )
+
+
+class FakeStack(SimpleNamespace):
+    def spare_with(self, slack_bytes: int) -> Budget:
+        return replace(self.spare, vram=self.spare.vram + slack_bytes)
+
+
+def planner_of(plan: Plan) -> Planner:
+    machine = plan.machine
+    stack: Any = FakeStack(
+        budget=plan.budget,
+        spare=Budget(vram=0, ram=0, disk=0),
+        device=torch.device("cuda"),
+        fast_bytes=plan.budget.vram,
+        machine=lambda: machine,
+    )
+    return Planner(stack)
+
+
+def in_force(plan: Plan) -> Plans:
+    plans = Plans(None, 2)
+    plans.put(("a step",), Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2))
+    return plans
+
+
+def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    over = 20 * MIB
+    assert planner.learn(plans, [], plan.budget.vram + over)
+    assert plans.in_force is not None
+    assert plans.in_force.forecast.vram_bytes <= plan.budget.vram - over
+    assert plans.in_force.plan is not None
+    assert plans.in_force.plan.placements != plan.placements
+    assert "were forecast and 400.00 MiB" in planner.lessons[0]
+    assert planner.slack_bytes > over  # new kinds of steps keep it free, too
+
+
+def test_steps_still_above_the_budget_are_measured_anew() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    assert planner.learn(plans, [], plan.budget.vram + MIB)
+    assert planner.learn(plans, [], plan.budget.vram + MIB)
+    assert plans.get(("a step",)) is None
+    assert "measured anew" in planner.lessons[1]
+
+
+def test_steps_within_the_budget_keep_their_plan() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    assert not planner.learn(plans, [], plan.budget.vram)
+    assert not planner.learn(plans, [], 0)
+    assert plans.in_force is not None
+    assert plans.in_force.plan is plan
+
+
+def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_said_once() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    for _ in range(3):
+        assert not planner.learn(plans, [], 20 * plan.budget.vram)
+    assert plans.in_force is not None
+    assert plans.in_force.plan is plan
+    assert len(planner.lessons) == 1
+    assert "no plan fits" in planner.lessons[0]
+    assert planner.slack_bytes == 0
+
+
+def test_the_peak_of_steps_that_followed_the_plan_is_told_once_and_not_that_of_others() -> None:
+    measured = Measured()
+    figures = Figures(step_ms=1.0, vram_bytes=7, ram_bytes=0, disk_bytes=0)
+    measured.count(figures, (0.0, 1.0), followed=False)
+    assert measured.new_vram_bytes() == 0
+    measured.count(figures, (0.0, 1.0), followed=True)
+    assert [measured.new_vram_bytes(), measured.new_vram_bytes()] == [7, 0]
+    measured.count(figures, (0.0, 1.0), followed=True)
+    measured.plan_changed()
+    assert measured.new_vram_bytes() == 0
