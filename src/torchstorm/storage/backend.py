@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IOCounters:
     """What the system calls moved so far.
 
@@ -31,6 +31,8 @@ class IOCounters:
         buffered_read_requests: system calls that brought them.
         buffered_write_bytes: bytes that went through the page cache.
         buffered_write_requests: system calls that took them.
+        link_in_bytes: bytes that went on to a GPU through pinned buffers.
+        link_out_bytes: bytes that came from a GPU through pinned buffers.
     """
 
     direct_read_bytes: int = 0
@@ -41,6 +43,8 @@ class IOCounters:
     buffered_read_requests: int = 0
     buffered_write_bytes: int = 0
     buffered_write_requests: int = 0
+    link_in_bytes: int = 0
+    link_out_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +52,13 @@ class BackendInfo:
     """Which path is in use.
 
     Attributes:
-        path: "direct" (past the page cache) or "buffered" (through it).
+        path: "direct" (past the page cache), "buffered" (through it), or "staged" (either, then pinned buffers and a
+            copy stream to a GPU).
         reason: why, for people.
         counters: the proof.
     """
 
-    path: Literal["direct", "buffered"]
+    path: Literal["direct", "buffered", "staged"]
     reason: str
     counters: IOCounters
 
@@ -137,19 +142,26 @@ def when_all_done(copies: Sequence[StorageCopy], call: Callable[[], None]) -> No
 
 
 class Backend(Protocol):
-    """A file that host tensors are read from and written to. Safe to call from several threads.
+    """A file that tensors are read from and written to. Safe to call from several threads.
 
-    Tensors are contiguous, on the CPU, of any dtype; their bytes are what moves. They are kept alive until the copy has
-    ended; a source must stay unchanged until then. Requests of their own run in any order, except that a request
-    starts after those named in its `after` have ended, well or not.
+    Tensors are contiguous, on the CPU or `device`, of any dtype; their bytes are what moves. They are kept alive until
+    the copy has ended; a source must stay unchanged until then. Requests of their own run in any order, except that a
+    request starts after those named in its `after` have ended, well or not.
+
+    Attributes:
+        path: of the file.
+        device: whose tensors it takes besides those on the CPU; the CPU for none.
     """
+
+    path: str
+    device: torch.device
 
     def read_into(self, out: torch.Tensor, offset: int) -> None:
         """Fills `out` from the file's bytes at `offset`.
 
         Raises:
             StorageError: the file ends before, or the disk failed.
-            UnsupportedError: the tensor is not contiguous or not on the CPU.
+            UnsupportedError: the tensor is not contiguous, or on another device.
         """
 
     def write_from(self, source: torch.Tensor, offset: int) -> None:

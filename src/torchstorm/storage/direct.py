@@ -70,6 +70,7 @@ class DirectFile:
         direct: bool = True,
     ) -> None:
         self.path = os.fspath(path)
+        self.device = torch.device("cpu")
         flags = os.O_RDONLY if read_only else os.O_RDWR
         try:
             # Without O_DIRECT first: a file system that refuses it would leave an empty file behind.
@@ -173,8 +174,7 @@ class DirectFile:
     def info(self) -> BackendInfo:
         """See `Backend`."""
         with self._lock:
-            names = list(IOCounters.__dataclass_fields__)
-            counters = IOCounters(**dict(zip(names, self._counts, strict=True)))
+            counters = IOCounters(*self._counts)
             return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from torchstorm.errors import ConfigError, CorruptionError, StorageError
 from torchstorm.storage.aligned import aligned_empty, memory_view
 from torchstorm.storage.backend import StorageCopy
 from torchstorm.storage.layout import CHECK_BYTES, Kind
+from torchstorm.storage.staged import StagedCopy
 
 _WRITTEN = 1 << 32  # of a check: there is a record
 _CHECKED_AT_ONCE = 2**24  # bytes
@@ -28,6 +29,7 @@ class Owner(Protocol):
     """The volume that records are of."""
 
     path: str
+    device: torch.device
 
     def begin_read(self, parts: Sequence[Part]) -> Request:
         """Begins to read."""
@@ -50,18 +52,24 @@ class Request:
         self._unverified = reads
         self._lock = threading.Lock()
 
-    def wait(self, *, verify: bool = True) -> None:
-        """Blocks until it has ended, and compares what was read with its checks.
+    def wait(self, stream: torch.cuda.Stream | None = None, *, verify: bool = True) -> None:
+        """Blocks the host until the disk has done its part, and compares what was read with its checks.
+
+        What is still on its way to a GPU then, a stream is made to wait for.
 
         Args:
-            verify: False leaves that out.
+            stream: that stream; None for the current one.
+            verify: False leaves the comparison out.
 
         Raises:
             CorruptionError: a record is not what was written, or never was; every wait raises it again.
             StorageError: the disk failed, or the request was released.
         """
         parts = self._held()
-        self._copy.wait()
+        if isinstance(self._copy, StagedCopy):
+            self._copy.wait(stream)
+        else:
+            self._copy.wait()
         with self._lock:
             if self._unverified and verify:
                 for part in parts:
@@ -134,7 +142,8 @@ class Records:
         Args:
             i: number of the first.
             n: how many.
-            out: (n, *shape) on the CPU, contiguous, of the kind's dtype; made where left out.
+            out: (n, *shape), contiguous, of the kind's dtype, on the CPU or the volume's device; made there where left
+                out.
 
         Raises:
             ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
@@ -152,7 +161,7 @@ class Records:
 
         Args:
             i: number of the first.
-            source: (n, *shape), or (*shape) for one; on the CPU, of the kind's dtype.
+            source: (n, *shape), or (*shape) for one; of the kind's dtype, on the CPU or the volume's device.
 
         Raises:
             ConfigError: they have no place, or `source` is not such a tensor; nothing is written.
@@ -180,7 +189,9 @@ class Records:
         damaged: list[int] = []
         at_once = max(1, _CHECKED_AT_ONCE // max(1, self.kind.record_bytes))
         for start in range(0, len(self), at_once):
-            part = self.part(start, min(at_once, len(self) - start), None)
+            count = min(at_once, len(self) - start)
+            host = aligned_empty(count * self.kind.record_bytes).view(self.kind.dtype).view(count, *self.kind.shape)
+            part = self.part(start, count, host)
             self._volume.begin_read([part]).wait(verify=False)
             for numbers, found in zip((unwritten, damaged), part.compare(), strict=True):
                 numbers += found
@@ -203,17 +214,24 @@ class Records:
                 f"{kind.length - 1}."
             )
         shape = (n, *kind.shape)
-        if tensor is None:
+        if tensor is None and self._volume.device.type == "cpu":
             tensor = aligned_empty(n * kind.record_bytes).view(kind.dtype).view(shape)
+        elif tensor is None:
+            tensor = torch.empty(shape, dtype=kind.dtype, device=self._volume.device)
         elif tuple(tensor.shape) != shape or tensor.dtype != kind.dtype:
             raise ConfigError(
                 f"{self.where}: records {i} to {i + n - 1} take a tensor of shape {shape} and {kind.dtype}, but this "
                 f"one is {tuple(tensor.shape)} and {tensor.dtype}."
             )
-        elif not tensor.is_contiguous() or tensor.device.type != "cpu":
+        elif not tensor.is_contiguous():
             raise ConfigError(
-                f"{self.where}: a contiguous tensor on the CPU is needed, but this one has strides {tensor.stride()} "
-                f"on {tensor.device}. Pass tensor.cpu().contiguous()."
+                f"{self.where}: a contiguous tensor is needed, but this one has strides {tensor.stride()}. Pass "
+                "tensor.contiguous()."
+            )
+        elif tensor.device.type != "cpu" and tensor.device != self._volume.device:
+            raise ConfigError(
+                f"{self.where}: a tensor on the CPU or on {self._volume.device}, for which the volume was opened, is "
+                f"needed, but this one is on {tensor.device}. Open the volume with device={str(tensor.device)!r}."
             )
         assert kind.start_bytes is not None
         return Part(self, i, tensor, kind.start_bytes + i * kind.record_bytes)
@@ -225,17 +243,39 @@ class Part:
     def __init__(self, records: Records, first: int, tensor: torch.Tensor, offset: int) -> None:
         self.tensor, self.offset = tensor, offset
         self._records, self._first = records, first
+        self._seen: list[int] = []  # checks of records that have passed
+        self._sum = self._num_summed = 0  # of the one that is passing
 
     @property
     def has_checks(self) -> bool:
         """Whether its kind has checks."""
         return self._records.checks is not None
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its bytes are at hand; else they are seen as they pass."""
+        return self.tensor.device.type == "cpu"
+
+    def look(self, data: memoryview) -> None:
+        """The next bytes of the records pass."""
+        size = self._records.kind.record_bytes
+        while data:
+            count = min(size - self._num_summed, len(data))
+            self._sum = zlib.crc32(data[:count], self._sum)
+            self._num_summed += count
+            data = data[count:]
+            if self._num_summed == size:
+                self._seen.append(_WRITTEN + self._sum)
+                self._sum = self._num_summed = 0
+
     def seal(self) -> Sequence[int]:
         """The checks of what the tensor holds."""
+        if not self.is_on_host and self.tensor.nbytes and len(self._seen) == len(self.tensor):
+            return self._seen
         size = self._records.kind.record_bytes
-        data = memory_view(self.tensor.data_ptr(), self.tensor.nbytes) if self.tensor.nbytes else memoryview(b"")
-        return [_WRITTEN + zlib.crc32(data[n * size : (n + 1) * size]) for n in range(len(self.tensor))]
+        host = self.tensor.cpu()
+        data = memory_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
+        return [_WRITTEN + zlib.crc32(data[n * size : (n + 1) * size]) for n in range(len(host))]
 
     def note(self, seals: Sequence[int]) -> None:
         """The records lie on the disk now. Raises OSError where their checks cannot be written."""
@@ -312,14 +352,15 @@ class SealedWrite(StorageCopy):
         super().__init__()
         self.is_over = False  # for `ended` to set
         self._copy, self._told = copy, ended
-        self._parts = [(part, part.seal()) for part in parts if part.has_checks]
+        # Of host memory at once: it may change as soon as the write has ended.
+        self._parts = [(part, part.seal() if part.is_on_host else None) for part in parts if part.has_checks]
         copy.when_done(self._seal)
 
     def _seal(self) -> None:
         error = self._copy.error
         try:
             for part, seals in self._parts if error is None else ():
-                part.note(seals)
+                part.note(part.seal() if seals is None else seals)
         except OSError as failed:
             error = StorageError(f"Writing the checks of records failed: {failed.strerror}.")
         self._parts = []

@@ -17,7 +17,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -26,10 +26,11 @@ import torch
 from torchstorm.errors import ConfigError, StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
-from torchstorm.storage.backend import BackendInfo
-from torchstorm.storage.direct import DirectFile
+from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy
+from torchstorm.storage.choice import open_file
 from torchstorm.storage.layout import Kind, Layout, header_bytes
 from torchstorm.storage.records import Checks, Part, Records, Request, SealedWrite
+from torchstorm.storage.staged import StagedFile
 
 
 class Volume:
@@ -38,10 +39,15 @@ class Volume:
     Args:
         file: what it lies on; closed with it.
         kinds: by name, each with its start.
+
+    Attributes:
+        path: of the file.
+        device: where records are read to unless a tensor is given.
     """
 
-    def __init__(self, file: DirectFile, kinds: Mapping[str | int, Kind], *, read_only: bool) -> None:
+    def __init__(self, file: Backend, kinds: Mapping[str | int, Kind], *, read_only: bool) -> None:
         self.path = file.path
+        self.device = file.device
         self._file = file
         self._read_only = read_only
         self._lock = threading.Lock()
@@ -56,7 +62,13 @@ class Volume:
 
     @staticmethod
     def create(
-        path: str | os.PathLike[str], kinds: Mapping[str, Kind], *, checks: bool = True, replace: bool = False
+        path: str | os.PathLike[str],
+        kinds: Mapping[str, Kind],
+        *,
+        checks: bool = True,
+        replace: bool = False,
+        device: torch.device | str | None = None,
+        require: str | None = None,
     ) -> Volume:
         """Makes a volume of records that are still to be written; its file is sparse until then.
 
@@ -65,6 +77,8 @@ class Volume:
             kinds: by name, without their starts.
             checks: whether every record gets a check of 8 bytes, which tells a torn or changed one when it is read.
             replace: whether a file that exists is overwritten.
+            device: a GPU whose tensors are to be read and written, too.
+            require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
             ConfigError: a kind cannot be placed.
@@ -77,7 +91,7 @@ class Volume:
             )
         if replace and os.path.isfile(path):
             os.truncate(path, 0)  # what lay there would look like records
-        file = DirectFile(path, size_bytes=layout.nbytes, create=True)
+        file = open_file(path, device=device, require=require, size_bytes=layout.nbytes, create=True)
         try:
             file.sync()
             # Last, so that what broke off before is no volume.
@@ -89,14 +103,26 @@ class Volume:
             raise
 
     @staticmethod
-    def open(path: str | os.PathLike[str], *, read_only: bool = False) -> Volume:
+    def open(
+        path: str | os.PathLike[str],
+        *,
+        read_only: bool = False,
+        device: torch.device | str | None = None,
+        require: str | None = None,
+    ) -> Volume:
         """Opens what `create` made; others may have it open, too.
+
+        Args:
+            path: the file.
+            read_only: opens it for reading.
+            device: a GPU whose tensors are to be read and written, too.
+            require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
             CorruptionError: its header or table changed.
             StorageError: it is no volume, cut off, or cannot be opened.
         """
-        file = DirectFile(path, read_only=read_only)
+        file = open_file(path, device=device, require=require, read_only=read_only)
         try:
             size = os.stat(path).st_size
             page = _bytes_of(file, min(size, mmap.PAGESIZE))
@@ -107,13 +133,22 @@ class Volume:
             raise
 
     @staticmethod
-    def describe(path: str | os.PathLike[str], kinds: Mapping[str | int, Kind], *, read_only: bool = True) -> Volume:
+    def describe(
+        path: str | os.PathLike[str],
+        kinds: Mapping[str | int, Kind],
+        *,
+        read_only: bool = True,
+        device: torch.device | str | None = None,
+        require: str | None = None,
+    ) -> Volume:
         """Takes data that is there for records, as the caller says; nothing of it is checked.
 
         Args:
             path: a file or a device.
             kinds: by name or number, each with its start; see `Kind.at_sectors`.
             read_only: whether it is opened for reading alone.
+            device: a GPU whose tensors are to be read and written, too.
+            require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
             ConfigError: a kind has no start, or checks.
@@ -125,7 +160,7 @@ class Volume:
                     f"kind {name!r} has start_bytes={kind.start_bytes}, checks_bytes={kind.checks_bytes}: what is "
                     "described by hand needs a start of at least 0, and has no checks."
                 )
-        file = DirectFile(path, read_only=read_only)
+        file = open_file(path, device=device, require=require, read_only=read_only)
         try:
             with open(path, "rb") as plain:
                 size = plain.seek(0, os.SEEK_END)  # of a device, too
@@ -166,7 +201,7 @@ class Volume:
 
     def begin_read(self, parts: Sequence[Part]) -> Request:
         """Begins to read parts of its kinds."""
-        copy = self._file.read_batch_async([(part.tensor, part.offset) for part in parts])
+        copy = self._queue(self._file.read_batch_async, parts)
         return Request(copy, parts, reads=True)
 
     def begin_write(self, parts: Sequence[Part]) -> Request:
@@ -177,12 +212,23 @@ class Volume:
         """
         if self._read_only:
             raise StorageError(f"{self.path} is open for reading only: open it with read_only=False to write.")
-        copy = self._file.write_batch_async([(part.tensor, part.offset) for part in parts])
+        copy = self._queue(self._file.write_batch_async, parts)
         write = SealedWrite(copy, parts, self._note_end)
         with self._lock:
             if not write.is_over:
                 self._running.add(write)
         return Request(write, parts, reads=False)
+
+    def _queue(self, begin: Callable[..., StorageCopy], parts: Sequence[Part]) -> StorageCopy:
+        requests = [(part.tensor, part.offset) for part in parts]
+        if not isinstance(self._file, StagedFile):
+            return begin(requests)
+
+        def look(number: int, data: memoryview) -> None:
+            if parts[number].has_checks:
+                parts[number].look(data)
+
+        return begin(requests, look=look)
 
     def _note_end(self, write: SealedWrite, error: BaseException | None) -> None:
         with self._lock:
@@ -235,7 +281,7 @@ class Volume:
         return f"Volume({self.path!r}, {kinds or 'no kinds'}, {format_size(total)})"
 
 
-def _bytes_of(file: DirectFile, nbytes: int) -> bytes:
+def _bytes_of(file: Backend, nbytes: int) -> bytes:
     """The file's first bytes."""
     tensor = aligned_empty(nbytes)
     file.read_into(tensor, 0)

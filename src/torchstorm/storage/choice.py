@@ -1,0 +1,73 @@
+"""Which path bytes take between a file and memory, and why.
+
+On the host: `direct`, which goes through the page cache where the file system refuses O_DIRECT. For a GPU: `staged`.
+Who needs a certain path names it, and gets an error where it cannot be had.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, get_args
+
+import torch
+
+from torchstorm.errors import ConfigError, DeviceError, StorageError
+from torchstorm.storage.backend import Backend
+from torchstorm.storage.direct import DirectFile
+from torchstorm.storage.staged import StagedFile
+from torchstorm.transfer.engine import Engine
+from torchstorm.transfer.pinned import pin_memory
+
+Path = Literal["direct", "buffered", "staged"]
+
+
+def open_file(
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    require: str | None = None,
+    read_only: bool = False,
+    create: bool = False,
+    size_bytes: int | None = None,
+) -> Backend:
+    """Opens a file by the best path to a device.
+
+    Args:
+        path: the file.
+        device: whose tensors are to be read and written besides those on the CPU; None for none.
+        require: the path that it must be; None for the best that works.
+        read_only: opens it for reading.
+        create: makes the file where it does not exist.
+        size_bytes: length to give the file; None leaves it.
+
+    Raises:
+        ConfigError: there is no such path, or not for this device.
+        DeviceError: the device is not there.
+        StorageError: the file cannot be opened, or not by the path that is required.
+    """
+    target = torch.device(device or "cpu")
+    if require is not None and require not in get_args(Path):
+        raise ConfigError(f"require={require!r}, but the paths are {', '.join(get_args(Path))}.")
+    on_host = target.type == "cpu"
+    if require is not None and on_host != (require in ("direct", "buffered")):
+        wanted = "the CPU" if require in ("direct", "buffered") else "a GPU"
+        raise ConfigError(f"require={require!r} is a path to {wanted}, but device={str(target)!r}.")
+    if not on_host:
+        target = _gpu(target)
+    file = DirectFile(path, size_bytes=size_bytes, create=create, read_only=read_only, direct=require != "buffered")
+    found = file.info()
+    if require == "direct" and found.path != "direct":
+        file.close()
+        raise StorageError(f"{file.path}: require='direct', but {found.reason}. Leave it out, or move the file.")
+    if on_host:
+        return file
+    return StagedFile(file, target, Engine(target), pin=pin_memory)  # pragma: gpu
+
+
+def _gpu(device: torch.device) -> torch.device:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise DeviceError(f"device={str(device)!r}, but there is no such device here: leave it out for the CPU.")
+    count, index = torch.cuda.device_count(), device.index  # pragma: gpu
+    if index is not None and index >= count:  # pragma: gpu
+        raise DeviceError(f"device={str(device)!r}, but there are {count} GPUs, from cuda:0 to cuda:{count - 1}.")
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)  # pragma: gpu
