@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchstorm.plan.forecast import Figures
     from torchstorm.plan.plan import Plan
     from torchstorm.storage.layout import Kind
+    from torchstorm.storage.loader import NVMeDataLoader
     from torchstorm.storage.volume import Volume
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceError",
     "Figures",
     "Kind",
+    "NVMeDataLoader",
     "OutOfVRAMError",
     "Plan",
     "PlanError",
@@ -53,6 +55,7 @@ __all__ = [
 _HOMES = {
     "Figures": "torchstorm.plan.forecast",
     "Kind": "torchstorm.storage.layout",
+    "NVMeDataLoader": "torchstorm.storage.loader",
     "Plan": "torchstorm.plan.plan",
     "Report": "torchstorm.offload.report",
     "Session": "torchstorm.offload.session",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,6 +37,7 @@ class BlockPool:
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
         self._pid = os.getpid()
+        self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
         self._idle = threading.Condition(threading.Lock())
         self._outstanding = 0
@@ -85,24 +88,36 @@ class BlockPool:
 
     def _start(self, request: _Request, blocks: Sequence[Block], run: Callable[[Block], None]) -> None:
         if not blocks:
-            self._block_ended(request, None)
-        for block in blocks:
+            self._blocks_ended(request, 1, None)
+        waiting = deque(blocks)
+        # A task a thread and not a block: handing a task over costs more than reading a small block.
+        for _ in range(min(self._threads, len(blocks))):
             try:
-                self._executor.submit(self._run_block, request, block, run)
+                self._executor.submit(self._run_blocks, request, waiting, run)
             except RuntimeError as error:  # the interpreter is shutting down: nothing new is started
-                self._block_ended(request, StorageError(f"{self._name} cannot start a copy any more: {error}."))
+                failed = StorageError(f"{self._name} cannot start a copy any more: {error}.")
+                self._run_blocks(request, waiting, partial(_fail, failed))
 
-    def _run_block(self, request: _Request, block: Block, run: Callable[[Block], None]) -> None:
+    def _run_blocks(self, request: _Request, waiting: deque[Block], run: Callable[[Block], None]) -> None:
+        """Runs blocks until there are no more."""
+        count = 0
         error: BaseException | None = None
-        if request.error is None:
+        while True:
             try:
-                run(block)
-            except BaseException as caught:  # raised again by whoever waits
-                error = caught
-        self._block_ended(request, error)
+                block = waiting.popleft()
+            except IndexError:
+                break
+            count += 1
+            if request.error is None and error is None:
+                try:
+                    run(block)
+                except BaseException as caught:  # raised again by whoever waits
+                    request.error = error = caught
+        if count:
+            self._blocks_ended(request, count, error)
 
-    def _block_ended(self, request: _Request, error: BaseException | None) -> None:
-        if request.block_ended(error):
+    def _blocks_ended(self, request: _Request, count: int, error: BaseException | None) -> None:
+        if request.blocks_ended(count, error):
             with self._idle:
                 self._outstanding -= 1
                 self._idle.notify_all()
@@ -116,13 +131,17 @@ class _Request:
         self._remaining = max(num_blocks, 1)
         self._lock = threading.Lock()
 
-    def block_ended(self, error: BaseException | None) -> bool:
+    def blocks_ended(self, count: int, error: BaseException | None) -> bool:
         """Notes the first error. True for the last block, with which the copy has ended."""
         with self._lock:
             self.error = self.error or error
-            self._remaining -= 1
+            self._remaining -= count
             last = self._remaining == 0
         if last:
             self._tensors.clear()
             self.copy.finish(self.error)
         return last
+
+
+def _fail(error: BaseException, block: Block) -> None:
+    raise error

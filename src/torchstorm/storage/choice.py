@@ -18,6 +18,8 @@ from torchstorm.storage.staged import StagedFile
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import pin_memory
 
+_THREADS = 8  # many small records are asked for at once
+
 Path = Literal["direct", "buffered", "staged"]
 
 
@@ -45,16 +47,21 @@ def open_file(
         DeviceError: the device is not there.
         StorageError: the file cannot be opened, or not by the path that is required.
     """
-    target = torch.device(device or "cpu")
+    target = device_of(device)
     if require is not None and require not in get_args(Path):
         raise ConfigError(f"require={require!r}, but the paths are {', '.join(get_args(Path))}.")
     on_host = target.type == "cpu"
     if require is not None and on_host != (require in ("direct", "buffered")):
         wanted = "the CPU" if require in ("direct", "buffered") else "a GPU"
         raise ConfigError(f"require={require!r} is a path to {wanted}, but device={str(target)!r}.")
-    if not on_host:
-        target = _gpu(target)
-    file = DirectFile(path, size_bytes=size_bytes, create=create, read_only=read_only, direct=require != "buffered")
+    file = DirectFile(
+        path,
+        size_bytes=size_bytes,
+        create=create,
+        read_only=read_only,
+        direct=require != "buffered",
+        threads=_THREADS,
+    )
     found = file.info()
     if require == "direct" and found.path != "direct":
         file.close()
@@ -64,10 +71,18 @@ def open_file(
     return StagedFile(file, target, Engine(target), pin=pin_memory)  # pragma: gpu
 
 
-def _gpu(device: torch.device) -> torch.device:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(f"device={str(device)!r}, but there is no such device here: leave it out for the CPU.")
-    count, index = torch.cuda.device_count(), device.index  # pragma: gpu
+def device_of(device: torch.device | str | None) -> torch.device:
+    """A device that is there, with its number; the CPU for None.
+
+    Raises:
+        DeviceError: it is not there, or neither a CPU nor CUDA's.
+    """
+    found = torch.device(device or "cpu")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if found.type != "cuda" or not torch.cuda.is_available():
+        raise DeviceError(f"device={str(found)!r}, but there is no such device here: leave it out for the CPU.")
+    count, index = torch.cuda.device_count(), found.index  # pragma: gpu
     if index is not None and index >= count:  # pragma: gpu
-        raise DeviceError(f"device={str(device)!r}, but there are {count} GPUs, from cuda:0 to cuda:{count - 1}.")
+        raise DeviceError(f"device={str(found)!r}, but there are {count} GPUs, from cuda:0 to cuda:{count - 1}.")
     return torch.device("cuda", torch.cuda.current_device() if index is None else index)  # pragma: gpu

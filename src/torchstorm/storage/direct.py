@@ -140,6 +140,37 @@ class DirectFile:
         """See `Backend`."""
         return self._queue("reading", self._read_block, requests, after)
 
+    def read_rows_async(
+        self, out: torch.Tensor, offsets: Sequence[int], *, look: Callable[[int, memoryview], None] | None = None
+    ) -> StorageCopy:
+        """Begins to fill the rows of a tensor, each from its own offset; one copy for all.
+
+        Args:
+            out: (len(offsets), ...), contiguous, on the CPU.
+            offsets: where row k begins in the file.
+            look: called with k and the bytes of that row when it has come, in the thread that read it.
+        """
+        self._check_tensor(out)
+        size = out.nbytes // max(len(offsets), 1)
+        if not size:
+            return self.read_batch_async([])
+        if min(offsets) < 0 or max(offsets) + size > _LARGEST_OFFSET:
+            raise StorageError(f"{self.path} has no {size} bytes at offset {min(offsets)} or {max(offsets)}.")
+        address = out.data_ptr()
+        blocks = [
+            Block(address + row * size, offset, offset + size, offset, size) for row, offset in enumerate(offsets)
+        ]
+
+        def move(block: Block) -> None:
+            # A system call takes a block at most; most rows are smaller.
+            for start in range(block.start, block.stop, self.block_bytes):
+                stop = min(start + self.block_bytes, block.stop)
+                self._read_block(block._replace(address=block.address + start - block.start, start=start, stop=stop))
+            if look is not None:
+                look((block.address - address) // size, memory_view(block.address, size))
+
+        return self._pool.queue(blocks, partial(self._run, "reading", move), tensors=[out], after=())
+
     def write_batch_async(
         self,
         requests: Sequence[tuple[torch.Tensor, int]],
@@ -195,12 +226,15 @@ class DirectFile:
             blocks, partial(self._run, verb, move), tensors=[tensor for tensor, _ in requests], after=after
         )
 
-    def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
+    def _check_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise UnsupportedError(
                 f"{self.path}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
             )
+
+    def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
+        self._check_tensor(tensor)
         nbytes = tensor.nbytes
         stop = offset + nbytes
         if offset < 0 or stop > _LARGEST_OFFSET:

@@ -22,6 +22,7 @@ from torchstorm.storage.staged import StagedCopy
 
 _WRITTEN = 1 << 32  # of a check: there is a record
 _CHECKED_AT_ONCE = 2**24  # bytes
+_READ_FOR_ONE_BYTES = 2**15  # of checks, read as fast as a system call for one alone
 _numbers = itertools.count(1)
 
 
@@ -34,6 +35,9 @@ class Owner(Protocol):
     def begin_read(self, parts: Sequence[Part]) -> Request:
         """Begins to read."""
 
+    def begin_read_rows(self, rows: Rows) -> Request:
+        """Begins to read records from all over a kind."""
+
     def begin_write(self, parts: Sequence[Part]) -> Request:
         """Begins to write."""
 
@@ -45,10 +49,10 @@ class Request:
         id: its number in this process.
     """
 
-    def __init__(self, copy: StorageCopy, parts: Sequence[Part], *, reads: bool) -> None:
+    def __init__(self, copy: StorageCopy, parts: Sequence[Part | Rows], *, reads: bool) -> None:
         self.id = next(_numbers)
         self._copy = copy
-        self._parts: Sequence[Part] | None = parts
+        self._parts: Sequence[Part | Rows] | None = parts
         self._unverified = reads
         self._lock = threading.Lock()
 
@@ -87,6 +91,10 @@ class Request:
         self._held()
         return self._copy.done()
 
+    def ended(self) -> None:
+        """Blocks until the disk has done its part, well or not."""
+        self._copy.ended()
+
     def release(self) -> None:
         """Lets go of its tensors; it runs to its end by itself.
 
@@ -96,7 +104,7 @@ class Request:
         self._held()
         self._parts = None
 
-    def _held(self) -> Sequence[Part]:
+    def _held(self) -> Sequence[Part | Rows]:
         if self._parts is None:
             raise StorageError(f"Request {self.id} was released: ask again for what it was about.")
         return self._parts
@@ -155,6 +163,27 @@ class Records:
     def read_async(self, i: int, n: int = 1, out: torch.Tensor | None = None) -> Request:
         """Begins `read`; `out` must not be looked at before the request's `wait` has returned."""
         return self._volume.begin_read([self.part(i, n, out)])
+
+    def read_rows_async(self, numbers: Sequence[int] | npt.NDArray[np.int64], out: torch.Tensor) -> Request:
+        """Begins to read records from all over the kind.
+
+        Args:
+            numbers: of the records, in any order.
+            out: (len(numbers), *shape), contiguous, on the CPU, of the kind's dtype.
+
+        Raises:
+            ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
+        """
+        rows = np.asarray(numbers, dtype=np.int64)
+        for number in (rows.min(), rows.max()) if len(rows) else ():
+            self.part(int(number), 1, out[:1])  # which says what is wrong
+        part = self.part(0, 0, out[:0])
+        if len(out) != len(rows) or not out.is_contiguous() or not part.is_on_host:
+            raise ConfigError(
+                f"{self.where}: {len(rows)} records take a contiguous tensor of as many on the CPU, but this one is "
+                f"{tuple(out.shape)} on {out.device}."
+            )
+        return self._volume.begin_read_rows(Rows(self, rows, out))
 
     def write(self, i: int, source: torch.Tensor) -> None:
         """Writes records from number i on, not yet durable.
@@ -273,7 +302,7 @@ class Part:
         if not self.is_on_host and self.tensor.nbytes and len(self._seen) == len(self.tensor):
             return self._seen
         size = self._records.kind.record_bytes
-        host = self.tensor.cpu()
+        host = self.tensor if self.is_on_host else self.tensor.cpu()
         data = memory_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
         return [_WRITTEN + zlib.crc32(data[n * size : (n + 1) * size]) for n in range(len(host))]
 
@@ -294,17 +323,39 @@ class Part:
         """Raises CorruptionError where a record is not what was written, or never was."""
         if self._records.checks is None:
             return
-        where, (unwritten, damaged) = self._records.where, self.compare()
-        if unwritten:
-            raise CorruptionError(
-                f"{where}: record {unwritten[0]} was never written{_more(unwritten)}. Write it first, or read others; "
-                ".check() lists them all."
-            )
-        if damaged:
-            raise CorruptionError(
-                f"{where}: record {damaged[0]} is not what was written{_more(damaged)}: it was cut off in the middle "
-                "of a write, or the disk changed it. Write it again; .check() lists them all."
-            )
+        _tell(self._records.where, *self.compare())
+
+
+class Rows:
+    """Records from all over a kind, and the tensor that they go to."""
+
+    def __init__(self, records: Records, numbers: npt.NDArray[np.int64], tensor: torch.Tensor) -> None:
+        assert records.kind.start_bytes is not None
+        self.tensor = tensor
+        self.offsets: list[int] = (records.kind.start_bytes + numbers * records.kind.record_bytes).tolist()
+        self.has_checks = records.checks is not None
+        self._records, self._numbers = records, numbers
+        self._seen = np.zeros(len(numbers), dtype=np.uint64)
+
+    def look(self, row: int, data: memoryview) -> None:
+        """A record has come."""
+        self._seen[row] = _WRITTEN + zlib.crc32(data)
+
+    def verify(self) -> None:
+        """Raises CorruptionError where a record is not what was written, or never was."""
+        checks = self._records.checks
+        if checks is None or not len(self._numbers):
+            return
+        for row in np.flatnonzero(self._seen == 0).tolist():  # none where each was seen when it came
+            self.look(row, memory_view(self.tensor[row].data_ptr(), self.tensor[row].nbytes))
+        first, last = int(self._numbers.min()), int(self._numbers.max())
+        if (last - first) * CHECK_BYTES <= len(self._numbers) * _READ_FOR_ONE_BYTES:
+            kept = checks.read(first, last - first + 1)[self._numbers - first]
+        else:
+            kept = np.concatenate([checks.read(number, 1) for number in self._numbers.tolist()])
+        if not np.array_equal(kept, self._seen):
+            bad = self._numbers[kept != self._seen]
+            _tell(self._records.where, bad[kept[kept != self._seen] == 0].tolist(), bad.tolist())
 
 
 class Checks:
@@ -366,6 +417,19 @@ class SealedWrite(StorageCopy):
         self._parts = []
         self._told(self, error)
         self.finish(error)
+
+
+def _tell(where: str, unwritten: Sequence[int], damaged: Sequence[int]) -> None:
+    if unwritten:
+        raise CorruptionError(
+            f"{where}: record {unwritten[0]} was never written{_more(unwritten)}. Write it first, or read others; "
+            ".check() lists them all."
+        )
+    if damaged:
+        raise CorruptionError(
+            f"{where}: record {damaged[0]} is not what was written{_more(damaged)}: it was cut off in the middle "
+            "of a write, or the disk changed it. Write it again; .check() lists them all."
+        )
 
 
 def _more(numbers: Sequence[int]) -> str:

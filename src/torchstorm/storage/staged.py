@@ -100,7 +100,7 @@ class StagedFile:
         piece_bytes: int = 4 * 2**20,
     ) -> None:
         self.path, self.device = file.path, device
-        self._file, self._engine = file, engine
+        self.below, self._engine = file, engine
         self._pid = os.getpid()
         self._piece_bytes = round_down(piece_bytes, mmap.PAGESIZE)
         # A page more, so that a piece that begins within a page can be read from that page's start.
@@ -140,7 +140,7 @@ class StagedFile:
         look: Look | None = None,
     ) -> StagedCopy:
         """See `Backend`. `look` is shown what is read for tensors on the device, on its way."""
-        return self._queue(self._in, requests, after, look, self._file.read_batch_async)
+        return self._queue(self._in, requests, after, look, self.below.read_batch_async)
 
     def write_batch_async(
         self,
@@ -150,15 +150,15 @@ class StagedFile:
         look: Look | None = None,
     ) -> StagedCopy:
         """See `Backend`. `look` is shown what is written of tensors on the device, on its way."""
-        return self._queue(self._out, requests, after, look, self._file.write_batch_async)
+        return self._queue(self._out, requests, after, look, self.below.write_batch_async)
 
     def sync(self) -> None:
         """See `Backend`."""
-        self._file.sync()
+        self.below.sync()
 
     def info(self) -> BackendInfo:
         """See `Backend`."""
-        below = self._file.info()
+        below = self.below.info()
         return replace(
             below,
             path="staged",
@@ -170,7 +170,7 @@ class StagedFile:
         """See `Backend`."""
         self._closed = True
         self._stop()
-        self._file.close()
+        self.below.close()
 
     def _queue(
         self,

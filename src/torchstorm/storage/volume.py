@@ -28,8 +28,9 @@ from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy
 from torchstorm.storage.choice import open_file
+from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.layout import Kind, Layout, header_bytes
-from torchstorm.storage.records import Checks, Part, Records, Request, SealedWrite
+from torchstorm.storage.records import Checks, Part, Records, Request, Rows, SealedWrite
 from torchstorm.storage.staged import StagedFile
 
 
@@ -203,6 +204,15 @@ class Volume:
         """Begins to read parts of its kinds."""
         copy = self._queue(self._file.read_batch_async, parts)
         return Request(copy, parts, reads=True)
+
+    def begin_read_rows(self, rows: Rows) -> Request:
+        """Begins to read records from all over a kind."""
+        file = self._file.below if isinstance(self._file, StagedFile) else self._file
+        if isinstance(file, DirectFile):
+            copy = file.read_rows_async(rows.tensor, rows.offsets, look=rows.look if rows.has_checks else None)
+        else:
+            copy = file.read_batch_async([(rows.tensor[row], offset) for row, offset in enumerate(rows.offsets)])
+        return Request(copy, [rows], reads=True)
 
     def begin_write(self, parts: Sequence[Part]) -> Request:
         """Begins to write parts of its kinds.
