@@ -139,17 +139,19 @@ def test_an_epoch_that_is_abandoned_returns_pinned_and_device_memory_and_its_thr
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):
-        for batch in NVMeDataLoader(volume, 100, device="cuda", prefetch_depth=4):
+        for _batch in NVMeDataLoader(volume, 100, device="cuda", prefetch_depth=4):
             break
-        del batch
+        del _batch
     gc.collect()
     assert torch.cuda.memory_allocated() == before
     assert not [thread for thread in threading.enumerate() if thread.name == "torchstorm-loader"]
 
 
 def test_a_tensor_of_another_device_is_refused(tmp_path: Path) -> None:
-    with Volume.create(tmp_path / "y", {"x": Kind(dtype=torch.uint8, length=5)}) as volume:
-        with pytest.raises(ConfigError, match="device='cuda:0'"):
-            volume["x"].read(0, 5, torch.empty(5, dtype=torch.uint8, device="cuda"))
+    with (
+        Volume.create(tmp_path / "y", {"x": Kind(dtype=torch.uint8, length=5)}) as volume,
+        pytest.raises(ConfigError, match="device='cuda:0'"),
+    ):
+        volume["x"].read(0, 5, torch.empty(5, dtype=torch.uint8, device="cuda"))
     with pytest.raises(DeviceError, match="cuda:77"):
         open_file(tmp_path / "y", device="cuda:77")
