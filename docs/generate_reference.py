@@ -43,6 +43,8 @@ IN_FULL = [
     "storage.layout",
     "storage.volume",
     "storage.records",
+    "storage.loader",
+    "storage.choice",
     "storage.ops",
     "models.gpt",
     "train.config",

@@ -227,6 +227,26 @@ def models(
         bench_models(device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model)
 
 
+@bench_app.command()
+def storage(
+    directory: Annotated[
+        str | None, typer.Option(help="Where the file is made, and removed again (default: the temporary directory).")
+    ] = None,
+    size: Annotated[str, typer.Option(help="Of the file.")] = "1GiB",
+    seconds: Annotated[float, typer.Option(min=0.01, help="A row of reads or writes.")] = 1.0,
+    device: BenchDevice = None,
+    json: BenchJson = None,
+) -> None:
+    """Read and write by block size and depth beside fio, and load records beside torch's DataLoader."""
+    from torchstorm.bench.storage import bench_storage
+    from torchstorm.sizes import parse_size
+
+    with _told():
+        bench_storage(
+            directory, device, size_bytes=parse_size(size), seconds=seconds, json_path=json, console=Console()
+        )
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     """Tells a mistake in one line, and a stop with the way to go on."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchstorm.storage import aligned
-from torchstorm.storage.aligned import aligned_empty, byte_view, bytes_beyond, direct_alignment
+from torchstorm.storage.aligned import AlignedPool, aligned_empty, byte_view, bytes_beyond, direct_alignment
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 2**21 + 1])
@@ -52,3 +52,29 @@ def test_no_alignment_where_the_kernel_tells_none(monkeypatch: pytest.MonkeyPatc
     assert direct_alignment(-1) == (0, 0)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # a C library without statx
     assert direct_alignment(0) == (0, 0)
+
+
+def test_a_pool_gives_memory_again_that_nobody_holds_and_never_what_somebody_does() -> None:
+    pool = AlignedPool(3 * mmap.PAGESIZE + 5, most=2)
+    first, second = pool.take(), pool.take()
+    assert first.data_ptr() % mmap.PAGESIZE == 0
+    assert first.nbytes == 3 * mmap.PAGESIZE + 5
+    assert first.data_ptr() != second.data_ptr()
+    address, view = first.data_ptr(), first[7:9]
+    del first
+    assert pool.take().data_ptr() != address  # a view is held
+    del view
+    assert pool.take().data_ptr() == address
+
+
+def test_a_pool_keeps_no_more_than_it_may_and_outlives_nobody() -> None:
+    pool = AlignedPool(2**20, most=1)
+    held = [pool.take() for _ in range(4)]
+    held[3].fill_(7)
+    last = held.pop()
+    held.clear()
+    assert len(pool._free) == 1
+    del pool
+    gc.collect()
+    assert (last == 7).all()
+    assert AlignedPool(0, most=1).take().nbytes == 0

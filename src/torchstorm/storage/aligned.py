@@ -33,12 +33,53 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= 2**21 and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = _map(nbytes)
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
     _aligned_ends[tensor.data_ptr() + nbytes] = memory
     return tensor
+
+
+class AlignedPool:
+    """Host tensors like those of `aligned_empty`, whose memory is used again once nobody holds them.
+
+    Memory that is new costs the kernel as much time as a fast disk takes to fill it.
+
+    Args:
+        nbytes: size of each.
+        most: so many that nobody holds are kept; memory beyond that goes back to the system.
+    """
+
+    def __init__(self, nbytes: int, most: int) -> None:
+        self._nbytes, self._most = nbytes, most
+        self._free: list[mmap.mmap] = []
+        self._lease = ctypes.c_ubyte * nbytes
+
+    def take(self) -> torch.Tensor:
+        """(nbytes,) uint8, page-aligned, of any contents."""
+        if not self._nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = self._free.pop() if self._free else _map(self._nbytes)
+        # The tensor keeps the lease alive, and the lease's end tells that nobody holds the tensor.
+        lease = self._lease.from_buffer(memory)
+        weakref.finalize(lease, _give_back, weakref.ref(self), memory).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        if len(self._free) < self._most:
+            self._free.append(memory)
+
+
+def _give_back(pool: weakref.ref[AlignedPool], memory: mmap.mmap) -> None:
+    there = pool()
+    if there is not None:
+        there._give_back(memory)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= 2**21 and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def bytes_beyond(end: int) -> int:

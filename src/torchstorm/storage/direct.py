@@ -24,7 +24,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -161,13 +161,11 @@ class DirectFile:
             Block(address + row * size, offset, offset + size, offset, size) for row, offset in enumerate(offsets)
         ]
 
-        def move(block: Block) -> None:
-            # A system call takes a block at most; most rows are smaller.
-            for start in range(block.start, block.stop, self.block_bytes):
-                stop = min(start + self.block_bytes, block.stop)
-                self._read_block(block._replace(address=block.address + start - block.start, start=start, stop=stop))
+        def move(row: Block) -> None:
+            for start, stop in self._cuts(row.start, row.stop):
+                self._read_block(row._replace(address=row.address + start - row.start, start=start, stop=stop))
             if look is not None:
-                look((block.address - address) // size, memory_view(block.address, size))
+                look((row.address - address) // size, memory_view(row.address, size))
 
         return self._pool.queue(blocks, partial(self._run, "reading", move), tensors=[out], after=())
 
@@ -242,8 +240,12 @@ class DirectFile:
         if not nbytes:
             return []
         base = tensor.data_ptr() - offset
-        cuts = [offset, *range(round_down(offset, self.block_bytes) + self.block_bytes, stop, self.block_bytes), stop]
-        return [Block(base + start, start, end, offset, nbytes) for start, end in pairwise(cuts)]
+        return [Block(base + start, start, end, offset, nbytes) for start, end in self._cuts(offset, stop)]
+
+    def _cuts(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
+        """Cuts a range of the file so that the whole pages around each part fit a bounce buffer."""
+        size = self.block_bytes
+        return pairwise([start, *range(round_down(start, size) + size, stop, size), stop])
 
     def _run(self, verb: str, move: Callable[[Block], None], block: Block) -> None:
         try:
@@ -288,6 +290,7 @@ class DirectFile:
             address, start = address + body - start, body
         first = round_down(start, self.align_bytes)
         bounce = self._borrow()
+        assert end - first <= bounce.nbytes
         try:
             view = memory_view(bounce.data_ptr(), end - first)
             self._move(False, True, block, view, first, end - stop)

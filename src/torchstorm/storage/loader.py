@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from torchstorm.errors import ConfigError
-from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.aligned import AlignedPool
 from torchstorm.storage.choice import device_of
 from torchstorm.storage.records import Request
 from torchstorm.storage.volume import Volume
@@ -249,6 +249,7 @@ class _Epoch:
         self._stopped = self._is_superseded = False
         self._engine: Engine | None = None
         self._arena: PinnedArena | None = None
+        self._pools: dict[str | int, AlignedPool] = {}
         if self._device.type == "cuda":  # pragma: gpu
             self._engine = Engine(self._device)
         self._thread: threading.Thread | None = None
@@ -290,6 +291,7 @@ class _Epoch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._done.clear()
+        self._pools.clear()
 
     def _ask(self) -> None:
         """Takes memory for as many batches as may be under way, in the thread and on the stream of the taker."""
@@ -309,7 +311,10 @@ class _Epoch:
     def _empty(self, name: str | int, count: int) -> torch.Tensor:
         kind = self._records[name].kind
         if self._device.type == "cpu":
-            return aligned_empty(count * kind.record_bytes).view(kind.dtype).view(count, *kind.shape)
+            nbytes = self._batch_size * kind.record_bytes
+            if name not in self._pools:
+                self._pools[name] = AlignedPool(nbytes, 2)
+            return self._pools[name].take()[: count * kind.record_bytes].view(kind.dtype).view(count, *kind.shape)
         return torch.empty((count, *kind.shape), dtype=kind.dtype, device=self._device)  # pragma: gpu
 
     def _run(self) -> None:
@@ -344,7 +349,7 @@ class _Epoch:
                 if are_neighbours:
                     slot.requests.append(records.read_async(int(numbers[0]), len(numbers), slot.host[name]))
                 else:
-                    slot.requests.append(records.read_rows_async(numbers, slot.host[name]))
+                    slot.requests.append(records.read_rows_async(numbers, slot.host[name], verify=self._verify))
         except BaseException as error:
             slot.error = error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from isal.isal_zlib import crc32  # the same sum as zlib's, many times as fast
 
 from torchstorm.errors import ConfigError, CorruptionError, StorageError
 from torchstorm.storage.aligned import aligned_empty, memory_view
@@ -35,7 +35,7 @@ class Owner(Protocol):
     def begin_read(self, parts: Sequence[Part]) -> Request:
         """Begins to read."""
 
-    def begin_read_rows(self, rows: Rows) -> Request:
+    def begin_read_rows(self, rows: Rows, *, look: bool) -> Request:
         """Begins to read records from all over a kind."""
 
     def begin_write(self, parts: Sequence[Part]) -> Request:
@@ -164,12 +164,15 @@ class Records:
         """Begins `read`; `out` must not be looked at before the request's `wait` has returned."""
         return self._volume.begin_read([self.part(i, n, out)])
 
-    def read_rows_async(self, numbers: Sequence[int] | npt.NDArray[np.int64], out: torch.Tensor) -> Request:
+    def read_rows_async(
+        self, numbers: Sequence[int] | npt.NDArray[np.int64], out: torch.Tensor, *, verify: bool = True
+    ) -> Request:
         """Begins to read records from all over the kind.
 
         Args:
             numbers: of the records, in any order.
             out: (len(numbers), *shape), contiguous, on the CPU, of the kind's dtype.
+            verify: False leaves the comparison with their checks to the request's `wait`, if that is to do it.
 
         Raises:
             ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
@@ -183,7 +186,7 @@ class Records:
                 f"{self.where}: {len(rows)} records take a contiguous tensor of as many on the CPU, but this one is "
                 f"{tuple(out.shape)} on {out.device}."
             )
-        return self._volume.begin_read_rows(Rows(self, rows, out))
+        return self._volume.begin_read_rows(Rows(self, rows, out), look=verify)
 
     def write(self, i: int, source: torch.Tensor) -> None:
         """Writes records from number i on, not yet durable.
@@ -290,7 +293,7 @@ class Part:
         size = self._records.kind.record_bytes
         while data:
             count = min(size - self._num_summed, len(data))
-            self._sum = zlib.crc32(data[:count], self._sum)
+            self._sum = crc32(data[:count], self._sum)
             self._num_summed += count
             data = data[count:]
             if self._num_summed == size:
@@ -304,7 +307,7 @@ class Part:
         size = self._records.kind.record_bytes
         host = self.tensor if self.is_on_host else self.tensor.cpu()
         data = memory_view(host.data_ptr(), host.nbytes) if host.nbytes else memoryview(b"")
-        return [_WRITTEN + zlib.crc32(data[n * size : (n + 1) * size]) for n in range(len(host))]
+        return [_WRITTEN + crc32(data[n * size : (n + 1) * size]) for n in range(len(host))]
 
     def note(self, seals: Sequence[int]) -> None:
         """The records lie on the disk now. Raises OSError where their checks cannot be written."""
@@ -339,7 +342,7 @@ class Rows:
 
     def look(self, row: int, data: memoryview) -> None:
         """A record has come."""
-        self._seen[row] = _WRITTEN + zlib.crc32(data)
+        self._seen[row] = _WRITTEN + crc32(data)
 
     def verify(self) -> None:
         """Raises CorruptionError where a record is not what was written, or never was."""

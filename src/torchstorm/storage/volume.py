@@ -205,11 +205,11 @@ class Volume:
         copy = self._queue(self._file.read_batch_async, parts)
         return Request(copy, parts, reads=True)
 
-    def begin_read_rows(self, rows: Rows) -> Request:
-        """Begins to read records from all over a kind."""
+    def begin_read_rows(self, rows: Rows, *, look: bool) -> Request:
+        """Begins to read records from all over a kind, and to look at each as it comes."""
         file = self._file.below if isinstance(self._file, StagedFile) else self._file
         if isinstance(file, DirectFile):
-            copy = file.read_rows_async(rows.tensor, rows.offsets, look=rows.look if rows.has_checks else None)
+            copy = file.read_rows_async(rows.tensor, rows.offsets, look=rows.look if look and rows.has_checks else None)
         else:
             copy = file.read_batch_async([(rows.tensor[row], offset) for row, offset in enumerate(rows.offsets)])
         return Request(copy, [rows], reads=True)

@@ -1,0 +1,213 @@
+"""`NVMeDataLoader` beside torch's DataLoader over a memory-mapped array of the same records."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.layout import Kind
+from torchstorm.storage.loader import NVMeDataLoader
+from torchstorm.storage.volume import Volume
+
+_RECORDS = (64 * 1024, 256 * 1024, 2**20)
+_BATCH_BYTES = 8 * 2**20
+_DEPTH = 4
+_WORKERS = (0, 1, 2)
+_NUMBERS = 8  # bytes at the start of a record, which say which one it is
+_TURNS = 3
+
+
+class _Mapped(Dataset[torch.Tensor]):
+    """The records of a file, as numpy maps them into memory."""
+
+    def __init__(self, path: str, offset: int, num_records: int, record_bytes: int) -> None:
+        self._map = partial(np.memmap, path, np.uint8, "r", offset, (num_records, record_bytes))
+        self._num_records = num_records
+        self.rows: np.memmap[Any, np.dtype[np.uint8]] | None = None
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        if self.rows is None:  # mapped within an epoch alone: pages that are mapped stay in the cache
+            self.rows = self._map()
+        return torch.from_numpy(np.array(self.rows[number]))
+
+
+def bench_loading(
+    path: Path, device: torch.device, *, size_bytes: int, disk_bytes_per_s: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """Times whole shuffled epochs, ways in turn, the page cache emptied before each.
+
+    Args:
+        path: of the volume, which is made and removed again.
+        device: where batches are wanted.
+        size_bytes: of all records.
+        disk_bytes_per_s: what the disk reads by itself, which loading beside training on a GPU is set against.
+
+    Yields:
+        The fields of a `StorageRow`: for each way the median of three epochs.
+    """
+    for record_bytes in _RECORDS:
+        num_records = size_bytes // record_bytes
+        batch = max(1, _BATCH_BYTES // record_bytes)
+        with _make(path, num_records, record_bytes) as volume:
+            start = volume["data"].kind.start_bytes
+            assert start is not None
+            ways: dict[str, Callable[[], Iterable[Any]]] = {
+                f"torch-{workers}": partial(
+                    DataLoader,
+                    _Mapped(volume.path, start, num_records, record_bytes),
+                    batch,
+                    shuffle=True,
+                    num_workers=workers,
+                    pin_memory=device.type == "cuda",
+                )
+                for workers in _WORKERS
+            }
+            for way, verify in (("loader", True), ("loader-unchecked", False)):
+                ways[way] = partial(
+                    NVMeDataLoader, volume, batch, shuffle=True, prefetch_depth=_DEPTH, device=device, verify=verify
+                )
+            rows = list(_rows(ways, path, device, num_records, record_bytes))
+            yield from rows
+            if device.type == "cuda":  # pragma: gpu
+                alone = next(row["bytes_per_s"] for row in rows if row["way"] == "loader")
+                yield _beside_training(ways["loader"], path, device, num_records, record_bytes, alone, disk_bytes_per_s)
+        path.unlink()
+
+
+def _rows(
+    ways: dict[str, Callable[[], Iterable[Any]]],
+    path: Path,
+    device: torch.device,
+    num_records: int,
+    record_bytes: int,
+) -> Iterator[dict[str, Any]]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    wrong: set[str] = set()
+    for _ in range(_TURNS):
+        for way, make in ways.items():
+            seconds, is_right = _epoch(make, path, device, num_records)
+            times[way].append(seconds)
+            if not is_right:
+                wrong.add(way)
+    rate = {way: num_records / sorted(seconds)[len(seconds) // 2] for way, seconds in times.items()}
+    best = max(rate[way] for way in ways if way.startswith("torch"))
+    for way in ways:
+        yield {
+            "pattern": "load",
+            "block_bytes": record_bytes,
+            "depth": 0 if way.startswith("torch") else _DEPTH,
+            "way": way,
+            "bytes_per_s": None if way in wrong else rate[way] * record_bytes,
+            "over": None if way in wrong else rate[way] / best,
+            "checked": way not in wrong,
+            "note": f"{rate[way]:.0f} samples/s",
+        }
+
+
+def _beside_training(  # pragma: gpu
+    make: Callable[[], Iterable[Any]],
+    path: Path,
+    device: torch.device,
+    num_records: int,
+    record_bytes: int,
+    alone_bytes_per_s: float,
+    disk_bytes_per_s: float | None,
+) -> dict[str, Any]:
+    """The loader while a network trains on what it brings, for about nine tenths of the time."""
+    weight = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def step(rows: torch.Tensor) -> None:
+        x = rows.view(-1)[: _BATCH_BYTES // 4].view(-1, 8192)
+        x = x.to(torch.bfloat16).expand(8, *x.shape).reshape(-1, 8192)
+        (x @ weight).square().mean().backward()
+        weight.grad = None
+
+    example = torch.zeros(_BATCH_BYTES, dtype=torch.uint8, device=device)
+    for _ in range(3):
+        step(example)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(10):
+        step(example)
+    end.record()
+    end.synchronize()
+    step_s = start.elapsed_time(end) / 1e4
+    steps = max(1, round(0.9 * _BATCH_BYTES / alone_bytes_per_s / step_s))
+
+    def train(rows: torch.Tensor) -> None:
+        for _ in range(steps if rows.nbytes == _BATCH_BYTES else 0):
+            step(rows)
+
+    seconds, is_right = _epoch(make, path, device, num_records, train)
+    rate = num_records * record_bytes / seconds
+    busy = num_records * record_bytes // _BATCH_BYTES * steps * step_s / seconds
+    own = (disk_bytes_per_s or 0) / 1e9
+    return {
+        "pattern": "load",
+        "block_bytes": record_bytes,
+        "depth": _DEPTH,
+        "way": "loader-training",
+        "bytes_per_s": rate if is_right else None,
+        "over": rate / disk_bytes_per_s if disk_bytes_per_s else None,
+        "checked": is_right,
+        "note": f"the GPU trains for {busy:.0%} of the time; the peer is the disk's own {own:.3f} GB/s",
+    }
+
+
+def _nothing(rows: torch.Tensor) -> None:
+    """Does nothing with a batch."""
+
+
+def _epoch(
+    make: Callable[[], Iterable[Any]],
+    path: Path,
+    device: torch.device,
+    num_records: int,
+    use: Callable[[torch.Tensor], None] = _nothing,
+) -> tuple[float, bool]:
+    """Seconds of an epoch, and whether every record came once."""
+    batches = make()
+    if isinstance(batches, DataLoader):
+        batches.dataset.rows = None  # type: ignore[attr-defined]
+    gc.collect()
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    numbers = []
+    start = time.perf_counter()
+    for rows in batches:
+        moved = rows.to(device, non_blocking=True)
+        numbers.append(moved[:, :_NUMBERS].clone())
+        use(moved)
+    if device.type == "cuda":  # pragma: gpu
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    found = torch.cat(numbers).cpu().contiguous().view(torch.int64).flatten()
+    return seconds, bool(torch.equal(found.sort().values, torch.arange(num_records)))
+
+
+def _make(path: Path, num_records: int, record_bytes: int) -> Volume:
+    volume = Volume.create(path, {"data": Kind(dtype=torch.uint8, shape=(record_bytes,), length=num_records)})
+    at_once = max(1, _BATCH_BYTES // record_bytes)
+    rows = aligned_empty(at_once * record_bytes).view(at_once, record_bytes)
+    rows.random_(generator=torch.Generator().manual_seed(0))
+    for first in range(0, num_records, at_once):
+        count = min(at_once, num_records - first)
+        rows[:count, :_NUMBERS] = torch.arange(first, first + count).view(-1, 1).view(torch.uint8)
+        volume["data"].write(first, rows[:count])
+    volume.flush()
+    return volume

@@ -1,0 +1,289 @@
+"""Files and the loader beside their strongest peers: `fio` on the same file, torch's DataLoader on the same records.
+
+A rate is shown only where what was read, or written, is what it must be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from torchstorm.bench.cases import bench_device
+from torchstorm.bench.loading import bench_loading
+from torchstorm.bench.rows import environment
+from torchstorm.errors import ConfigError, StorageError
+from torchstorm.sizes import format_size
+from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.backend import Backend
+from torchstorm.storage.choice import open_file
+from torchstorm.storage.direct import DirectFile
+from torchstorm.train.result import write_json
+
+MIB = 2**20
+_PATTERNS = {"read": "read", "write": "write", "randread": "random read", "randwrite": "random write"}
+_SIZES = (4096, 64 * 1024, MIB, 4 * MIB)
+_DEPTHS = (1, 8)
+_BATCH_BYTES = 64 * MIB
+_MOST_REQUESTS = 512  # of a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageRow:
+    """One way's result.
+
+    Attributes:
+        pattern: "read", "write", "randread", "randwrite", or "load" for a loader.
+        block_bytes: of one request; of one record for a loader.
+        depth: requests under way at once; batches for a loader.
+        way: "fio", "direct", "buffered", "staged", "loader", "torch-0" (workers), ...
+        bytes_per_s: moved; None where that was not what it must be.
+        cpu_s_per_gb: seconds of all cores of this process (for fio: of fio) per 1e9 bytes; None where others work too.
+        over: rate by that of the peer: fio's of the same row, or the fastest of torch's DataLoaders.
+        checked: whether the bytes are what they must be.
+        note: what else is to be said.
+    """
+
+    pattern: str
+    block_bytes: int
+    depth: int
+    way: str
+    bytes_per_s: float | None = None
+    cpu_s_per_gb: float | None = None
+    over: float | None = None
+    checked: bool = False
+    note: str = ""
+
+
+def bench_storage(
+    directory: str | None,
+    device: str | None,
+    *,
+    size_bytes: int,
+    seconds: float,
+    json_path: Path | None,
+    console: Console,
+) -> list[StorageRow]:
+    """Times paths and the loader, prints a table, and with `json_path` writes it.
+
+    Args:
+        directory: where the file of `size_bytes` is made, and removed again; None for the temporary directory.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        size_bytes: of the file, at least 64 MiB. It should be larger than the disk's own cache.
+        seconds: a row.
+        json_path: where the rows go.
+        console: where they are printed.
+
+    Raises:
+        TorchstormError: the device or the directory is not there, or there is no room.
+    """
+    if size_bytes < _BATCH_BYTES:
+        raise ConfigError(f"size={format_size(size_bytes)}, but at least {format_size(_BATCH_BYTES)} are needed.")
+    target = bench_device(device)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    rows: list[StorageRow] = []
+
+    def add(row: StorageRow) -> None:
+        rows.append(row)
+        say(format_row(row))
+        if json_path is not None:
+            write_json(json_path, {"op": "storage", **environment(target), "rows": [asdict(one) for one in rows]})
+
+    with _room(directory, size_bytes) as path:
+        say(f"{path.parent}: {format_size(size_bytes)}, {seconds:g} s a row")
+        say(HEADER)
+        fio = _Fio(path, seconds, size_bytes)
+        if fio.why_not:
+            say(f"fio: {fio.why_not}")
+        _fill(path, size_bytes)
+        for pattern in _PATTERNS:
+            for block_bytes in _SIZES:
+                for depth in _DEPTHS:
+                    peer = fio.run(pattern, block_bytes, depth)
+                    if peer is not None:
+                        add(peer)
+                    for way in ("direct", "buffered", *(("staged",) if target.type == "cuda" else ())):
+                        row = _time(path, target, pattern, block_bytes, depth, way, seconds, size_bytes)
+                        if row.bytes_per_s and peer is not None and peer.bytes_per_s:
+                            row = replace(row, over=row.bytes_per_s / peer.bytes_per_s)
+                        add(row)
+        path.unlink()
+        own = [row for row in rows if (row.pattern, row.way) == ("randread", "direct") and row.bytes_per_s]
+        disk_rate = max((row.bytes_per_s or 0 for row in own), default=None)
+        for fields in bench_loading(path, target, size_bytes=size_bytes, disk_bytes_per_s=disk_rate):
+            add(StorageRow(**fields))
+    return rows
+
+
+HEADER = f"{'pattern':<10}{'block':>11}{'depth':>6}  {'way':<18}{'rate':>14}{'over peer':>10}{'CPU s/GB':>10}  bytes"
+
+
+def format_row(row: StorageRow) -> str:
+    """One line of the table under `HEADER`."""
+    rate = "-" if row.bytes_per_s is None else f"{row.bytes_per_s / 1e9:.3f} GB/s"
+    over = "-" if row.over is None else f"{row.over:.2f}"
+    cpu = "-" if row.cpu_s_per_gb is None else f"{row.cpu_s_per_gb:.2f}"
+    checked = "checked" if row.checked else "NOT CHECKED"
+    return (
+        f"{row.pattern:<10}{format_size(row.block_bytes):>11}{row.depth:>6}  {row.way:<18}{rate:>14}{over:>10}{cpu:>10}"
+        f"  {checked}{'; ' if row.note else ''}{row.note}"
+    )
+
+
+def drop_cache(path: Path) -> None:
+    """Makes the file's pages leave the page cache, so that what reads it next must ask the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _room(directory: str | None, size_bytes: int) -> Iterator[Path]:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="torchstorm-bench-", dir=directory))
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be used: {error.strerror}. Name one that is writable.") from error
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < size_bytes * 1.05:
+            raise StorageError(
+                f"{folder.parent} has {format_size(free)} free, but the bench's file takes {format_size(size_bytes)}: "
+                "name another directory, or a smaller size."
+            )
+        yield folder / "file"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(path: Path, size_bytes: int) -> None:
+    """Random bytes, which no disk compresses; and no holes, which no disk reads."""
+    generator = torch.Generator().manual_seed(0)
+    piece = aligned_empty(_BATCH_BYTES)
+    file = DirectFile(path, create=True, size_bytes=size_bytes)
+    try:
+        for offset in range(0, size_bytes, _BATCH_BYTES):
+            piece.random_(generator=generator)
+            file.write_from(piece[: min(_BATCH_BYTES, size_bytes - offset)], offset)
+        file.sync()
+    finally:
+        file.close()
+
+
+def _open(path: Path, device: torch.device, way: str, block_bytes: int, depth: int) -> Backend:
+    if way == "staged":  # pragma: gpu
+        return open_file(path, device=device, require="staged")
+    return DirectFile(path, threads=depth, block_bytes=block_bytes, direct=way == "direct")
+
+
+def _time(
+    path: Path, device: torch.device, pattern: str, block_bytes: int, depth: int, way: str, seconds: float, size: int
+) -> StorageRow:
+    where = device if way == "staged" else torch.device("cpu")
+    count = min(_BATCH_BYTES // block_bytes, _MOST_REQUESTS)
+    memory = aligned_empty(count * block_bytes)
+    memory.random_(generator=torch.Generator().manual_seed(1))
+    buffers = list(memory.to(where).split(block_bytes))
+    drop_cache(path)
+    file = _open(path, device, way, block_bytes, depth)
+    try:
+        writes = pattern.endswith("write")
+        begin = file.write_batch_async if writes else file.read_batch_async
+        offsets = _offsets(pattern.startswith("rand"), block_bytes, size)
+        moved, start, cpu = 0, time.perf_counter(), time.process_time()
+        while (took := time.perf_counter() - start) < seconds or not moved:
+            last = [(buffer, next(offsets)) for buffer in buffers]
+            begin(last).synchronize()
+            moved += count * block_bytes
+        cpu = time.process_time() - cpu
+        info = file.info()
+    finally:
+        file.close()
+    checked = _is_right(path, last)
+    wanted = "direct" if way == "staged" else way
+    return StorageRow(
+        pattern=pattern,
+        block_bytes=block_bytes,
+        depth=depth,
+        way=way,
+        bytes_per_s=moved / took if checked else None,
+        cpu_s_per_gb=cpu / (moved / 1e9),
+        checked=checked,
+        note="" if wanted in info.reason or info.path == wanted else info.reason,
+    )
+
+
+def _offsets(is_random: bool, block_bytes: int, size_bytes: int) -> Iterator[int]:
+    """Without end; none twice before all have come."""
+    order = list(range(size_bytes // block_bytes))
+    shuffled = random.Random(0)
+    while True:
+        if is_random:
+            shuffled.shuffle(order)
+        for number in order:
+            yield number * block_bytes
+
+
+def _is_right(path: Path, requests: list[tuple[torch.Tensor, int]]) -> bool:
+    """Whether the file has at every offset what the tensor has, as a plain read says."""
+    # A later request of a batch may have been for the same place, where the file has fewer blocks than a batch.
+    newest = {offset: tensor for tensor, offset in requests}
+    drop_cache(path)
+    with open(path, "rb") as file:
+        for offset, tensor in newest.items():
+            file.seek(offset)
+            if file.read(tensor.nbytes) != tensor.cpu().numpy().tobytes():
+                return False
+    return True
+
+
+class _Fio:
+    """The `fio` command, with io_uring, past the page cache.
+
+    Attributes:
+        why_not: why there are no rows of it, "" where there are.
+    """
+
+    def __init__(self, path: Path, seconds: float, size_bytes: int) -> None:
+        self._path, self._seconds, self._size_bytes = path, seconds, size_bytes
+        self._call: Callable[..., subprocess.CompletedProcess[str]] = partial(
+            subprocess.run, capture_output=True, text=True, check=False
+        )
+        self.why_not = "" if shutil.which("fio") else "not installed, so nothing is compared with it"
+
+    def run(self, pattern: str, block_bytes: int, depth: int) -> StorageRow | None:
+        """One row; None where fio cannot run."""
+        if self.why_not:
+            return None
+        found = self._call(
+            [
+                *("fio", "--name=bench", f"--filename={self._path}", "--ioengine=io_uring", "--direct=1"),
+                *(f"--rw={pattern}", f"--bs={block_bytes}", f"--iodepth={depth}", f"--size={self._size_bytes}"),
+                *(f"--runtime={self._seconds:g}", "--time_based", "--output-format=json"),
+            ]
+        )
+        row = StorageRow(pattern=pattern, block_bytes=block_bytes, depth=depth, way="fio")
+        try:
+            job = json.loads(found.stdout[found.stdout.index("{") :])["jobs"][0]
+            side = job["write" if pattern.endswith("write") else "read"]
+            busy_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+            rate, moved = float(side["bw_bytes"]), float(side["io_bytes"])
+        except (ValueError, KeyError, IndexError):
+            return replace(row, note=f"fio failed: {(found.stderr or found.stdout).strip()[-200:]}")
+        if found.returncode or not moved:
+            return replace(row, note=f"fio failed: {found.stderr.strip()[-200:]}")
+        return replace(row, bytes_per_s=rate, cpu_s_per_gb=busy_s / (moved / 1e9), checked=True)
