@@ -276,7 +276,7 @@ def _told() -> Iterator[None]:
         text = f"Stopped by {stopped}."
         if isinstance(stopped, Stopped):
             text += f"\nGo on with: torchstorm train --resume {shlex.quote(str(stopped.checkpoint_dir))}"
-        Console().print(text, soft_wrap=True)
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.exit_code) from None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from torchstorm.errors import DataError
 from torchstorm.storage.aligned import aligned_empty, byte_view
@@ -60,31 +60,35 @@ class ArrayFile:
             DataError: it cannot be read, is no .npy file or shorter than it says, or holds no records.
         """
         try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            with open(path, "rb") as file:
+                version = npy.read_magic(file)
+                read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, is_fortran, dtype = read(file)
+                start_bytes, file_bytes = file.tell(), os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise cannot_read(path, error) from error
+        except ValueError as error:
+            raise DataError(f"{path} is no .npy file: {error}. Write it with np.save(path, array).") from error
+        if dtype.name not in DTYPES:
+            way_out = _WAYS_OUT.get(dtype.kind, "save it as one of these")
             raise DataError(
-                f"{path} cannot be read as a .npy file: {error}. Write it with np.save(path, array)."
-            ) from error
-        if not isinstance(found, np.memmap):
-            raise DataError(f"{path} is a .npz archive, not a .npy file: save its arrays one by one with np.save.")
-        if found.dtype.name not in DTYPES:
-            way_out = _WAYS_OUT.get(found.dtype.kind, "save it as one of these")
-            raise DataError(
-                f"{path} holds elements of dtype {found.dtype}, but a record's have one of {', '.join(DTYPES)}: "
-                f"{way_out}."
+                f"{path} holds elements of dtype {dtype}, but a record's have one of {', '.join(DTYPES)}: {way_out}."
             )
-        if found.ndim == 0:
+        if not shape:
             raise DataError(f"{path} holds a single number, which has no records to count: save array[None].")
-        if found.size == 0:
-            raise DataError(f"{path} holds an array of shape {found.shape}, which is empty: leave it out.")
-        return ArrayFile(
+        if not math.prod(shape):
+            raise DataError(f"{path} holds an array of shape {shape}, which is empty: leave it out.")
+        found = ArrayFile(
             path=path,
-            length=found.shape[0],
-            shape=found.shape[1:],
-            dtype=found.dtype,
-            is_fortran=not found.flags.c_contiguous,
-            start_bytes=found.offset,
+            length=shape[0],
+            shape=shape[1:],
+            dtype=dtype,
+            is_fortran=is_fortran and len(shape) > 1,
+            start_bytes=start_bytes,
         )
+        if file_bytes < found.stop_bytes:
+            raise found.ends_early(file_bytes)
+        return found
 
     @property
     def record_dtype(self) -> torch.dtype:
@@ -95,6 +99,19 @@ class ArrayFile:
     def record_bytes(self) -> int:
         """Of one record."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stop_bytes(self) -> int:
+        """Where they end."""
+        return self.start_bytes + self.length * self.record_bytes
+
+    def ends_early(self, file_bytes: int) -> DataError:
+        """What is raised where the file is shorter than that."""
+        return DataError(
+            f"{self.path} ends at byte {file_bytes}, but its array of {self.length} records of {self.record_bytes} "
+            f"bytes would end at {self.stop_bytes}: it was cut off. Write it again, and pack it "
+            "when nobody else does."
+        )
 
     def pieces(self, most: int) -> Iterator[torch.Tensor]:
         """All records in turn: (n, *shape), n at most `most`.
@@ -130,8 +147,5 @@ class ArrayFile:
         while done < len(out):
             count = os.preadv(fd, [out[done:]], self.start_bytes + start + done)
             if not count:
-                raise DataError(
-                    f"{self.path} ends at byte {self.start_bytes + start + done}, but its array of {self.length} "
-                    f"records takes {self.start_bytes + self.length * self.record_bytes}: it was cut off meanwhile."
-                )
+                raise self.ends_early(os.fstat(fd).st_size)
             done += count

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchstorm.errors import DataError
 from torchstorm.sizes import format_size
+from torchstorm.storage.layout import MAGIC
 from torchstorm.train.seeds import derive_seed
 from torchstorm.train.tokenizer import Tokenizer, make_tokenizer
 
@@ -236,6 +237,8 @@ def _join(files: list[Path], cap_bytes: int | None, *, must_decode: bool, skip_u
             raise DataError(
                 f"{file} cannot be read: {error.strerror}. Correct that, or leave it out of --data."
             ) from error
+        if part.startswith(MAGIC):  # its ids are no text, and would be learnt in silence
+            raise DataError(f"{file} is a volume, not text: give --data it alone, or move it out of the folder.")
         if must_decode or skip_undecodable:
             try:
                 part.decode("utf-8")

@@ -88,7 +88,9 @@ class About(NamedTuple):
 
 
 def is_volume(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is to be read as a volume: it ends in .storm, or what lies there begins as one."""
+    """Whether a file is to be read as a volume: its name ends in .storm, or it begins as one. False for no file."""
+    if not os.path.isfile(path):
+        return False
     if Path(path).suffix == SUFFIX:
         return True
     try:
@@ -164,7 +166,7 @@ class PackedCorpus:
         if REST in self._volume:
             self._rest_R = self._volume[REST].read(0, len(self._volume[REST])).flatten()
         there = self._num_records * self._record_ids + len(self._rest_R)
-        if there != num_tokens:
+        if there != num_tokens or len(self._rest_R) >= self._record_ids:
             raise DataError(
                 f"{path} holds {there} ids, {self._num_records} records of {self._record_ids} and a rest of "
                 f"{len(self._rest_R)}, but was made of {num_tokens}. Pack the text again."
