@@ -50,7 +50,8 @@ class TrainConfig:
         dropout: probability in [0, 1).
         data: a text file, a folder of them, or a volume that `torchstorm pack` made of them; None for the source of
             Python's standard library.
-        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text).
+        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text); must be a volume's own, which
+            `train` takes from it where this is left out.
         steps: optimizer steps in all, across resumptions.
         batch: sequences in a micro-batch.
         accumulate: micro-batches in an optimizer step.

@@ -332,7 +332,7 @@ def _beside(place: Path, *, replace: bool) -> Iterator[Path]:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"{place} cannot be made: {error.strerror} ({error.filename}).") from error
+        raise StorageError(f"{place} cannot be made: {error.strerror} ({error.filename or beside}).") from error
 
 
 def _locked(path: Path) -> int:
