@@ -50,12 +50,15 @@ Layers = Annotated[int | None, _option("layers", "Blocks, instead of the model's
 Heads = Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")]
 Width = Annotated[int | None, _option("width", "Width, instead of the model's.")]
 Dropout = Annotated[float | None, _option("dropout", "Dropout probability.")]
+Tokenizer = Annotated[str | None, _option("tokenizer", "bytes or chars.")]
 
 
 @app.command()
 def train(
     model: Model = None,
-    data: Annotated[str | None, _option("data", "Text file or folder; left out: the Python library's source.")] = None,
+    data: Annotated[
+        str | None, _option("data", "Text file, folder, or volume of `pack`; left out: the Python library's source.")
+    ] = None,
     steps: Annotated[int | None, _option("steps", "Optimizer steps in all.")] = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -83,7 +86,7 @@ def train(
     betas: Annotated[str | None, _option("betas", "AdamW's betas.")] = None,
     grad_clip: Annotated[float | None, _option("grad_clip", "Largest gradient norm; 0: no clipping.")] = None,
     accumulate: Annotated[int | None, _option("accumulate", "Micro-batches in a step.")] = None,
-    tokenizer: Annotated[str | None, _option("tokenizer", "bytes or chars.")] = None,
+    tokenizer: Tokenizer = None,
     val_every: Annotated[int | None, _option("val_every", "Steps between validations; 0: only at the end.")] = None,
     val_batches: Annotated[int | None, _option("val_batches", "Batches in a validation.")] = None,
     checkpoint_every: Annotated[
@@ -141,6 +144,36 @@ def plan(
         title = f"{config.model}, {config.batch} x {config.seq} tokens"
         write_curve(found, curve, json_path=Path(curve_json) if curve_json else None, title=title)
         Console().print(f"curve: {curve}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def pack(
+    sources: Annotated[list[Path], typer.Argument(metavar="SOURCE", help="Text files, .npy files, or folders.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.storm", help="The volume to make.")],
+    tokenizer: Tokenizer = None,
+    seq: Annotated[int | None, _option("seq", "Tokens in a sequence of text; a record has one more.")] = None,
+    records: Annotated[
+        str | None, typer.Option(help="Name of the kind that arrays become (default: data).", show_default=False)
+    ] = None,
+    checks: Annotated[
+        bool, typer.Option("--checks/--no-checks", help="A check for each record, held against it when it is read.")
+    ] = True,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite OUT once the new volume is whole.")] = False,
+) -> None:
+    """Pack text or .npy files into a volume that is read by record, as by `train --data OUT.storm`."""
+    from torchstorm.train.pack import pack as run
+
+    with _told():
+        run(
+            sources,
+            out,
+            records=records,
+            tokenizer=tokenizer,
+            seq=seq,
+            checks=checks,
+            replace=replace,
+            console=Console(),
+        )
 
 
 @app.command()
@@ -250,7 +283,7 @@ def storage(
 @contextmanager
 def _told() -> Iterator[None]:
     """Tells a mistake in one line, and a stop with the way to go on."""
-    from torchstorm.train.stop import Stopped
+    from torchstorm.train.stop import Interrupted, Stopped
 
     try:
         yield
@@ -259,9 +292,11 @@ def _told() -> Iterator[None]:
         errors = Console(stderr=True)
         errors.print(f"{type(error).__name__}: {line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    except Stopped as stopped:
-        folder = shlex.quote(str(stopped.checkpoint_dir))
-        Console().print(f"Stopped by {stopped}.\nGo on with: torchstorm train --resume {folder}", soft_wrap=True)
+    except Interrupted as stopped:
+        text = f"Stopped by {stopped}."
+        if isinstance(stopped, Stopped):
+            text += f"\nGo on with: torchstorm train --resume {shlex.quote(str(stopped.checkpoint_dir))}"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.exit_code) from None
 
 

@@ -48,8 +48,10 @@ class TrainConfig:
         model: a named size of `torchstorm.models.gpt.SIZES`.
         layers, heads, width: change the named size; None leaves it.
         dropout: probability in [0, 1).
-        data: a text file, or a folder of them; None for the source of Python's standard library.
-        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text).
+        data: a text file, a folder of them, or a volume that `torchstorm pack` made of them; None for the source of
+            Python's standard library.
+        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text); must be a volume's own, which
+            `train` takes from it where this is left out.
         steps: optimizer steps in all, across resumptions.
         batch: sequences in a micro-batch.
         accumulate: micro-batches in an optimizer step.

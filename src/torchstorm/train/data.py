@@ -10,12 +10,14 @@ import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import DataError
 from torchstorm.sizes import format_size
+from torchstorm.storage.layout import MAGIC
 from torchstorm.train.seeds import derive_seed
 from torchstorm.train.tokenizer import Tokenizer, make_tokenizer
 
@@ -25,9 +27,60 @@ _VALIDATION_SHARE = 0.1
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test", "lib2to3"})
 
 
+class Tokens(Protocol):
+    """What a run draws from: a text in memory (`Corpus`) or in a volume (`PackedCorpus`), with the same draws."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What made them."""
+
+    @property
+    def sha256(self) -> str:
+        """Of the text, in hex; tells whether a resumed run sees the same one."""
+
+    @property
+    def source(self) -> str:
+        """What they are, for people."""
+
+    @property
+    def num_train(self) -> int:
+        """How many there are to learn from."""
+
+    @property
+    def num_val(self) -> int:
+        """How many are held back."""
+
+    def batch(
+        self,
+        split: str,
+        *,
+        batch: int,
+        seq: int,
+        seed: int,
+        index: tuple[int, ...],
+        ahead: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draws sequences at random places.
+
+        Args:
+            split: "train" or "val".
+            batch: B.
+            seq: T.
+            seed: the run's seed.
+            index: which batch, e.g. (step, micro-batch): the same one is always the same draw.
+            ahead: index of the batch that will be asked for next, so that reading it may begin; None for none.
+
+        Returns:
+            int64 ids (B, T) and, one place further on, the ids (B, T) to predict; on the CPU.
+        """
+
+    def first_held_back(self) -> Tensor:
+        """The first id of the validation part: int64 (1,), where a sample starts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text as tokens.
+    """A text as tokens in memory.
 
     Attributes:
         train_N: token ids to learn from, the first 90 %; uint8 or int32, on the CPU.
@@ -43,24 +96,65 @@ class Corpus:
     sha256: str
     source: str
 
-    def batch(self, split: str, *, batch: int, seq: int, seed: int, index: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Draws sequences at random places.
+    @property
+    def num_train(self) -> int:
+        """How many there are to learn from."""
+        return len(self.train_N)
 
-        Args:
-            split: "train" or "val".
-            batch: B.
-            seq: T.
-            seed: the run's seed.
-            index: which batch, e.g. (step, micro-batch): the same one is always the same draw.
+    @property
+    def num_val(self) -> int:
+        """How many are held back."""
+        return len(self.val_N)
 
-        Returns:
-            int64 ids (B, T) and, one place further on, the ids (B, T) to predict; on the CPU.
-        """
+    def batch(
+        self,
+        split: str,
+        *,
+        batch: int,
+        seq: int,
+        seed: int,
+        index: tuple[int, ...],
+        ahead: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Tokens`."""
         tokens_N = self.train_N if split == "train" else self.val_N
-        generator = torch.Generator().manual_seed(derive_seed(seed, split, *index))
-        start_B1 = torch.randint(len(tokens_N) - seq, (batch, 1), generator=generator)
-        window_BT = tokens_N[start_B1 + torch.arange(seq + 1)].long()
-        return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
+        start_B1 = draw_starts(len(tokens_N), split, batch=batch, seq=seq, seed=seed, index=index)
+        return inputs_and_targets(tokens_N[start_B1 + torch.arange(seq + 1)])
+
+    def first_held_back(self) -> Tensor:
+        """See `Tokens`."""
+        return self.val_N[:1].long()
+
+
+def draw_starts(num_tokens: int, split: str, *, batch: int, seq: int, seed: int, index: tuple[int, ...]) -> Tensor:
+    """Where the sequences of a batch start in their part: int64 (B, 1). See `Tokens.batch`."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, split, *index))
+    return torch.randint(num_tokens - seq, (batch, 1), generator=generator)
+
+
+def inputs_and_targets(window_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids (B, T + 1) of any integer dtype -> int64 ids (B, T), and those one place further on."""
+    window_BT = window_BT.long()
+    return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
+
+
+def num_to_learn_from(num_tokens: int) -> int:
+    """Tokens of the training part, the first 90 %; the rest is held back."""
+    return num_tokens - int(num_tokens * _VALIDATION_SHARE)
+
+
+def require_enough(source: str, *, num_train: int, num_val: int, batch: int, seq: int) -> None:
+    """Raises DataError where the training part holds less than a batch, or the validation part less than a sequence."""
+    if num_train <= batch * seq:
+        raise DataError(
+            f"The training part (the first 90 %) of {source} has {num_train} tokens, but --batch {batch} x "
+            f"--seq {seq} needs at least {batch * seq + 1}: give --data more text, or lower --batch or --seq."
+        )
+    if num_val <= seq:
+        raise DataError(
+            f"The validation part (the last 10 %) of {source} has {num_val} tokens, but --seq {seq} "
+            f"needs at least {seq + 1}: give --data more text, or lower --seq."
+        )
 
 
 def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Corpus:
@@ -76,7 +170,7 @@ def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Co
     Raises:
         DataError: the text is missing, empty, cannot be read, is not UTF-8 (for "chars"), or is too short.
     """
-    files = _standard_library() if path is None else _files_of(Path(path))
+    files = _standard_library() if path is None else files_of(Path(path))
     source = "the Python standard library's source" if path is None else str(path)
     cap_bytes = _DEFAULT_TEXT_CAP_BYTES if path is None else None
     text = _join(files, cap_bytes, must_decode=tokenizer == "chars", skip_undecodable=path is None)
@@ -86,25 +180,15 @@ def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Co
         )
     made = make_tokenizer(tokenizer, text)
     ids_N = made.encode(text)
-    num_train = len(ids_N) - int(len(ids_N) * _VALIDATION_SHARE)
-    corpus = Corpus(
+    num_train = num_to_learn_from(len(ids_N))
+    require_enough(source, num_train=num_train, num_val=len(ids_N) - num_train, batch=batch, seq=seq)
+    return Corpus(
         train_N=ids_N[:num_train],
         val_N=ids_N[num_train:],
         tokenizer=made,
         sha256=hashlib.sha256(text).hexdigest(),
         source=f"{source}, {format_size(len(text))}",
     )
-    if len(corpus.train_N) <= batch * seq:
-        raise DataError(
-            f"The training part (the first 90 %) of {source} has {len(corpus.train_N)} tokens, but --batch {batch} x "
-            f"--seq {seq} needs at least {batch * seq + 1}: give --data more text, or lower --batch or --seq."
-        )
-    if len(corpus.val_N) <= seq:
-        raise DataError(
-            f"The validation part (the last 10 %) of {source} has {len(corpus.val_N)} tokens, but --seq {seq} "
-            f"needs at least {seq + 1}: give --data more text, or lower --seq."
-        )
-    return corpus
 
 
 def _standard_library() -> list[Path]:
@@ -117,16 +201,27 @@ def _standard_library() -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path, *, asked: str = "--data") -> list[Path]:
+    """A file, or those of a folder and of the folders in it, in the order of their names, without hidden ones.
+
+    Args:
+        path: of the file or folder.
+        asked: how it was named, for messages.
+
+    Raises:
+        DataError: it does not exist, cannot be listed, or is a folder without files.
+    """
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
-            raise DataError(f"--data {path} cannot be listed: its permissions do not let this user in.")
+            raise DataError(f"{asked} {path} cannot be listed: its permissions do not let this user in.")
         files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
         if not files:
-            raise DataError(f"--data {path} is a folder without files: give a text file, or a folder with some in it.")
+            raise DataError(f"{asked} {path} is a folder without files: give a text file, or a folder with some in it.")
         return sorted(files, key=lambda file: file.relative_to(path).as_posix())
     if not path.exists():
-        raise DataError(f"--data {path} does not exist (looked in {Path.cwd()}): give a text file or a folder of them.")
+        raise DataError(
+            f"{asked} {path} does not exist (looked in {Path.cwd()}): give a text file or a folder of them."
+        )
     return [path]
 
 
@@ -142,6 +237,8 @@ def _join(files: list[Path], cap_bytes: int | None, *, must_decode: bool, skip_u
             raise DataError(
                 f"{file} cannot be read: {error.strerror}. Correct that, or leave it out of --data."
             ) from error
+        if part.startswith(MAGIC):  # its ids are no text, and would be learnt in silence
+            raise DataError(f"{file} is a volume, not text: give --data it alone, or move it out of the folder.")
         if must_decode or skip_undecodable:
             try:
                 part.decode("utf-8")

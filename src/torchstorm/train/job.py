@@ -16,9 +16,10 @@ from torch import nn
 from torchstorm.errors import BudgetError, CheckpointError, ConfigError, OutOfVRAMError, StorageError, TorchstormError
 from torchstorm.train.checkpoint import Checkpoint, find_checkpoint, has_checkpoint, save_checkpoint
 from torchstorm.train.config import TrainConfig, resumed_config
-from torchstorm.train.data import Corpus, load_corpus
+from torchstorm.train.data import Tokens
 from torchstorm.train.device import resolve_device
 from torchstorm.train.loop import RunState, StepInfo, model_config, run_training
+from torchstorm.train.packed import opened_data, packed_tokenizer
 from torchstorm.train.progress import Display
 from torchstorm.train.result import TrainResult, device_name, write_json
 from torchstorm.train.stop import Stopped, StopRequest
@@ -41,13 +42,15 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
     """
     console = console or Console()
     start = None if resume is None else find_checkpoint(resume)
-    config = TrainConfig(**options) if start is None else resumed_config(start.record["config"], options)
+    if start is None:
+        config = TrainConfig(**{**packed_tokenizer(options.get("data")), **options})
+    else:
+        config = resumed_config(start.record["config"], options)
     device = resolve_device(config.device, vram=config.vram)
     out = _out_folder(config, options, resume)
     if config.json is not None:
         _make_folder(Path(config.json).parent, "--json")
-    with StopRequest() as stop:
-        corpus = load_corpus(config.data, tokenizer=config.tokenizer, batch=config.batch, seq=config.seq)
+    with StopRequest() as stop, opened_data(config) as corpus:
         if start is not None:
             _check_same_text(start, corpus)
         _print_intro(console, config, corpus, device, start)
@@ -80,7 +83,7 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
 
 def _run_saved(
     config: TrainConfig,
-    corpus: Corpus,
+    corpus: Tokens,
     device: torch.device,
     console: Console,
     stop: StopRequest,
@@ -136,7 +139,7 @@ def _run_saved(
 
 
 def _run_unlimited(
-    config: TrainConfig, corpus: Corpus, device: torch.device, console: Console, stop: StopRequest, out: Path
+    config: TrainConfig, corpus: Tokens, device: torch.device, console: Console, stop: StopRequest, out: Path
 ) -> RunState:
     """The same run from its first step, without a budget and never stopped."""
 
@@ -170,7 +173,7 @@ def _make_folder(folder: Path, option: str) -> None:
         raise StorageError(f"{option} needs the folder {folder}, which cannot be made: {error.strerror}.") from error
 
 
-def _check_same_text(start: Checkpoint, corpus: Corpus) -> None:
+def _check_same_text(start: Checkpoint, corpus: Tokens) -> None:
     if start.record["text_sha256"] != corpus.sha256 or start.record["tokenizer"] != corpus.tokenizer.to_json():
         raise CheckpointError(
             f"The text has changed: {start.path} was trained on one with SHA-256 {start.record['text_sha256'][:16]}, "
@@ -179,7 +182,7 @@ def _check_same_text(start: Checkpoint, corpus: Corpus) -> None:
 
 
 def _print_intro(
-    console: Console, config: TrainConfig, corpus: Corpus, device: torch.device, start: Checkpoint | None
+    console: Console, config: TrainConfig, corpus: Tokens, device: torch.device, start: Checkpoint | None
 ) -> None:
     shape = model_config(config, corpus.tokenizer.vocab_size)
     go_on = "" if start is None else f", going on after step {start.step}"
@@ -187,7 +190,7 @@ def _print_intro(
         f"{config.model}: {shape.num_layers} layers, {shape.num_heads} heads, {shape.width} wide, "
         f"{shape.vocab_size} ids; {config.steps} steps of {config.tokens_per_step:,} tokens in {config.dtype} "
         f"on {device_name(device)}{go_on}.\n"
-        f"Text: {corpus.source}; {len(corpus.train_N):,} tokens to learn from, {len(corpus.val_N):,} held back.",
+        f"Text: {corpus.source}; {corpus.num_train:,} tokens to learn from, {corpus.num_val:,} held back.",
         highlight=False,
         soft_wrap=True,
     )

@@ -19,7 +19,7 @@ from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.train.checkpoint import Checkpoint, restore
 from torchstorm.train.config import TrainConfig
-from torchstorm.train.data import Corpus
+from torchstorm.train.data import Tokens
 from torchstorm.train.optimize import learning_rate, make_optimizer, set_learning_rate
 from torchstorm.train.seeds import derive_seed
 
@@ -114,7 +114,7 @@ def model_config(config: TrainConfig, vocab_size: int) -> GPTConfig:
 
 def run_training(
     config: TrainConfig,
-    corpus: Corpus,
+    corpus: Tokens,
     device: torch.device,
     *,
     unlimited: bool,
@@ -187,7 +187,7 @@ def run_training(
 
 
 @torch.no_grad()
-def evaluate(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.device) -> float:
+def evaluate(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.device) -> float:
     """Gives the mean loss, in nats a token, on `config.val_batches` batches of the validation part; no dropout."""
     model.eval()
     total = 0.0
@@ -199,12 +199,12 @@ def evaluate(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.devi
     return total / config.val_batches
 
 
-def sample_text(model: GPT, config: TrainConfig, corpus: Corpus, device: torch.device) -> str:
+def sample_text(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.device) -> str:
     """Lets the model continue the first token of the validation part by `config.sample_chars` tokens."""
     if not config.sample_chars:
         return ""
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "sample"))
-    start_BT = corpus.val_N[:1].long().to(device)[None]
+    start_BT = corpus.first_held_back().to(device)[None]
     ids_BT = model.generate(start_BT, config.sample_chars, temperature=0.8, top_k=40, generator=generator)
     return corpus.tokenizer.decode(ids_BT[0].tolist())
 
@@ -214,7 +214,7 @@ def _train_step(
     optimizer: torch.optim.Optimizer,
     storm: Session,
     config: TrainConfig,
-    corpus: Corpus,
+    corpus: Tokens,
     device: torch.device,
     step: int,
 ) -> float:
@@ -224,7 +224,12 @@ def _train_step(
         for micro in range(config.accumulate):
             with torch.no_grad():  # what makes a batch is no part of the step that a plan is for
                 x_BT, y_BT = corpus.batch(
-                    "train", batch=config.batch, seq=config.seq, seed=config.seed, index=(step, micro)
+                    "train",
+                    batch=config.batch,
+                    seq=config.seq,
+                    seed=config.seed,
+                    index=(step, micro),
+                    ahead=_following(config, step, micro),
                 )
                 x_BT, y_BT = x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
             loss = micro_loss(model, config, device, x_BT, y_BT)
@@ -235,6 +240,13 @@ def _train_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum.item()
+
+
+def _following(config: TrainConfig, step: int, micro: int) -> tuple[int, int] | None:
+    """Index of the micro-batch after this one; None after the last."""
+    if micro + 1 < config.accumulate:
+        return step, micro + 1
+    return (step + 1, 0) if step + 1 < config.steps else None
 
 
 def micro_loss(

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar on a terminal, a plain line now and then elsewhere."""
+"""What work shows while it goes: a bar on a terminal; elsewhere a run a plain line now and then, reading nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from torchstorm.sizes import format_size
 from torchstorm.train.loop import StepInfo
@@ -63,6 +71,39 @@ class Display:
             validation = "" if info.val_loss is None else f"  validation loss {info.val_loss:.4f}"
             line = f"{self._title}: step {info.step}/{self._num_steps}  {text}{validation}"
             self._console.print(line, highlight=False, soft_wrap=True)
+
+
+class BytesDisplay:
+    """Shows within a `with` how many bytes of some work are done: a bar on a terminal, else nothing.
+
+    Args:
+        console: where.
+        title: what the work is called.
+        total_bytes: of all of it.
+    """
+
+    def __init__(self, console: Console, title: str, *, total_bytes: int) -> None:
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = ("[bold]{task.description}", BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn())
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
+            self._task = self._bar.add_task(title, total=total_bytes)
+
+    def __enter__(self) -> BytesDisplay:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, nbytes: int) -> None:
+        """So many more are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=nbytes)
 
 
 def describe(info: StepInfo) -> str:

@@ -9,25 +9,35 @@ from types import FrameType, TracebackType
 from typing import Any
 
 
-class Stopped(Exception):
-    """The run was asked to stop, and has saved.
+class Interrupted(Exception):
+    """The work was asked to stop, and has left things in order.
 
     Attributes:
         signum: the signal.
-        step: optimizer steps done.
-        checkpoint_dir: where `--resume` goes on from.
     """
 
-    def __init__(self, signum: int, step: int, checkpoint_dir: Path) -> None:
-        super().__init__(f"{signal.Signals(signum).name} after step {step}; saved in {checkpoint_dir}")
+    def __init__(self, signum: int, message: str) -> None:
+        super().__init__(f"{signal.Signals(signum).name} {message}")
         self.signum = signum
-        self.step = step
-        self.checkpoint_dir = checkpoint_dir
 
     @property
     def exit_code(self) -> int:
         """What a shell expects of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signum
+
+
+class Stopped(Interrupted):
+    """A run was asked to stop, and has saved.
+
+    Attributes:
+        step: optimizer steps done.
+        checkpoint_dir: where `--resume` goes on from.
+    """
+
+    def __init__(self, signum: int, step: int, checkpoint_dir: Path) -> None:
+        super().__init__(signum, f"after step {step}; saved in {checkpoint_dir}")
+        self.step = step
+        self.checkpoint_dir = checkpoint_dir
 
 
 class StopRequest:
