@@ -10,6 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
     "any_batch_size.py": ["split into", "losses the same up to the order of adding up: True"],
     "offload_any_model.py": ["forecast", "measured", "losses the same to the last bit: True"],
+    "through_disk.py": ["path direct", "16 blocks are what the same rounds in memory give, to the last bit"],
     "train_gpt.py": ["forecast", "measured", "losses and weights the same to the last bit: True"],
 }
 

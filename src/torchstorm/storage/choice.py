@@ -18,7 +18,8 @@ from torchstorm.storage.staged import StagedFile
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import pin_memory
 
-_THREADS = 8  # many small records are asked for at once
+# Many small records are asked for at once; more threads than that wait for each other.
+_THREADS = min(32, 8 + 2 * (os.cpu_count() or 1))
 
 Path = Literal["direct", "buffered", "staged"]
 

@@ -338,7 +338,7 @@ class Rows:
         self.offsets: list[int] = (records.kind.start_bytes + numbers * records.kind.record_bytes).tolist()
         self.has_checks = records.checks is not None
         self._records, self._numbers = records, numbers
-        self._seen = np.zeros(len(numbers), dtype=np.uint64)
+        self._seen = [0] * len(numbers)
 
     def look(self, row: int, data: memoryview) -> None:
         """A record has come."""
@@ -349,16 +349,17 @@ class Rows:
         checks = self._records.checks
         if checks is None or not len(self._numbers):
             return
-        for row in np.flatnonzero(self._seen == 0).tolist():  # none where each was seen when it came
-            self.look(row, memory_view(self.tensor[row].data_ptr(), self.tensor[row].nbytes))
+        if 0 in self._seen:  # not so where each was seen when it came
+            for row, tensor in enumerate(self.tensor):
+                self.look(row, memory_view(tensor.data_ptr(), tensor.nbytes))
         first, last = int(self._numbers.min()), int(self._numbers.max())
         if (last - first) * CHECK_BYTES <= len(self._numbers) * _READ_FOR_ONE_BYTES:
             kept = checks.read(first, last - first + 1)[self._numbers - first]
         else:
             kept = np.concatenate([checks.read(number, 1) for number in self._numbers.tolist()])
-        if not np.array_equal(kept, self._seen):
-            bad = self._numbers[kept != self._seen]
-            _tell(self._records.where, bad[kept[kept != self._seen] == 0].tolist(), bad.tolist())
+        wrong = kept != np.array(self._seen, dtype=np.uint64)
+        if wrong.any():
+            _tell(self._records.where, self._numbers[wrong & (kept == 0)].tolist(), self._numbers[wrong].tolist())
 
 
 class Checks:
