@@ -33,6 +33,10 @@ class IOCounters:
         buffered_write_requests: system calls that took them.
         link_in_bytes: bytes that went on to a GPU through pinned buffers.
         link_out_bytes: bytes that came from a GPU through pinned buffers.
+        gds_read_bytes: bytes that cuFile brought to a GPU; whether past the host, cuFile's own counters say.
+        gds_read_requests: calls and parts of batches that brought them.
+        gds_write_bytes: bytes that cuFile took from a GPU.
+        gds_write_requests: calls and parts of batches that took them.
     """
 
     direct_read_bytes: int = 0
@@ -45,6 +49,10 @@ class IOCounters:
     buffered_write_requests: int = 0
     link_in_bytes: int = 0
     link_out_bytes: int = 0
+    gds_read_bytes: int = 0
+    gds_read_requests: int = 0
+    gds_write_bytes: int = 0
+    gds_write_requests: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +60,13 @@ class BackendInfo:
     """Which path is in use.
 
     Attributes:
-        path: "direct" (past the page cache), "buffered" (through it), or "staged" (either, then pinned buffers and a
-            copy stream to a GPU).
+        path: "direct" (past the page cache), "buffered" (through it), "staged" (either, then pinned buffers and a
+            copy stream to a GPU), or "gds" (between the disk and a GPU, past the host).
         reason: why, for people.
         counters: the proof.
     """
 
-    path: Literal["direct", "buffered", "staged"]
+    path: Literal["direct", "buffered", "staged", "gds"]
     reason: str
     counters: IOCounters
 

@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from torchstorm.errors import StorageError
 from torchstorm.storage.backend import StorageCopy, when_all_done
+
+Part = TypeVar("Part")
 
 
 class Block(NamedTuple):
@@ -55,8 +57,8 @@ class BlockPool:
 
     def queue(
         self,
-        blocks: Sequence[Block],
-        run: Callable[[Block], None],
+        blocks: Sequence[Part],
+        run: Callable[[Part], None],
         *,
         tensors: list[torch.Tensor],
         after: Sequence[StorageCopy],
@@ -64,7 +66,7 @@ class BlockPool:
         """Queues a request.
 
         Args:
-            blocks: its parts.
+            blocks: its parts, of any kind that `run` takes.
             run: does one; the first error that it raises is the request's, and later blocks are left out.
             tensors: what must stay alive until the copy has ended.
             after: copies that must have ended, well or not, before the first block.
@@ -86,7 +88,7 @@ class BlockPool:
                 self._idle.wait()
         self._executor.shutdown()
 
-    def _start(self, request: _Request, blocks: Sequence[Block], run: Callable[[Block], None]) -> None:
+    def _start(self, request: _Request, blocks: Sequence[Part], run: Callable[[Part], None]) -> None:
         if not blocks:
             self._blocks_ended(request, 1, None)
         waiting = deque(blocks)
@@ -98,7 +100,7 @@ class BlockPool:
                 failed = StorageError(f"{self._name} cannot start a copy any more: {error}.")
                 self._run_blocks(request, waiting, partial(_fail, failed))
 
-    def _run_blocks(self, request: _Request, waiting: deque[Block], run: Callable[[Block], None]) -> None:
+    def _run_blocks(self, request: _Request, waiting: deque[Part], run: Callable[[Part], None]) -> None:
         """Runs blocks until there are no more."""
         count = 0
         error: BaseException | None = None
@@ -143,5 +145,5 @@ class _Request:
         return last
 
 
-def _fail(error: BaseException, block: Block) -> None:
+def _fail(error: BaseException, block: object) -> None:
     raise error

@@ -1,0 +1,92 @@
+"""What a file that is open for GPUDirect Storage holds, and memory on a GPU that no tensor knows of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstorm.errors import StorageError
+from torchstorm.storage import cufile
+from torchstorm.storage.aligned import memory_view
+from torchstorm.storage.cufile import CuFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePointer:
+    """Memory on a GPU that no tensor knows of.
+
+    Attributes:
+        address: where it starts.
+        nbytes: its size.
+        device_index: the GPU's number; -1 for host memory.
+    """
+
+    address: int
+    nbytes: int
+    device_index: int
+
+
+Memory = torch.Tensor | DevicePointer
+
+
+class Holdings:
+    """What a file holds of cuFile and the system, given back in the order that cuFile wants."""
+
+    def __init__(self, driver: CuFile) -> None:
+        self.fd = -1
+        self.handle = 0
+        self.batches: list[int] = []
+        self.buffers: dict[int, torch.UntypedStorage] = {}
+        self._driver = driver
+        self._pid = os.getpid()
+
+    @property
+    def usable(self) -> bool:
+        """Whether cuFile may be asked: neither closed, nor in a forked process."""
+        return bool(self.handle) and os.getpid() == self._pid
+
+    def borrow_batch(self) -> int:
+        """A batch of which nothing is under way."""
+        try:
+            return self.batches.pop()
+        except IndexError:  # a thread holds one at a time, so there are never more than threads
+            return self._driver.open_batch()
+
+    def close(self) -> None:
+        """Batches, memory, the handle, its file, and last the driver. A forked process only closes the file."""
+        if os.getpid() == self._pid:
+            for batch in self.batches:
+                self._driver.close_batch(batch)
+            for base in self.buffers:
+                with contextlib.suppress(StorageError):  # the driver's end lets go of it all the same
+                    self._driver.deregister_memory(base)
+            if self.handle:
+                self._driver.deregister_file(self.handle)
+                self.handle = 0
+        self.buffers.clear()
+        if self.fd >= 0:
+            os.close(self.fd)
+        cufile.release()
+
+
+def as_tensor(pointer: DevicePointer, device: torch.device) -> torch.Tensor:
+    """(nbytes,) uint8 over the same memory, which the caller keeps alive."""
+    if not pointer.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        return torch.frombuffer(memory_view(pointer.address, pointer.nbytes), dtype=torch.uint8)
+    return torch.as_tensor(_CudaArray(pointer), device=device)  # pragma: gpu
+
+
+class _CudaArray:  # pragma: gpu
+    def __init__(self, pointer: DevicePointer) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (pointer.nbytes,),
+            "typestr": "|u1",
+            "data": (pointer.address, False),
+            "version": 3,
+        }
