@@ -31,6 +31,10 @@ class IOCounters:
         buffered_read_requests: system calls that brought them.
         buffered_write_bytes: bytes that went through the page cache.
         buffered_write_requests: system calls that took them.
+        nvme_read_bytes: bytes that the drive's own commands brought; whole sectors.
+        nvme_read_commands: read commands that ended well.
+        nvme_write_bytes: bytes that the drive's own commands took; whole sectors.
+        nvme_write_commands: write commands that ended well.
     """
 
     direct_read_bytes: int = 0
@@ -41,6 +45,10 @@ class IOCounters:
     buffered_read_requests: int = 0
     buffered_write_bytes: int = 0
     buffered_write_requests: int = 0
+    nvme_read_bytes: int = 0
+    nvme_read_commands: int = 0
+    nvme_write_bytes: int = 0
+    nvme_write_commands: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +56,12 @@ class BackendInfo:
     """Which path is in use.
 
     Attributes:
-        path: "direct" (past the page cache) or "buffered" (through it).
+        path: "direct" (past the page cache), "buffered" (through it) or "xnvme" (a drive's own commands).
         reason: why, for people.
         counters: the proof.
     """
 
-    path: Literal["direct", "buffered"]
+    path: Literal["direct", "buffered", "xnvme"]
     reason: str
     counters: IOCounters
 

@@ -6,12 +6,16 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from torchstorm.errors import StorageError
+from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.storage.backend import StorageCopy, when_all_done
+
+_LARGEST_OFFSET = 2**63 - 1
+Part = TypeVar("Part")
 
 
 class Block(NamedTuple):
@@ -24,18 +28,16 @@ class Block(NamedTuple):
     nbytes: int
 
 
-class BlockPool:
-    """Runs the blocks of many requests in parallel, first come first served.
+class RequestQueue(Generic[Part]):
+    """Requests of many parts each: who waits for whom, and when all is over. What carries a part out is a subclass's.
 
     Args:
         name: of what the requests are for, said in errors.
-        threads: blocks under way at once.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
         self._idle = threading.Condition(threading.Lock())
         self._outstanding = 0
         self._closed = False
@@ -50,27 +52,21 @@ class BlockPool:
         if self._closed:
             raise StorageError(f"{self._name} is closed. Open it again.")
 
-    def queue(
-        self,
-        blocks: Sequence[Block],
-        run: Callable[[Block], None],
-        *,
-        tensors: list[torch.Tensor],
-        after: Sequence[StorageCopy],
+    def accept(
+        self, parts: Sequence[Part], *, tensors: list[torch.Tensor], after: Sequence[StorageCopy]
     ) -> StorageCopy:
         """Queues a request.
 
         Args:
-            blocks: its parts.
-            run: does one; the first error that it raises is the request's, and later blocks are left out.
+            parts: what it consists of; the first error among them is the request's.
             tensors: what must stay alive until the copy has ended.
-            after: copies that must have ended, well or not, before the first block.
+            after: copies that must have ended, well or not, before the first part.
         """
-        request = _Request(tensors, len(blocks))
+        request = Request(tensors, len(parts))
         with self._idle:
             self.check_usable()
             self._outstanding += 1
-        when_all_done(after, lambda: self._start(request, blocks, run))
+        when_all_done(after, lambda: self._start(request, parts))
         return request.copy
 
     def close(self) -> None:
@@ -81,48 +77,99 @@ class BlockPool:
             self._closed = True
             while self._outstanding:
                 self._idle.wait()
-        self._executor.shutdown()
+        self._stop()
 
-    def _start(self, request: _Request, blocks: Sequence[Block], run: Callable[[Block], None]) -> None:
-        if not blocks:
-            self._block_ended(request, None)
-        for block in blocks:
-            try:
-                self._executor.submit(self._run_block, request, block, run)
-            except RuntimeError as error:  # the interpreter is shutting down: nothing new is started
-                self._block_ended(request, StorageError(f"{self._name} cannot start a copy any more: {error}."))
+    def _start(self, request: Request, parts: Sequence[Part]) -> None:
+        if not parts:
+            self._part_ended(request, None)
+        for part in parts:
+            self._begin(request, part)
 
-    def _run_block(self, request: _Request, block: Block, run: Callable[[Block], None]) -> None:
-        error: BaseException | None = None
-        if request.error is None:
-            try:
-                run(block)
-            except BaseException as caught:  # raised again by whoever waits
-                error = caught
-        self._block_ended(request, error)
+    def _begin(self, request: Request, part: Part) -> None:
+        """Begins one part; `_part_ended` is called for it once, at any time, in any thread."""
+        raise NotImplementedError
 
-    def _block_ended(self, request: _Request, error: BaseException | None) -> None:
-        if request.block_ended(error):
+    def _stop(self) -> None:
+        """Ends the threads; nothing is under way any more."""
+        raise NotImplementedError
+
+    def _part_ended(self, request: Request, error: BaseException | None) -> None:
+        if request.part_ended(error):
             with self._idle:
                 self._outstanding -= 1
                 self._idle.notify_all()
 
 
-class _Request:
-    def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
+class BlockPool(RequestQueue[Callable[[], None]]):
+    """Runs the blocks of many requests in parallel, first come first served.
+
+    Args:
+        name: of what the requests are for, said in errors.
+        threads: blocks under way at once.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(name)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
+
+    def queue(
+        self,
+        blocks: Sequence[Block],
+        run: Callable[[Block], None],
+        *,
+        tensors: list[torch.Tensor],
+        after: Sequence[StorageCopy],
+    ) -> StorageCopy:
+        """Queues a request as `accept` does; `run` does one block, and after an error later ones are left out."""
+        return self.accept([partial(run, block) for block in blocks], tensors=tensors, after=after)
+
+    def _begin(self, request: Request, part: Callable[[], None]) -> None:
+        try:
+            self._executor.submit(self._run_block, request, part)
+        except RuntimeError as error:  # the interpreter is shutting down: nothing new is started
+            self._part_ended(request, StorageError(f"{self._name} cannot start a copy any more: {error}."))
+
+    def _stop(self) -> None:
+        self._executor.shutdown()
+
+    def _run_block(self, request: Request, run: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        if request.error is None:
+            try:
+                run()
+            except BaseException as caught:  # raised again by whoever waits
+                error = caught
+        self._part_ended(request, error)
+
+
+class Request:
+    """One request under way: its copy, its first error, and the tensors that it keeps alive until it has ended."""
+
+    def __init__(self, tensors: list[torch.Tensor], num_parts: int) -> None:
         self.copy = StorageCopy()
         self.error: BaseException | None = None
-        self._tensors = tensors
-        self._remaining = max(num_blocks, 1)
+        self.tensors = tensors
+        self._remaining = max(num_parts, 1)
         self._lock = threading.Lock()
 
-    def block_ended(self, error: BaseException | None) -> bool:
-        """Notes the first error. True for the last block, with which the copy has ended."""
+    def part_ended(self, error: BaseException | None) -> bool:
+        """Notes the first error. True for the last part, with which the copy has ended."""
         with self._lock:
             self.error = self.error or error
             self._remaining -= 1
             last = self._remaining == 0
         if last:
-            self._tensors.clear()
+            self.tensors.clear()
             self.copy.finish(self.error)
         return last
+
+
+def check_request(name: str, tensor: torch.Tensor, offset: int) -> None:
+    """Raises UnsupportedError for what is no contiguous host memory, StorageError for offsets that no file has."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(
+            f"{name}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
+        )
+    if offset < 0 or offset + tensor.nbytes > _LARGEST_OFFSET:
+        raise StorageError(f"{name} has no {tensor.nbytes} bytes at offset {offset}: offsets go from 0 to 2**63 - 1.")

@@ -30,14 +30,13 @@ from itertools import pairwise
 
 import torch
 
-from torchstorm.errors import StorageError, UnsupportedError
+from torchstorm.errors import StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
 from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
 from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
-from torchstorm.storage.blocks import Block, BlockPool
+from torchstorm.storage.blocks import Block, BlockPool, check_request
 
-_LARGEST_OFFSET = 2**63 - 1
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -174,7 +173,7 @@ class DirectFile:
         """See `Backend`."""
         with self._lock:
             names = list(IOCounters.__dataclass_fields__)
-            counters = IOCounters(**dict(zip(names, self._counts, strict=True)))
+            counters = IOCounters(**dict(zip(names, self._counts, strict=False)))  # the first eight are this path's
             return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
 
     def close(self) -> None:
@@ -196,15 +195,9 @@ class DirectFile:
         )
 
     def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise UnsupportedError(
-                f"{self.path}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
-            )
+        check_request(self.path, tensor, offset)
         nbytes = tensor.nbytes
         stop = offset + nbytes
-        if offset < 0 or stop > _LARGEST_OFFSET:
-            raise StorageError(f"{self.path} has no {nbytes} bytes at offset {offset}: offsets go from 0 to 2**63 - 1.")
         if not nbytes:
             return []
         base = tensor.data_ptr() - offset
