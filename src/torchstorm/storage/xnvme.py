@@ -110,6 +110,7 @@ class XnvmeDevice:
         self._target = target
         self._queues = CommandQueues(target, queue_depth, submitters)
         self._submitters = submitters
+        self._read_only = read_only
         # At exit, or where nobody closed it: what is under way ends, then the threads.
         self._release = weakref.finalize(self, self._queues.stop_soon)
 
@@ -249,6 +250,9 @@ class XnvmeDevice:
     def _queue(
         self, writing: bool, requests: Sequence[tuple[torch.Tensor, int]], after: Sequence[StorageCopy]
     ) -> StorageCopy:
+        if writing and self._read_only:
+            # The kernel passes commands on from a node that is open for reading, too, where root asks.
+            raise StorageError(f"{self.uri} was opened with read_only=True and cannot be written.")
         pieces: list[Piece] = []
         for tensor, offset in requests:
             check_request(self.uri, tensor, offset)
