@@ -288,7 +288,7 @@ def test_a_device_that_nobody_closes_leaves_nothing_behind(fake: Path, disk: Pat
     gate = StorageCopy()
     for number in range(3):
         device = XnvmeDevice(f"{disk}?", library=fake, backend="fake", asynchronous="io_uring")
-        copy = device.write_from_async(torch.full((3,), 5, dtype=torch.uint8), number, after=[gate])
+        copy = device.write_from_async(torch.full((3,), 5, dtype=torch.uint8), 512 * number, after=[gate])
         del device
     gc.collect()
     gate.finish()
@@ -297,7 +297,7 @@ def test_a_device_that_nobody_closes_leaves_nothing_behind(fake: Path, disk: Pat
     while threading.active_count() > threads and time.monotonic() < stop:
         time.sleep(0.01)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (fds, threads)
-    assert disk.read_bytes()[:5] == b"\5" * 5
+    assert [disk.read_bytes()[512 * number :][:3] for number in range(3)] == [b"\5" * 3] * 3
 
 
 def test_a_forked_process_is_told_to_open_it_again(opened: Open) -> None:
@@ -344,6 +344,24 @@ def test_a_node_that_is_not_there_and_a_pci_address_without_spdk(fake: Path) -> 
     assert caught.value.errno == 2
     with pytest.raises(StorageError, match=r"0000:01:00\.0 cannot be opened by xNVMe 0\.7\.5"):
         XnvmeDevice("0000:01:00.0", library=fake)
+
+
+def test_a_node_that_this_user_may_not_open(
+    opened: Open, fake: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = opened()
+    real = device._library.xnvme_dev_open
+    device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(13)
+    monkeypatch.setattr(xnvme, "load_library", lambda _: (device._library, "0.7.5"))
+    try:
+        with pytest.raises(StorageError, match=r"Permission denied\. This user may not: run as root") as caught:
+            XnvmeDevice("/dev/ng97n1", library=fake)
+        assert caught.value.errno == 13
+        with pytest.raises(StorageError, match=r"XNVME_SPDK=enabled"):
+            device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(6)
+            XnvmeDevice("0000:01:00.0", library=fake)
+    finally:
+        device._library.xnvme_dev_open = real
 
 
 def test_a_device_in_use_is_refused(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
