@@ -65,5 +65,5 @@ fi
     tail -n 20 "$prefix/build.log" >&2
     stop "the build failed; the whole log is .xnvme/build.log"
 }
-rm -rf "$prefix/bin" "$prefix/share"
+[ "$spdk" = enabled ] || rm -rf "$prefix/bin" "$prefix/share" # with SPDK, bin/xnvme-driver sets devices up for it
 echo "xNVMe $version is in .xnvme/lib/libxnvme.so (SPDK $spdk)"

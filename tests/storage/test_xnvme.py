@@ -346,9 +346,7 @@ def test_a_node_that_is_not_there_and_a_pci_address_without_spdk(fake: Path) -> 
         XnvmeDevice("0000:01:00.0", library=fake)
 
 
-def test_a_node_that_this_user_may_not_open(
-    opened: Open, fake: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_this_user_may_not_open(opened: Open, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = opened()
     real = device._library.xnvme_dev_open
     device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(13)
@@ -357,8 +355,8 @@ def test_a_node_that_this_user_may_not_open(
         with pytest.raises(StorageError, match=r"Permission denied\. This user may not: run as root") as caught:
             XnvmeDevice("/dev/ng97n1", library=fake)
         assert caught.value.errno == 13
+        device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(6)
         with pytest.raises(StorageError, match=r"XNVME_SPDK=enabled"):
-            device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(6)
             XnvmeDevice("0000:01:00.0", library=fake)
     finally:
         device._library.xnvme_dev_open = real

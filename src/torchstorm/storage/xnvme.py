@@ -196,7 +196,7 @@ class XnvmeDevice:
         elif backend == "spdk":
             way_out = (
                 "SPDK drives a device by its PCI address: build the library with it (`make xnvme XNVME_SPDK=enabled`), "
-                "unbind the device from the kernel and set huge pages aside (`xnvme-driver`)."
+                "unbind the device from the kernel and set huge pages aside (.xnvme/bin/xnvme-driver)."
             )
         raise _told(number, f"{self.uri} cannot be opened by xNVMe {self._version}: {os.strerror(number)}. {way_out}")
 
