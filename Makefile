@@ -22,12 +22,14 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-gpu lint format docs wheel clean
+.PHONY: help train test test-gpu test-nvme xnvme lint format docs wheel clean
 
 help:
 	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
 	@echo "make test       the whole CPU test suite, with coverage"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
+	@echo "make xnvme      the xNVMe library into .xnvme/, from its source release (XNVME_SOURCE=/path/to/it)"
+	@echo "make test-nvme  storage on an emulated NVMe device in QEMU; fails if any test skips"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff put the files in shape"
 	@echo "make docs       docs/reference.md from the docstrings"
@@ -42,6 +44,13 @@ test: $(NEEDS_TEST)
 
 test-gpu: $(NEEDS_TEST)
 	$(RUN) -m pytest -m gpu --fail-on-skip
+
+# Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.
+xnvme:
+	PYTHON=$(PYTHON) tools/build_xnvme.sh
+
+test-nvme: $(NEEDS_TEST)
+	$(RUN) tools/test_nvme.py
 
 lint: $(NEEDS_TEST)
 	$(RUN) -m ruff check .

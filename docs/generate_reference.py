@@ -40,6 +40,7 @@ IN_FULL = [
     "sizes",
     "memory.tier",
     "storage.backend",
+    "storage.xnvme",
     "storage.layout",
     "storage.volume",
     "storage.records",

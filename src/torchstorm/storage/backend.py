@@ -37,6 +37,10 @@ class IOCounters:
         gds_read_requests: calls and parts of batches that brought them.
         gds_write_bytes: bytes that cuFile took from a GPU.
         gds_write_requests: calls and parts of batches that took them.
+        nvme_read_bytes: bytes that the drive's own commands brought; whole sectors.
+        nvme_read_commands: read commands that ended well.
+        nvme_write_bytes: bytes that the drive's own commands took; whole sectors.
+        nvme_write_commands: write commands that ended well.
     """
 
     direct_read_bytes: int = 0
@@ -53,6 +57,10 @@ class IOCounters:
     gds_read_requests: int = 0
     gds_write_bytes: int = 0
     gds_write_requests: int = 0
+    nvme_read_bytes: int = 0
+    nvme_read_commands: int = 0
+    nvme_write_bytes: int = 0
+    nvme_write_commands: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +69,13 @@ class BackendInfo:
 
     Attributes:
         path: "direct" (past the page cache), "buffered" (through it), "staged" (either, then pinned buffers and a
-            copy stream to a GPU), or "gds" (between the disk and a GPU, past the host).
+            copy stream to a GPU), "gds" (between the disk and a GPU, past the host), or "xnvme" (a drive's own
+            commands).
         reason: why, for people.
         counters: the proof.
     """
 
-    path: Literal["direct", "buffered", "staged", "gds"]
+    path: Literal["direct", "buffered", "staged", "gds", "xnvme"]
     reason: str
     counters: IOCounters
 

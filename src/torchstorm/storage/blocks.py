@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from torchstorm.errors import StorageError
+from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.storage.backend import StorageCopy, when_all_done
 
+_LARGEST_OFFSET = 2**63 - 1
 Part = TypeVar("Part")
 
 
@@ -28,19 +29,16 @@ class Block(NamedTuple):
     nbytes: int
 
 
-class BlockPool:
-    """Runs the blocks of many requests in parallel, first come first served.
+class RequestQueue(Generic[Part]):
+    """Requests of many parts each: who waits for whom, and when all is over. What carries a part out is a subclass's.
 
     Args:
         name: of what the requests are for, said in errors.
-        threads: blocks under way at once.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
-        self._threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
         self._idle = threading.Condition(threading.Lock())
         self._outstanding = 0
         self._closed = False
@@ -55,27 +53,31 @@ class BlockPool:
         if self._closed:
             raise StorageError(f"{self._name} is closed. Open it again.")
 
-    def queue(
-        self,
-        blocks: Sequence[Part],
-        run: Callable[[Part], None],
-        *,
-        tensors: list[torch.Tensor],
-        after: Sequence[StorageCopy],
+    def accept(
+        self, parts: Sequence[Part], *, tensors: list[torch.Tensor], after: Sequence[StorageCopy]
     ) -> StorageCopy:
         """Queues a request.
 
         Args:
-            blocks: its parts, of any kind that `run` takes.
-            run: does one; the first error that it raises is the request's, and later blocks are left out.
+            parts: what it consists of; the first error among them is the request's.
             tensors: what must stay alive until the copy has ended.
-            after: copies that must have ended, well or not, before the first block.
+            after: copies that must have ended, well or not, before the first part.
         """
-        request = _Request(tensors, len(blocks))
+        return self._accept(len(parts), partial(self._start, parts), tensors=tensors, after=after)
+
+    def _accept(
+        self,
+        num_parts: int,
+        start: Callable[[Request], None],
+        *,
+        tensors: list[torch.Tensor],
+        after: Sequence[StorageCopy],
+    ) -> StorageCopy:
+        request = Request(tensors, num_parts)
         with self._idle:
             self.check_usable()
             self._outstanding += 1
-        when_all_done(after, lambda: self._start(request, blocks, run))
+        when_all_done(after, partial(start, request))
         return request.copy
 
     def close(self) -> None:
@@ -86,21 +88,66 @@ class BlockPool:
             self._closed = True
             while self._outstanding:
                 self._idle.wait()
-        self._executor.shutdown()
+        self._stop()
 
-    def _start(self, request: _Request, blocks: Sequence[Part], run: Callable[[Part], None]) -> None:
+    def _start(self, parts: Sequence[Part], request: Request) -> None:
+        if not parts:
+            self._part_ended(request, None)
+        for part in parts:
+            self._begin(request, part)
+
+    def _begin(self, request: Request, part: Part) -> None:
+        """Begins one part; `_part_ended` is called for it once, at any time, in any thread."""
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        """Ends the threads; nothing is under way any more."""
+        raise NotImplementedError
+
+    def _part_ended(self, request: Request, error: BaseException | None, *, count: int = 1) -> None:
+        if request.parts_ended(count, error):
+            with self._idle:
+                self._outstanding -= 1
+                self._idle.notify_all()
+
+
+class BlockPool(RequestQueue[object]):
+    """Runs the blocks of many requests in parallel, first come first served.
+
+    Args:
+        name: of what the requests are for, said in errors.
+        threads: blocks under way at once.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(name)
+        self._threads = threads
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
+
+    def queue(
+        self,
+        blocks: Sequence[Part],
+        run: Callable[[Part], None],
+        *,
+        tensors: list[torch.Tensor],
+        after: Sequence[StorageCopy],
+    ) -> StorageCopy:
+        """Queues a request as `accept` does; `run` does one block, and after an error later ones are left out."""
+        return self._accept(len(blocks), partial(self._share_out, blocks, run), tensors=tensors, after=after)
+
+    def _share_out(self, blocks: Sequence[Part], run: Callable[[Part], None], request: Request) -> None:
         if not blocks:
-            self._blocks_ended(request, 1, None)
+            self._part_ended(request, None)
         waiting = deque(blocks)
         # A task a thread and not a block: handing a task over costs more than reading a small block.
         for _ in range(min(self._threads, len(blocks))):
             try:
-                self._executor.submit(self._run_blocks, request, waiting, run)
+                self._executor.submit(self._run_blocks, waiting, run, request)
             except RuntimeError as error:  # the interpreter is shutting down: nothing new is started
                 failed = StorageError(f"{self._name} cannot start a copy any more: {error}.")
-                self._run_blocks(request, waiting, partial(_fail, failed))
+                self._run_blocks(waiting, partial(_fail, failed), request)
 
-    def _run_blocks(self, request: _Request, waiting: deque[Part], run: Callable[[Part], None]) -> None:
+    def _run_blocks(self, waiting: deque[Part], run: Callable[[Part], None], request: Request) -> None:
         """Runs blocks until there are no more."""
         count = 0
         error: BaseException | None = None
@@ -110,39 +157,49 @@ class BlockPool:
             except IndexError:
                 break
             count += 1
-            if request.error is None and error is None:
+            if request.error is None:
                 try:
                     run(block)
                 except BaseException as caught:  # raised again by whoever waits
                     request.error = error = caught
         if count:
-            self._blocks_ended(request, count, error)
+            self._part_ended(request, error, count=count)
 
-    def _blocks_ended(self, request: _Request, count: int, error: BaseException | None) -> None:
-        if request.blocks_ended(count, error):
-            with self._idle:
-                self._outstanding -= 1
-                self._idle.notify_all()
+    def _stop(self) -> None:
+        self._executor.shutdown()
 
 
-class _Request:
-    def __init__(self, tensors: list[torch.Tensor], num_blocks: int) -> None:
+class Request:
+    """One request under way: its copy, its first error, and the tensors that it keeps alive until it has ended."""
+
+    def __init__(self, tensors: list[torch.Tensor], num_parts: int) -> None:
         self.copy = StorageCopy()
         self.error: BaseException | None = None
-        self._tensors = tensors
-        self._remaining = max(num_blocks, 1)
+        self.tensors = tensors
+        self._remaining = max(num_parts, 1)
         self._lock = threading.Lock()
 
-    def blocks_ended(self, count: int, error: BaseException | None) -> bool:
-        """Notes the first error. True for the last block, with which the copy has ended."""
+    def parts_ended(self, count: int, error: BaseException | None) -> bool:
+        """Notes the first error. True for the last part, with which the copy has ended."""
         with self._lock:
             self.error = self.error or error
             self._remaining -= count
             last = self._remaining == 0
         if last:
-            self._tensors.clear()
+            self.tensors.clear()
             self.copy.finish(self.error)
         return last
+
+
+def check_request(name: str, tensor: torch.Tensor, offset: int) -> None:
+    """Raises UnsupportedError for what is no contiguous host memory, StorageError for offsets that no file has."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(
+            f"{name}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
+        )
+    if offset < 0 or offset + tensor.nbytes > _LARGEST_OFFSET:
+        raise StorageError(f"{name} has no {tensor.nbytes} bytes at offset {offset}: offsets go from 0 to 2**63 - 1.")
 
 
 def _fail(error: BaseException, block: object) -> None:

@@ -31,14 +31,13 @@ from itertools import pairwise
 
 import torch
 
-from torchstorm.errors import StorageError, UnsupportedError
+from torchstorm.errors import StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
 from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
 from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
-from torchstorm.storage.blocks import Block, BlockPool
+from torchstorm.storage.blocks import Block, BlockPool, check_request
 
-_LARGEST_OFFSET = 2**63 - 1
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -151,12 +150,12 @@ class DirectFile:
             offsets: where row k begins in the file.
             look: called with k and the bytes of that row when it has come, in the thread that read it.
         """
-        self._check_tensor(out)
         size = out.nbytes // max(len(offsets), 1)
+        for offset in (min(offsets), max(offsets)) if size else ():
+            check_request(self.path, out[:1], offset)
+        check_request(self.path, out, 0)
         if not size:
             return self.read_batch_async([])
-        if min(offsets) < 0 or max(offsets) + size > _LARGEST_OFFSET:
-            raise StorageError(f"{self.path} has no {size} bytes at offset {min(offsets)} or {max(offsets)}.")
         address = out.data_ptr()
         view, direct_fd = memory_view(address, out.nbytes), self._direct_fd
         is_aligned = self._direct and not address % self._address_align and size <= self.block_bytes
@@ -245,19 +244,10 @@ class DirectFile:
             blocks, partial(self._run, verb, move), tensors=[tensor for tensor, _ in requests], after=after
         )
 
-    def _check_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            raise UnsupportedError(
-                f"{self.path}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()} on {tensor.device}. Pass tensor.cpu().contiguous() (and resolve_conj, resolve_neg)."
-            )
-
     def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
-        self._check_tensor(tensor)
+        check_request(self.path, tensor, offset)
         nbytes = tensor.nbytes
         stop = offset + nbytes
-        if offset < 0 or stop > _LARGEST_OFFSET:
-            raise StorageError(f"{self.path} has no {nbytes} bytes at offset {offset}: offsets go from 0 to 2**63 - 1.")
         if not nbytes:
             return []
         base = tensor.data_ptr() - offset

@@ -87,6 +87,7 @@ class StagedFile:
         pin: as in `PinnedArena`; None leaves the ring pageable.
         num_buffers: of the ring, a direction; they are allocated when the direction is first used.
         piece_bytes: what one of them holds, in whole pages.
+        why: why this path and no other, for people.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class StagedFile:
         pin: Callable[[torch.Tensor], Callable[[], None]] | None,
         num_buffers: int = 6,
         piece_bytes: int = 4 * 2**20,
+        why: str = "",
     ) -> None:
+        self.why = why
         self.path, self.device = file.path, device
         self.below, self._engine = file, engine
         self._pid = os.getpid()
@@ -162,7 +165,7 @@ class StagedFile:
         return replace(
             below,
             path="staged",
-            reason=f"{self._shape} and a copy stream, above {below.path}: {below.reason}",
+            reason=f"{self._shape} and a copy stream, above {below.path}: {below.reason}{'; ' * bool(self.why)}{self.why}",
             counters=replace(below.counters, link_in_bytes=self._in.moved_bytes, link_out_bytes=self._out.moved_bytes),
         )
 
