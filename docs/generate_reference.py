@@ -42,6 +42,8 @@ IN_FULL = [
     "storage.backend",
     "storage.layout",
     "storage.volume",
+    "storage.nvme",
+    "storage.request",
     "storage.records",
     "storage.loader",
     "storage.choice",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from torchstorm.errors import StorageError
-from torchstorm.storage.backend import StorageCopy, when_all_done
+from torchstorm.storage.backend import StorageCopy, check_process, when_all_done
 
 
 class Block(NamedTuple):
@@ -45,11 +45,7 @@ class BlockPool:
 
     def check_usable(self) -> None:
         """Raises StorageError where it is closed or in a forked process."""
-        if os.getpid() != self._pid:
-            raise StorageError(
-                f"{self._name} was opened by process {self._pid} and its threads stayed there; this is the forked "
-                f"process {os.getpid()}. Open it again in this one."
-            )
+        check_process(self._name, self._pid)
         if self._closed:
             raise StorageError(f"{self._name} is closed. Open it again.")
 
@@ -70,6 +66,7 @@ class BlockPool:
             after: copies that must have ended, well or not, before the first block.
         """
         request = _Request(tensors, len(blocks))
+        check_process(self._name, self._pid)  # before the lock, which another thread may have held at the fork
         with self._idle:
             self.check_usable()
             self._outstanding += 1
