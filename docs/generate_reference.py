@@ -43,6 +43,8 @@ IN_FULL = [
     "storage.xnvme",
     "storage.layout",
     "storage.volume",
+    "storage.nvme",
+    "storage.request",
     "storage.records",
     "storage.loader",
     "storage.choice",

@@ -148,7 +148,7 @@ def guest_command(arguments: list[str]) -> str:
         "-v",
         "--color=no",
     ]
-    pytest += ["--durations=5", "tests/storage/test_nvme.py", *arguments]
+    pytest += ["--durations=5", "tests/storage/test_nvme_device.py", *arguments]
     return f"cd {shlex.quote(str(REPOSITORY))} && exec env -i {shlex.join(settings + pytest)}"
 
 

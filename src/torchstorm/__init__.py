@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchstorm.plan.plan import Plan
     from torchstorm.storage.layout import Kind
     from torchstorm.storage.loader import NVMeDataLoader
+    from torchstorm.storage.nvme import NVMe
     from torchstorm.storage.volume import Volume
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "DeviceError",
     "Figures",
     "Kind",
+    "NVMe",
     "NVMeDataLoader",
     "OutOfVRAMError",
     "Plan",
@@ -55,6 +57,7 @@ __all__ = [
 _HOMES = {
     "Figures": "torchstorm.plan.forecast",
     "Kind": "torchstorm.storage.layout",
+    "NVMe": "torchstorm.storage.nvme",
     "NVMeDataLoader": "torchstorm.storage.loader",
     "Plan": "torchstorm.plan.plan",
     "Report": "torchstorm.offload.report",

@@ -137,7 +137,13 @@ class UnsupportedError(TorchstormError, NotImplementedError):
 
 
 class StorageError(TorchstormError, OSError):
-    """A file or disk is full, not writable or failed."""
+    """A file or disk is full, not writable or failed.
+
+    Attributes:
+        extent: (start, stop) of the file's bytes that could not be read or written; None where that is not known.
+    """
+
+    extent: tuple[int, int] | None = None
 
 
 class CorruptionError(StorageError):

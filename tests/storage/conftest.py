@@ -1,4 +1,4 @@
-"""Where the storage tests keep files, and what stands for cuFile."""
+"""Where the storage tests keep files, what stands for cuFile, and a disk that fails when told to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from storage.faulty_disk import FaultyProcess
 from torchstorm.storage import cufile
 from torchstorm.storage.gds_guard import Places
 
@@ -88,3 +89,15 @@ def fake(compiled_cufile: FakeCuFile) -> Iterator[FakeCuFile]:
     compiled_cufile.reset()
     cufile._shared = cufile._Shared()
     assert found == (0, 0, 0), "(violations, what is still open, users of the driver)"
+
+
+@pytest.fixture(scope="module")
+def faulty_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProcess]:
+    shim = tmp_path_factory.mktemp("shim") / "fault_shim.so"
+    source = Path(__file__).with_name("fault_shim.c")
+    subprocess.run(["gcc", "-Wall", "-Werror", "-O1", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    process = FaultyProcess(shim)
+    try:
+        yield process
+    finally:
+        process.close()

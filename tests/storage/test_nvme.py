@@ -1,209 +1,297 @@
-"""Every path to an NVMe namespace, on devices that may be overwritten: `make test-nvme` runs these in QEMU.
+"""Sectors by number, of files and of real block devices where this machine lends one."""
 
-Through xNVMe by io_uring_cmd (/dev/ng...) and by io_uring (/dev/nvme...), and by O_DIRECT (DirectFile on
-/dev/nvme...); on sectors of 512 and of 4096 bytes. What one path wrote is read by another.
-"""
+from __future__ import annotations
 
+import contextlib
+import errno
 import os
-import random
-import threading
-import time
+import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.any_range import RANGES, check_any_range
-from torchstorm.errors import StorageError
-from torchstorm.storage import xnvme_queues
-from torchstorm.storage.aligned import aligned_empty
-from torchstorm.storage.direct import DirectFile
-from torchstorm.storage.xnvme import XnvmeDevice
+import torchstorm
+from torchstorm.errors import ConfigError, StorageError
+from torchstorm.storage import device as asked
+from torchstorm.storage.nvme import NVMe
 
-pytestmark = pytest.mark.nvme
-SECTORS = [512, 4096]
-MECHANISMS = ["io_uring_cmd", "io_uring"]
-
-
-def named(variable: str) -> str:
-    """Devices come by name only: what is on them is lost."""
-    assert variable in os.environ, f"{variable} names no device that may be overwritten; run `make test-nvme`"
-    return os.environ[variable]
-
-
-def node(mechanism: str, device: str) -> str:
-    return f"/dev/{'ng' if mechanism == 'io_uring_cmd' else 'nvme'}{device}"
-
-
-@pytest.fixture(params=SECTORS)
-def sector(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
-@pytest.fixture(params=MECHANISMS)
-def device(request: pytest.FixtureRequest, sector: int) -> Iterator[XnvmeDevice]:
-    opened = XnvmeDevice(node(request.param, named(f"TORCHSTORM_NVME_{sector}")))
-    yield opened
-    opened.close()
+SECTORS = 64
 
 
 @pytest.fixture
-def direct(sector: int) -> Iterator[DirectFile]:
-    opened = DirectFile(f"/dev/nvme{named(f'TORCHSTORM_NVME_{sector}')}")
-    yield opened
-    opened.close()
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(number % 251 for number in range(SECTORS * 512 + 100)))
+    return path
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(writes=RANGES, reads=RANGES, seed=st.integers(0, 2**20))
-def test_any_offset_and_length_through_xnvme(
-    device: XnvmeDevice, writes: list[tuple[int, int, int]], reads: list[tuple[int, int, int]], seed: int
-) -> None:
-    check_any_range(device, writes, reads, seed)
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(writes=RANGES, reads=RANGES, seed=st.integers(0, 2**20))
-def test_any_offset_and_length_through_o_direct(
-    direct: DirectFile, writes: list[tuple[int, int, int]], reads: list[tuple[int, int, int]], seed: int
-) -> None:
-    check_any_range(direct, writes, reads, seed)
-    assert direct.info().path == "direct"
-
-
-def test_namespaces_and_what_is_active(device: XnvmeDevice, sector: int) -> None:
-    assert device.sector_bytes == sector
-    assert device.num_sectors * sector == device.size_bytes == 2**26
-    assert device.namespace == {512: 1, 4096: 2}[sector]
-    assert device.command_bytes == 2**17  # the controller's limit
-    mechanism = "io_uring_cmd" if "/ng" in device.uri else "io_uring"
-    info = device.info()
-    assert info.path == "xnvme"
-    assert f"xNVMe 0.7.5, backend linux, asynchronous {mechanism}, synchronous nvme" in info.reason
-
-
-def test_what_is_written_is_on_the_drive(device: XnvmeDevice, direct: DirectFile, sector: int) -> None:
-    source = torch.randint(256, (2**23,), dtype=torch.uint8)
-    aligned = aligned_empty(2**23).copy_(source)
-    before = int(Path(f"/sys/class/block/{Path(direct.path).name}/stat").read_text().split()[6])
-    device.write_from(aligned, 2**24)
-    device.sync()
-    after = int(Path(f"/sys/class/block/{Path(direct.path).name}/stat").read_text().split()[6])
-    counters = device.info().counters
-    assert (counters.nvme_write_bytes, counters.nvme_write_commands) == (2**23, 64)
-    # The block layer counts io_uring's writes, and never sees those that the kernel only passes on.
-    assert (after - before) * 512 == (0 if "/ng" in device.uri else 2**23)
-    found = aligned_empty(2**23)
-    direct.read_into(found, 2**24)
-    assert torch.equal(found, source)
-    direct.write_from(found.neg_(), 2**24 + 5 * sector)
-    direct.sync()  # edges of less than a page went through the page cache, which io_uring_cmd does not see
-    device.read_into(aligned, 2**24 + 5 * sector)
-    assert torch.equal(aligned, found)
-    assert device.info().counters.nvme_read_commands >= 64
-
-
-def test_a_batch_keeps_the_queue_full(device: XnvmeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = []
-    submit = xnvme_queues._Submitter._submit
-
-    def watched(self: xnvme_queues._Submitter, command: xnvme_queues._Command) -> bool:
-        taken = submit(self, command)
-        most.append(len(self._under_way))
-        return taken
-
-    monkeypatch.setattr(xnvme_queues._Submitter, "_submit", watched)
-    offsets = [4096 * at for at in random.Random(0).sample(range(2**14), 1000)]
-    device.write_batch_async([(torch.full((1024,), float(offset)), offset) for offset in offsets]).wait()
-    outs = [torch.zeros(1024) for _ in offsets]
-    started = time.monotonic()
-    device.read_batch_async(list(zip(outs, offsets, strict=True))).wait()
-    print(f"{device.uri}: {1000 / (time.monotonic() - started):.0f} reads of 4 KiB a second")
-    assert all(bool((out == offset).all()) for out, offset in zip(outs, offsets, strict=True))
-    assert max(most) == 32
-
-
-def test_neighbours_in_one_sector_lose_nothing(device: XnvmeDevice, direct: DirectFile) -> None:
-    pieces = [(torch.full((11,), at % 251, dtype=torch.uint8), 4090 + 11 * at) for at in range(600)]
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda piece: device.write_from(*piece), pieces[:300]))
-    device.write_batch_async(pieces[300:]).wait()
-    found = torch.zeros(6600, dtype=torch.uint8)
-    direct.read_into(found, 4090)
-    assert torch.equal(found, torch.cat([piece for piece, _ in pieces]))
-
-
-def test_the_drives_own_error_is_told(device: XnvmeDevice) -> None:
-    end = device.size_bytes
-    device.size_bytes *= 2  # a lie, so that the drive sees a sector it does not have
-    with pytest.raises(StorageError, match=f"at offset {end} failed in sectors {device.num_sectors} to") as caught:
-        device.read_into(aligned_empty(4096), end)
-    told = "NVMe status code type 0x0, status code 0x80 (sector out of range)" if "/ng" in device.uri else "moved 0 of"
-    assert told in str(caught.value)
-    device.read_into(aligned_empty(4096), 0)
-
-
-def test_a_device_in_use_is_refused(device: XnvmeDevice, direct: DirectFile) -> None:
-    holder = os.open(direct.path, os.O_RDONLY | os.O_EXCL)  # as a mounted file system does
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[str]:
+    """A block device of 8 MiB + 512 bytes over a file; only root may make one, and not everywhere."""
+    behind = tmp_path / "behind"
+    behind.write_bytes(os.urandom(8 * 2**20 + 512))
+    made = subprocess.run(["losetup", "--find", "--show", behind], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no block device can be made here: {made.stderr.strip()}")
+    name = made.stdout.strip()
     try:
-        with pytest.raises(StorageError, match="is in use: mounted"):
-            XnvmeDevice(device.uri)
-        XnvmeDevice(device.uri, read_only=True).close()
+        yield name
     finally:
-        os.close(holder)
+        subprocess.run(["losetup", "--detach", name], check=True)
 
 
-def test_names_that_are_no_namespace() -> None:
-    with pytest.raises(StorageError, match="No such file or directory"):
-        XnvmeDevice("/dev/ng7n7")
-    with pytest.raises(StorageError, match="is no NVMe namespace"):
-        XnvmeDevice("/dev/nvme0")
-    with pytest.raises(StorageError, match=r"0000:00:01\.0 cannot be opened .*XNVME_SPDK"):  # built without SPDK
-        XnvmeDevice("0000:00:01.0")
+# ---------------------------------------------------------------------- what is there
 
 
-@settings(max_examples=12, deadline=None)
-@given(writes=RANGES, reads=RANGES, seed=st.integers(0, 2**20))
-def test_the_librarys_own_memory_disk(
-    writes: list[tuple[int, int, int]], reads: list[tuple[int, int, int]], seed: int
+def test_sectors_are_read_by_number(path: Path) -> None:
+    assert torchstorm.NVMe is NVMe
+    content = path.read_bytes()
+    with NVMe(path) as device:
+        assert (device.sector_bytes, device.num_sectors, device.read_only) == (512, SECTORS, True)
+        found = device.read(3, 2)
+        assert (found.shape, found.dtype) == ((2, 512), torch.uint8)
+        assert found.numpy().tobytes() == content[3 * 512 : 5 * 512]
+        out = torch.empty(4, 32, dtype=torch.float64)
+        assert device.read(60, 2, out) is out
+        assert out.numpy().tobytes() == content[60 * 512 : 62 * 512]
+        assert device.read(SECTORS, 0).shape == (0, 512)
+        request = device.read_async(SECTORS - 1, 1, out := torch.empty(256, dtype=torch.int16))
+        request.wait()
+        assert request.done()
+        assert request.result() is out
+        assert out.numpy().tobytes() == content[63 * 512 : 64 * 512]
+        assert device.info().counters.direct_read_bytes + device.info().counters.buffered_read_bytes > 0
+        assert repr(device) == f"NVMe({str(path)!r}, 64 sectors of 512 bytes, 32.00 KiB, reading only)"
+    with pytest.raises(StorageError, match=r"is closed\. Open it again"):
+        device.read(0, 1)
+
+
+actions = st.lists(st.tuples(st.booleans(), st.integers(0, 39), st.integers(0, 40)), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sector_bytes=st.sampled_from([1, 7, 512, 520, 4096]), todo=actions, seed=st.integers(0, 99))
+def test_any_sectors_as_a_plain_file(
+    place: Path, sector_bytes: int, todo: list[tuple[bool, int, int]], seed: int
 ) -> None:
-    """Where commands reach only the library's buffers, as with SPDK."""
-    device = XnvmeDevice("1GB", backend="ramdisk", asynchronous="emu", submitters=1)
-    check_any_range(device, writes, reads, seed)
-    device.close()
+    torch.manual_seed(seed)
+    path = place / "any"
+    expected = bytearray(os.urandom(40 * sector_bytes + sector_bytes // 2))
+    path.write_bytes(expected)
+    with NVMe(path, sector_bytes=sector_bytes, read_only=False) as device:
+        for writes, lba, count in todo:
+            count = min(count, 40 - lba)
+            inside = slice(lba * sector_bytes, (lba + count) * sector_bytes)
+            if writes:
+                source = torch.randint(0, 256, (count * sector_bytes,), dtype=torch.uint8)
+                device.write(lba, count, source)
+                expected[inside] = source.numpy().tobytes()
+            else:
+                assert device.read(lba, count).numpy().tobytes() == expected[inside]
+        device.flush()
+    assert path.read_bytes() == expected
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_device_that_disappears_while_it_is_read(mechanism: str) -> None:
-    name = named("TORCHSTORM_NVME_REMOVED").split()[MECHANISMS.index(mechanism)]
-    device = XnvmeDevice(node(mechanism, name))
-    errors: list[StorageError] = []
+def test_a_write_that_is_begun_is_there_after_the_flush(path: Path) -> None:
+    with NVMe(path, read_only=False) as device:
+        for lba in range(SECTORS):
+            device.write_async(lba, 1, torch.full((64,), lba))  # dropped: flush waits for it
+        device.flush()
+        found = device.read(0, SECTORS).view(torch.int64)
+        assert torch.equal(found, torch.arange(SECTORS).unsqueeze(1).expand(SECTORS, 64))
+        assert "reading and writing" in repr(device)
 
-    def read() -> None:
-        while not errors:
-            copy = device.read_batch_async([(aligned_empty(65536), 65536 * at) for at in range(100)])
-            try:
-                copy.wait()
-            except StorageError as error:
-                errors.append(error)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    time.sleep(1)
-    assert not errors
-    Path(f"/sys/class/block/nvme{name}/device/device/remove").write_text("1")
-    reader.join(60)
-    assert not reader.is_alive()
-    print(errors[0])
-    assert "The device is gone: see `nvme list`" in str(errors[0])
-    with pytest.raises(StorageError, match="failed in sectors"):
-        device.write_from(torch.zeros(10), 3)
-    with pytest.raises(StorageError, match="making it durable failed"):
-        device.sync()
-    device.close()
-    with pytest.raises(StorageError, match="cannot be opened"):
-        XnvmeDevice(node(mechanism, name))
+# ---------------------------------------------------------------------- what is asked wrongly
+
+
+@pytest.mark.parametrize("ask", [(-1, 1), (SECTORS, 1), (0, SECTORS + 1), (3, -1), (True, 1), (1, 1.0)], ids=str)
+def test_sectors_that_are_not_there_are_told_with_number_and_limit(path: Path, ask: tuple[int, int]) -> None:
+    lba, count = ask
+    told = rf"disk: {count} sectors from {lba} on were asked for, but there are 64 .* from 0 to 63|whole numbers"
+    with NVMe(path, read_only=False) as device:
+        for use in (device.read, device.read_async, lambda *ask: device.write(*ask, torch.zeros(512))):
+            with pytest.raises(ConfigError, match=told):
+                use(lba, count)
+    assert path.read_bytes()[:251] == bytes(range(251))
+
+
+def test_a_tensor_that_does_not_fit_is_told_and_nothing_moves(path: Path) -> None:
+    content = path.read_bytes()
+    square = torch.zeros(16, 32).t()
+    with NVMe(path, read_only=False) as device:
+        for tensor, told in (
+            (
+                torch.zeros(1024),
+                r"4 sectors of 512 bytes take a tensor of 2048 bytes, but this one has 4096: \(1024,\)",
+            ),
+            (square, r"contiguous tensor is needed, but this one is \(32, 16\) with strides \(1, 32\)"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                device.read(0, 4, tensor)
+            with pytest.raises(ConfigError, match=told):
+                device.write(0, 4, tensor)
+            assert not tensor.any()
+        stream = object()  # a CPU tensor has no use for any
+        with pytest.raises(ConfigError, match=r"for a tensor on cpu, but only one on a GPU waits on a stream"):
+            device.read_async(0, 1, torch.zeros(128), stream)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"for a tensor on cpu"):
+            device.write_async(0, 1, torch.zeros(128), stream)  # type: ignore[arg-type]
+    with NVMe(path) as device, pytest.raises(StorageError, match="reading only: open it with read_only=False"):
+        device.write(0, 1, torch.zeros(128))
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("size", [0, -512, True, 1.5])
+def test_a_sector_of_no_size_is_told(path: Path, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"sector_bytes={size!r}, but it is a whole number"):
+        NVMe(path, sector_bytes=size)
+
+
+def test_what_is_no_disk_is_told(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "small").write_bytes(bytes(511))
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        for name, told in (
+            (tmp_path, "is a directory, which has no sectors"),
+            (tmp_path / "pipe", "is a pipe, which has no sectors"),
+            (tmp_path / "socket", "is a socket, which has no sectors"),
+            ("/dev/null", "is a character device, which has no sectors"),
+            (tmp_path / "none", "none cannot be opened: No such file"),
+            (tmp_path / "small", "too small: it has 511 bytes, and a sector takes 512"),
+        ):
+            with pytest.raises(StorageError, match=told):
+                NVMe(name)
+
+
+def test_a_file_that_this_user_may_not_open_is_told() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "disk"
+        path.write_bytes(bytes(512))
+        path.chmod(0)
+        Path(folder).chmod(0o711)
+        user = os.geteuid()
+        if user == 0:  # who may open all
+            os.seteuid(65534)
+        try:
+            with pytest.raises(StorageError, match=f"{path} cannot be opened: Permission denied. Name a file") as told:
+                NVMe(path)
+        finally:
+            os.seteuid(user)
+        assert told.value.errno == errno.EACCES
+
+
+def test_a_file_cut_off_while_it_is_open_is_told(path: Path) -> None:
+    with NVMe(path) as device:
+        os.truncate(path, 1000)
+        with pytest.raises(StorageError, match=r"sector 1 of .*disk ends too early: wanted 512 bytes at offset 512"):
+            device.read(1, 1)
+        assert device.read(0, 1).any()
+
+
+# ---------------------------------------------------------------------- block devices
+
+
+def test_a_block_device_is_asked_for_its_sectors(loop: str) -> None:
+    with NVMe(loop, read_only=False) as device:
+        assert (device.sector_bytes, device.num_sectors) == (512, 16_385)
+        source = torch.randint(0, 256, (5 * 512,), dtype=torch.uint8)
+        device.write(16_380, 5, source)  # to the last sector, within a page
+        device.flush()
+        assert torch.equal(device.read(16_380, 5).flatten(), source)
+    with NVMe(loop, sector_bytes=4096) as device:
+        assert device.num_sectors == 2048
+        assert torch.equal(device.read(2047, 1).flatten()[2048:], source[:2048])
+    with pytest.raises(ConfigError, match=f"sector_bytes=700, but {loop} has sectors of 512 bytes"):
+        NVMe(loop, sector_bytes=700)
+
+
+def test_a_block_device_that_the_kernel_holds_is_not_written(loop: str) -> None:
+    held = os.open(loop, os.O_RDONLY | os.O_EXCL)  # as mounting it does, unseen by this process's tables
+    try:
+        with pytest.raises(StorageError, match=f"{loop} is in use by the kernel"):
+            NVMe(loop, read_only=False)
+        NVMe(loop).close()
+        NVMe(loop, read_only=False, allow_mounted=True).close()
+    finally:
+        os.close(held)
+    NVMe(loop, read_only=False).close()
+
+
+MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+29 1 259:1 / /data\040of\040mine rw shared:1 - ext4 /dev/nvme0n1p1 rw
+30 1 0:44 / /snap rw - btrfs {source} rw
+31 1 253:3 / /vault rw - xfs /dev/mapper/vault rw
+"""
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's tables, of a machine with one disk of two partitions, and an encrypted one."""
+    devices = tmp_path / "devices"
+    for folder, number in (("259:0/nvme0n1p1", "259:1"), ("259:0/nvme0n1p2", "259:2"), ("8:0/holders/dm-3", "253:3")):
+        (devices / folder).mkdir(parents=True)
+        (devices / folder / "dev").write_text(f"{number}\n")
+        if "holders" not in folder:
+            (devices / folder / "partition").write_text("1\n")
+    (tmp_path / "mounts").write_text(MOUNTS.format(source="/dev/null"))
+    (tmp_path / "swaps").write_text("Filename Type Size Used Priority\n/dev/null partition 1 0 -2\n")
+    monkeypatch.setattr(asked, "_MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(asked, "_SWAPS", tmp_path / "swaps")
+    monkeypatch.setattr(asked, "_DEVICES", devices)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        ((259, 1), "is in use mounted at /data of mine: writing"),
+        ((259, 0), "is in use mounted at /data of mine, by its part /dev/nvme0n1p1: writing"),
+        ((8, 0), "is in use mounted at /vault, by its part /dev/mapper/vault"),
+    ],
+    ids=["itself", "its partition", "what is made of it"],
+)
+def test_a_mounted_device_is_refused_with_its_mount_point(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], told: str
+) -> None:
+    _pretend(monkeypatch, {"/dev/disk": number})
+    with pytest.raises(StorageError, match=told):
+        asked.check_unused("/dev/disk")
+
+
+def test_a_device_that_a_table_names_by_its_path_alone_is_refused(
+    tables: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _pretend(monkeypatch, {"/dev/disk": (8, 16), "/dev/null": (8, 16)})
+    with pytest.raises(StorageError, match="is in use mounted at /snap"):
+        asked.check_unused("/dev/disk")
+    (tables / "mounts").unlink()
+    with pytest.raises(StorageError, match="is in use as swap"):
+        asked.check_unused("/dev/disk")
+
+
+def test_a_device_that_no_table_names_is_asked_of_the_kernel(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend(monkeypatch, {"/dev/disk": (259, 2)})
+    with pytest.raises(StorageError, match="/dev/disk cannot be opened"):  # there is none
+        asked.check_unused("/dev/disk")
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, numbers: dict[str, tuple[int, int]]) -> None:
+    """Some names are block devices of these numbers."""
+    real = os.stat
+
+    def stat(path: str, **options: object) -> os.stat_result:
+        if str(path) not in numbers:
+            return real(path, **options)  # type: ignore[arg-type]
+        fields = list(real("/dev/null"))
+        fields[0] = 0o060600
+        return os.stat_result(fields, {"st_rdev": os.makedev(*numbers[str(path)])})
+
+    monkeypatch.setattr(os, "stat", stat)

@@ -1,6 +1,6 @@
 """XnvmeDevice over a stand-in for the library (fake_xnvme.c) that has its interface and moves bytes of a plain file.
 
-The library itself, on emulated NVMe devices, is what tests/storage/test_nvme.py is for.
+The library itself, on emulated NVMe devices, is what tests/storage/test_nvme_device.py is for.
 """
 
 import ctypes

@@ -138,13 +138,12 @@ def _beside_training(  # pragma: gpu
     example = torch.zeros(_BATCH_BYTES, dtype=torch.uint8, device=device)
     for _ in range(3):
         step(example)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
     for _ in range(10):
         step(example)
-    end.record()
-    end.synchronize()
-    step_s = start.elapsed_time(end) / 1e4
+    torch.cuda.synchronize(device)
+    step_s = (time.perf_counter() - start) / 10
     steps = max(1, round(0.9 * _BATCH_BYTES / alone_bytes_per_s / step_s))
 
     def train(rows: torch.Tensor) -> None:

@@ -7,11 +7,14 @@ returned, because a path that was asked for is not always the path that was take
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from torchstorm.errors import StorageError
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +90,7 @@ class StorageCopy:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
@@ -97,16 +101,19 @@ class StorageCopy:
         """Blocks until the copy has ended.
 
         Raises:
-            StorageError: the copy failed. Every wait raises it again.
+            StorageError: the copy failed. Every wait raises it again. Or this process was forked while it was under
+                way: it goes on in the other one.
         """
-        self._ended.wait()
+        self.ended()
         if self._error is not None:
             # The worker's traceback alone: it would grow with each wait and keep the waiters' frames alive.
             raise self._error.with_traceback(self._traceback)
 
     def ended(self) -> None:
-        """Blocks until the copy has ended, well or not."""
-        self._ended.wait()
+        """Blocks until the copy has ended, well or not. Raises StorageError where it never will, as `wait` does."""
+        if not self._ended.is_set():
+            check_process("What this copy is for", self._pid)
+            self._ended.wait()
 
     def synchronize(self) -> None:
         """Blocks until the copy has ended. Raises as `wait` does."""
@@ -138,6 +145,15 @@ class StorageCopy:
                 self._calls.append(call)
                 return
         call()
+
+
+def check_process(name: str, pid: int) -> None:
+    """Raises StorageError where this is not process `pid`, which opened `name`: threads do not follow a fork."""
+    if os.getpid() != pid:
+        raise StorageError(
+            f"{name} was opened by process {pid} and its threads stayed there; this is the forked process "
+            f"{os.getpid()}. Open it again in this one."
+        )
 
 
 def when_all_done(copies: Sequence[StorageCopy], call: Callable[[], None]) -> None:
@@ -204,7 +220,8 @@ class Backend(Protocol):
         """Makes durable what the copies that have ended wrote.
 
         Raises:
-            StorageError: the disk failed, now or in an earlier write-back.
+            StorageError: the disk failed, now or in an earlier write-back. Every later call raises it again, until the
+                file is opened anew: what the kernel could not write it may have dropped, and will not tell twice.
         """
 
     def info(self) -> BackendInfo:

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from torchstorm.errors import StorageError, UnsupportedError
-from torchstorm.storage.backend import StorageCopy, when_all_done
+from torchstorm.storage.backend import StorageCopy, check_process, when_all_done
 
 _LARGEST_OFFSET = 2**63 - 1
 Part = TypeVar("Part")
@@ -45,11 +45,7 @@ class RequestQueue(Generic[Part]):
 
     def check_usable(self) -> None:
         """Raises StorageError where it is closed or in a forked process."""
-        if os.getpid() != self._pid:
-            raise StorageError(
-                f"{self._name} was opened by process {self._pid} and its threads stayed there; this is the forked "
-                f"process {os.getpid()}. Open it again in this one."
-            )
+        check_process(self._name, self._pid)
         if self._closed:
             raise StorageError(f"{self._name} is closed. Open it again.")
 
@@ -74,6 +70,7 @@ class RequestQueue(Generic[Part]):
         after: Sequence[StorageCopy],
     ) -> StorageCopy:
         request = Request(tensors, num_parts)
+        check_process(self._name, self._pid)  # before the lock, which another thread may have held at the fork
         with self._idle:
             self.check_usable()
             self._outstanding += 1

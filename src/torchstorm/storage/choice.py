@@ -1,8 +1,9 @@
 """Which path bytes take between a file and memory, and why.
 
 On the host: `direct`, which goes through the page cache where the file system refuses O_DIRECT. For a GPU: `staged`,
-or `gds` where that is proven to work here and was faster in a short trial on the same file. `xnvme` takes a whole device
-and so is used only where it is asked for. Who needs a certain path names it, and gets an error where it cannot be had.
+or `gds` where that is proven to work here and was faster in a short trial on the same file. `xnvme` takes a whole
+device, and so is used only where it is asked for. Who needs a certain path names it, and gets an error where it cannot
+be had.
 """
 
 from __future__ import annotations

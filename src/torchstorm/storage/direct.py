@@ -90,6 +90,7 @@ class DirectFile:
         except OSError as error:
             self._release()
             raise _told(error, f"{self.path} cannot be made {size_bytes} bytes long: {error.strerror}.") from error
+        self._sync_error: OSError | None = None
         self._reason = "asked for"
         offset_align = address_align = 0
         if direct:
@@ -210,9 +211,19 @@ class DirectFile:
         """See `Backend`."""
         self._pool.check_usable()
         try:
+            if self._sync_error is not None:
+                raise self._sync_error
             os.fsync(self._fd)
         except OSError as error:
-            raise _told(error, f"{self.path}: making it durable failed: {error.strerror}. See dmesg.") from error
+            # The kernel tells a failed write-back once, and may have dropped what it could not write: the next fsync
+            # would say that all is well.
+            self._sync_error = OSError(error.errno, error.strerror)
+            raise _told(
+                error,
+                f"{self.path}: making it durable failed: {error.strerror}. What was written since the last flush that "
+                "went well may be lost, and no later one can change that: see dmesg, open the file again, and write "
+                "it again.",
+            ) from error
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Gives the disk's blocks under a range back; it reads as zeros then. Does nothing where it cannot."""
@@ -222,9 +233,9 @@ class DirectFile:
 
     def info(self) -> BackendInfo:
         """See `Backend`."""
-        with self._lock:
-            counters = IOCounters(*self._counts)
-            return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
+        # Without the lock, which a worker may have held when this process was forked.
+        counters = IOCounters(*self._counts)
+        return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
 
     def close(self) -> None:
         """See `Backend`."""
@@ -261,20 +272,26 @@ class DirectFile:
     def _run(self, verb: str, move: Callable[[Block], None], block: Block) -> None:
         try:
             move(block)
-        except StorageError:
+        except StorageError as error:
+            error.extent = block.start, block.stop
             raise
         except OSError as error:
-            raise self._explain(verb, block, error) from error
+            told = self._explain(verb, block, error)
+            told.extent = block.start, block.stop
+            raise told from error
 
     def _explain(self, verb: str, block: Block, error: OSError) -> StorageError:
-        space = os.fstatvfs(self._fd)
         way_out = "Check the disk and the kernel's log (dmesg)."
         if error.errno in _FULL:
-            way_out = "Free some space, raise the quota or limit (ulimit -f), or name a directory on another disk."
+            space = os.fstatvfs(self._fd)
+            way_out = (
+                f"{format_size(space.f_bavail * space.f_frsize)} are free there. Free some space, raise the quota or "
+                "limit (ulimit -f), or name a directory on another disk."
+            )
         return _told(
             error,
             f"{self.path}: {verb} {block.nbytes} bytes at offset {block.offset} failed in the block at {block.start}: "
-            f"{error.strerror}; {format_size(space.f_bavail * space.f_frsize)} are free there. {way_out}",
+            f"{error.strerror}. {way_out}",
         )
 
     def _read_block(self, block: Block) -> None:
@@ -358,7 +375,7 @@ class DirectFile:
             if count == 0:
                 if write:
                     raise OSError(errno.EIO, "the disk took none of it")
-                size_bytes = os.fstat(self._fd).st_size
+                size_bytes = os.lseek(self._fd, 0, os.SEEK_END)  # of a device, too
                 raise StorageError(
                     f"{self.path} ends too early: wanted {block.nbytes} bytes at offset {block.offset}, got "
                     f"{max(min(size_bytes - block.offset, block.nbytes), 0)}; it is {size_bytes} bytes long."

@@ -24,7 +24,7 @@ import torch
 from torchstorm.errors import ConfigError
 from torchstorm.storage.aligned import AlignedPool
 from torchstorm.storage.choice import device_of
-from torchstorm.storage.records import Request
+from torchstorm.storage.request import Request
 from torchstorm.storage.volume import Volume
 from torchstorm.transfer.engine import Engine, StreamCopy
 from torchstorm.transfer.pinned import PinnedArena, Slot, pin_memory

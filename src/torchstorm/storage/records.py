@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,12 +16,11 @@ from torchstorm.errors import ConfigError, CorruptionError, StorageError
 from torchstorm.storage.aligned import aligned_empty, memory_view
 from torchstorm.storage.backend import StorageCopy
 from torchstorm.storage.layout import CHECK_BYTES, Kind
-from torchstorm.storage.staged import StagedCopy
+from torchstorm.storage.request import Request, places
 
 _WRITTEN = 1 << 32  # of a check: there is a record
 _CHECKED_AT_ONCE = 2**24  # bytes
 _READ_FOR_ONE_BYTES = 2**15  # of checks, read as fast as a system call for one alone
-_numbers = itertools.count(1)
 
 
 class Owner(Protocol):
@@ -40,74 +37,6 @@ class Owner(Protocol):
 
     def begin_write(self, parts: Sequence[Part]) -> Request:
         """Begins to write."""
-
-
-class Request:
-    """A read or a write under way.
-
-    Attributes:
-        id: its number in this process.
-    """
-
-    def __init__(self, copy: StorageCopy, parts: Sequence[Part | Rows], *, reads: bool) -> None:
-        self.id = next(_numbers)
-        self._copy = copy
-        self._parts: Sequence[Part | Rows] | None = parts
-        self._unverified = reads
-        self._lock = threading.Lock()
-
-    def wait(self, stream: torch.cuda.Stream | None = None, *, verify: bool = True) -> None:
-        """Blocks the host until the disk has done its part, and compares what was read with its checks.
-
-        What is still on its way to a GPU then, a stream is made to wait for.
-
-        Args:
-            stream: that stream; None for the current one.
-            verify: False leaves the comparison out.
-
-        Raises:
-            CorruptionError: a record is not what was written, or never was; every wait raises it again.
-            StorageError: the disk failed, or the request was released.
-        """
-        parts = self._held()
-        if isinstance(self._copy, StagedCopy):
-            self._copy.wait(stream)
-        else:
-            self._copy.wait()
-        with self._lock:
-            if self._unverified and verify:
-                for part in parts:
-                    part.verify()
-                self._unverified = False
-
-    def result(self) -> torch.Tensor:
-        """Waits for a read of one part, and returns what it read. Raises as `wait` does."""
-        self.wait()
-        (part,) = self._held()
-        return part.tensor
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not. Never blocks."""
-        self._held()
-        return self._copy.done()
-
-    def ended(self) -> None:
-        """Blocks until the disk has done its part, well or not."""
-        self._copy.ended()
-
-    def release(self) -> None:
-        """Lets go of its tensors; it runs to its end by itself.
-
-        Raises:
-            StorageError: it was released before.
-        """
-        self._held()
-        self._parts = None
-
-    def _held(self) -> Sequence[Part | Rows]:
-        if self._parts is None:
-            raise StorageError(f"Request {self.id} was released: ask again for what it was about.")
-        return self._parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +207,11 @@ class Part:
         self._seen: list[int] = []  # checks of records that have passed
         self._sum = self._num_summed = 0  # of the one that is passing
 
+    def named(self, extent: tuple[int, int]) -> str:
+        """See `Piece`."""
+        found = places(self.offset, self.tensor.nbytes, self._records.kind.record_bytes, extent)
+        return f"{_which(self._first + found.start, len(found))} of {self._records.where}" if found else ""
+
     @property
     def has_checks(self) -> bool:
         """Whether its kind has checks."""
@@ -310,7 +244,7 @@ class Part:
         return [_WRITTEN + crc32(data[n * size : (n + 1) * size]) for n in range(len(host))]
 
     def note(self, seals: Sequence[int]) -> None:
-        """The records lie on the disk now. Raises OSError where their checks cannot be written."""
+        """The records lie on the disk now. Raises StorageError where their checks cannot be written."""
         if self._records.checks is not None:
             self._records.checks.write(self._first, seals)
 
@@ -340,6 +274,18 @@ class Rows:
         self._records, self._numbers = records, numbers
         self._seen = [0] * len(numbers)
 
+    def named(self, extent: tuple[int, int]) -> str:
+        """See `Piece`."""
+        start, stop = extent
+        size = self._records.kind.record_bytes
+        there = [
+            int(number)
+            for number, offset in zip(self._numbers, self.offsets, strict=True)
+            if offset < stop and offset + size > start
+        ]
+        more = f" and {len(there) - 1} others" if len(there) > 1 else ""
+        return f"record {there[0]}{more} of {self._records.where}" if there else ""
+
     def look(self, row: int, data: memoryview) -> None:
         """A record has come."""
         self._seen[row] = _WRITTEN + crc32(data)
@@ -368,19 +314,18 @@ class Checks:
     Args:
         fd: of the file, through the page cache.
         start_bytes: where the first one is.
-        path: for messages.
+        where: for messages: "kind 'x' of /a.storm".
     """
 
-    def __init__(self, fd: int, start_bytes: int, path: str) -> None:
-        self._fd, self._start, self._path = fd, start_bytes, path
+    def __init__(self, fd: int, start_bytes: int, where: str) -> None:
+        self._fd, self._start, self._where = fd, start_bytes, where
 
     def read(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        """Those of some records."""
+        """Those of some records. Raises StorageError where the disk failed or the file ends before."""
         if self._fd < 0:
-            raise StorageError(f"{self._path} is closed, so what was read cannot be held against its checks.")
-        data = os.pread(self._fd, count * CHECK_BYTES, self._start + first * CHECK_BYTES)
-        if len(data) < count * CHECK_BYTES:
-            raise StorageError(f"{self._path} ends before its checks do: it was cut off. Restore it from a copy.")
+            raise StorageError(f"{self._where} is closed, so what was read cannot be held against its checks.")
+        data = bytearray(count * CHECK_BYTES)
+        self._move(os.preadv, "reading", first, memoryview(data))
         return np.frombuffer(data, dtype="<u8")
 
     def close(self) -> None:
@@ -388,8 +333,26 @@ class Checks:
         self._fd = -1
 
     def write(self, first: int, checks: Sequence[int]) -> None:
-        """Those of some records; the page cache takes all of them or raises."""
-        os.pwrite(self._fd, np.array(checks, dtype="<u8").tobytes(), self._start + first * CHECK_BYTES)
+        """Those of some records; all are written, or it raises StorageError."""
+        self._move(os.pwritev, "writing", first, memoryview(np.array(checks, dtype="<u8").tobytes()))
+
+    def _move(
+        self, call: Callable[[int, Sequence[memoryview], int], int], verb: str, first: int, view: memoryview
+    ) -> None:
+        offset, done = self._start + first * CHECK_BYTES, 0
+        while done < len(view):
+            try:
+                count = call(self._fd, [view[done:]], offset + done)
+            except OSError as failed:
+                error = StorageError(
+                    f"{self._where}: {verb} the checks of {_which(first, len(view) // CHECK_BYTES)} failed at offset "
+                    f"{offset}: {failed.strerror}. Check the disk and the kernel's log (dmesg)."
+                )
+                error.errno = failed.errno
+                raise error from failed
+            if not count:
+                raise StorageError(f"{self._where}: its file was cut off before its checks. Restore it from a copy.")
+            done += count
 
 
 class SealedWrite(StorageCopy):
@@ -398,15 +361,11 @@ class SealedWrite(StorageCopy):
     Args:
         copy: of the records.
         parts: what is written.
-        ended: told with what it failed, or None, just before it has ended.
     """
 
-    def __init__(
-        self, copy: StorageCopy, parts: Sequence[Part], ended: Callable[[SealedWrite, BaseException | None], None]
-    ) -> None:
+    def __init__(self, copy: StorageCopy, parts: Sequence[Part]) -> None:
         super().__init__()
-        self.is_over = False  # for `ended` to set
-        self._copy, self._told = copy, ended
+        self._copy = copy
         # Of host memory at once: it may change as soon as the write has ended.
         self._parts = [(part, part.seal() if part.is_on_host else None) for part in parts if part.has_checks]
         copy.when_done(self._seal)
@@ -416,10 +375,9 @@ class SealedWrite(StorageCopy):
         try:
             for part, seals in self._parts if error is None else ():
                 part.note(part.seal() if seals is None else seals)
-        except OSError as failed:
-            error = StorageError(f"Writing the checks of records failed: {failed.strerror}.")
+        except StorageError as failed:
+            error = failed
         self._parts = []
-        self._told(self, error)
         self.finish(error)
 
 
@@ -438,3 +396,7 @@ def _tell(where: str, unwritten: Sequence[int], damaged: Sequence[int]) -> None:
 
 def _more(numbers: Sequence[int]) -> str:
     return f", nor what it should be are {len(numbers) - 1} others" if len(numbers) > 1 else ""
+
+
+def _which(first: int, count: int) -> str:
+    return f"record {first}" if count == 1 else f"records {first} to {first + count - 1}"

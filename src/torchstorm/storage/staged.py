@@ -162,10 +162,11 @@ class StagedFile:
     def info(self) -> BackendInfo:
         """See `Backend`."""
         below = self.below.info()
+        why = f"; {self.why}" if self.why else ""
         return replace(
             below,
             path="staged",
-            reason=f"{self._shape} and a copy stream, above {below.path}: {below.reason}{'; ' * bool(self.why)}{self.why}",
+            reason=f"{self._shape} and a copy stream, above {below.path}: {below.reason}{why}",
             counters=replace(below.counters, link_in_bytes=self._in.moved_bytes, link_out_bytes=self._out.moved_bytes),
         )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -28,9 +27,11 @@ from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy
 from torchstorm.storage.choice import open_file
+from torchstorm.storage.device import size_bytes, sync_directory
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.layout import Kind, Layout, header_bytes
-from torchstorm.storage.records import Checks, Part, Records, Request, Rows, SealedWrite
+from torchstorm.storage.records import Checks, Part, Records, Rows, SealedWrite
+from torchstorm.storage.request import Request, Writes
 from torchstorm.storage.staged import StagedFile
 
 
@@ -51,14 +52,17 @@ class Volume:
         self.device = file.device
         self._file = file
         self._read_only = read_only
-        self._lock = threading.Lock()
-        self._running: set[SealedWrite] = set()
-        self._failed: BaseException | None = None
-        fd = os.open(self.path, os.O_RDONLY if read_only else os.O_RDWR)  # for checks, through the page cache
+        self._writes = Writes(file.path)
+        try:
+            fd = os.open(self.path, os.O_RDONLY if read_only else os.O_RDWR)  # for checks, through the page cache
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be opened for its checks: {error.strerror}.") from error
         self._release = weakref.finalize(self, os.close, fd)
         self._kinds: dict[str | int, Records] = {}
         for name, kind in kinds.items():
-            checks = None if kind.checks_bytes is None else Checks(fd, kind.checks_bytes, self.path)
+            checks = (
+                None if kind.checks_bytes is None else Checks(fd, kind.checks_bytes, f"kind {name!r} of {self.path}")
+            )
             self._kinds[name] = Records(self, name, kind, checks)
 
     @staticmethod
@@ -98,6 +102,7 @@ class Volume:
             # Last, so that what broke off before is no volume.
             file.write_from(torch.frombuffer(bytearray(layout.header()), dtype=torch.uint8), 0)
             file.sync()
+            sync_directory(os.path.dirname(file.path) or ".")
             return Volume(file, layout.kinds, read_only=False)
         except BaseException:
             file.close()
@@ -125,7 +130,7 @@ class Volume:
         """
         file = open_file(path, device=device, require=require, read_only=read_only)
         try:
-            size = os.stat(path).st_size
+            size = size_bytes(file.path)
             page = _bytes_of(file, min(size, mmap.PAGESIZE))
             layout = Layout.read(file.path, _bytes_of(file, min(size, header_bytes(file.path, page))), size)
             return Volume(file, layout.kinds, read_only=read_only)
@@ -163,8 +168,7 @@ class Volume:
                 )
         file = open_file(path, device=device, require=require, read_only=read_only)
         try:
-            with open(path, "rb") as plain:
-                size = plain.seek(0, os.SEEK_END)  # of a device, too
+            size = size_bytes(file.path)
             for name, kind in kinds.items():
                 assert kind.start_bytes is not None
                 stop = kind.start_bytes + kind.nbytes
@@ -223,10 +227,8 @@ class Volume:
         if self._read_only:
             raise StorageError(f"{self.path} is open for reading only: open it with read_only=False to write.")
         copy = self._queue(self._file.write_batch_async, parts)
-        write = SealedWrite(copy, parts, self._note_end)
-        with self._lock:
-            if not write.is_over:
-                self._running.add(write)
+        write = SealedWrite(copy, parts)
+        self._writes.add(write, parts)
         return Request(write, parts, reads=False)
 
     def _queue(self, begin: Callable[..., StorageCopy], parts: Sequence[Part]) -> StorageCopy:
@@ -240,27 +242,14 @@ class Volume:
 
         return begin(requests, look=look)
 
-    def _note_end(self, write: SealedWrite, error: BaseException | None) -> None:
-        with self._lock:
-            write.is_over = True
-            self._running.discard(write)
-            self._failed = self._failed or error
-
     def flush(self) -> None:
         """Makes durable what was written: waits for all writes that this object began, then for the disk.
 
         Raises:
-            StorageError: the disk failed, now or in a write since the last flush.
+            StorageError: the disk failed in a write since the last flush, which is named; or it failed to make
+                durable what it took, which every later flush tells again, until the volume is opened anew.
         """
-        with self._lock:
-            running = list(self._running)
-        for write in running:
-            write.ended()
-        with self._lock:
-            failed, self._failed = self._failed, None
-        if failed is not None:
-            raise StorageError(f"{self.path}: a write since the last flush failed, so not all is durable.") from failed
-        self._file.sync()
+        self._writes.flush(self._file.sync)
 
     def info(self) -> BackendInfo:
         """Which path is in use and why, with the counters that prove it."""

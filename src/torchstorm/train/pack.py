@@ -26,7 +26,7 @@ from torchstorm.errors import ConfigError, DataError, StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.layout import Kind, Layout
-from torchstorm.storage.records import Request
+from torchstorm.storage.request import Request
 from torchstorm.storage.volume import Volume
 from torchstorm.train.arrays import ArrayFile
 from torchstorm.train.checkpoint import sync

@@ -29,7 +29,7 @@ from torchstorm.errors import CheckpointError, ConfigError, DataError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.layout import MAGIC
-from torchstorm.storage.records import Request
+from torchstorm.storage.request import Request
 from torchstorm.storage.volume import Volume
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.data import (

@@ -1,0 +1,230 @@
+"""A device or a file as numbered sectors: the level below a volume, without kinds, checks or a table.
+
+with NVMe("/dev/nvme0n1") as device:
+    device.read(0, 8)                       # (8, 512) uint8
+    device.read_async(8, 8, out).wait()     # any dtype of 8 sectors' bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from torchstorm.errors import ConfigError, StorageError
+from torchstorm.sizes import format_size
+from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.backend import BackendInfo
+from torchstorm.storage.choice import open_file
+from torchstorm.storage.device import check_unused, is_block_device, sector_bytes, size_bytes
+from torchstorm.storage.request import Request, Writes, places
+
+
+class NVMe:
+    """The sectors of a block device or a file, read and written by number (LBA). Safe to use from several threads.
+
+    A file's last bytes that do not fill a sector belong to none, and are never touched.
+
+    Args:
+        path: a block device, or a file that exists.
+        sector_bytes: of one sector; None asks the device, and takes 512 for a file.
+        read_only: opens it for reading alone.
+        allow_mounted: writes to a device even where it is mounted, swap, or part of a RAID.
+        device: a GPU whose tensors are to be read and written, too.
+        require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
+
+    Attributes:
+        path: as given.
+        sector_bytes: of one sector.
+        num_sectors: how many there are, numbered from 0.
+        read_only: whether it is open for reading alone.
+
+    Raises:
+        ConfigError: `sector_bytes` is no size, or not whole sectors of the device.
+        StorageError: it is neither a file nor a block device, cannot be opened, holds no sector, or is to be written
+            but in use.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        sector_bytes: int | None = None,
+        read_only: bool = True,
+        allow_mounted: bool = False,
+        device: torch.device | str | None = None,
+        require: str | None = None,
+    ) -> None:
+        self.path, self.read_only = os.fspath(path), read_only
+        self.sector_bytes = _sector_bytes(self.path, sector_bytes)
+        if is_block_device(self.path) and not read_only and not allow_mounted:
+            check_unused(self.path)
+        size = size_bytes(self.path)
+        self.num_sectors = size // self.sector_bytes
+        if not self.num_sectors:
+            raise StorageError(
+                f"{self.path} is too small: it has {size} bytes, and a sector takes {self.sector_bytes}. Name another, "
+                "or give a smaller sector_bytes."
+            )
+        self._file = open_file(self.path, device=device, require=require, read_only=read_only)
+        self._writes = Writes(self.path)
+
+    def read(self, lba: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Reads sectors lba to lba + count - 1.
+
+        Args:
+            lba: number of the first.
+            count: how many.
+            out: contiguous, of any dtype and shape with count * sector_bytes bytes; made where left out.
+
+        Returns:
+            `out`; or (count, sector_bytes) uint8 on the CPU.
+
+        Raises:
+            ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
+            StorageError: the disk failed, or it is closed.
+        """
+        return self.read_async(lba, count, out).result()
+
+    def read_async(
+        self, lba: int, count: int, out: torch.Tensor | None = None, stream: torch.cuda.Stream | None = None
+    ) -> Request:
+        """Begins `read`; `out` must not be looked at before the request's `wait` has returned.
+
+        Args:
+            lba: number of the first.
+            count: how many.
+            out: as for `read`.
+            stream: for an `out` on a GPU, the stream that waits for it; None for the current one.
+        """
+        part = self._sectors(lba, count, out, stream)
+        with _on(stream):
+            copy = self._file.read_batch_async([(part.tensor, part.offset)])
+        return Request(copy, [part], reads=True, stream=stream)
+
+    def write(self, lba: int, count: int, source: torch.Tensor) -> None:
+        """Writes sectors lba to lba + count - 1, not yet durable.
+
+        Args:
+            lba: number of the first.
+            count: how many.
+            source: contiguous, of any dtype and shape with count * sector_bytes bytes.
+
+        Raises:
+            ConfigError: they are not all there, or `source` is not such a tensor; nothing is written.
+            StorageError: the disk failed, or it is closed or open for reading only.
+        """
+        self.write_async(lba, count, source).wait()
+
+    def write_async(
+        self, lba: int, count: int, source: torch.Tensor, stream: torch.cuda.Stream | None = None
+    ) -> Request:
+        """Begins `write`; `source` must stay unchanged until the request has ended.
+
+        Args:
+            lba: number of the first.
+            count: how many.
+            source: as for `write`.
+            stream: for a `source` on a GPU, the stream that makes it; None for the current one.
+        """
+        part = self._sectors(lba, count, source, stream)
+        if self.read_only:
+            raise StorageError(f"{self.path} is open for reading only: open it with read_only=False to write.")
+        with _on(stream):
+            copy = self._file.write_batch_async([(part.tensor, part.offset)])
+        self._writes.add(copy, [part])
+        return Request(copy, [part], reads=False, stream=stream)
+
+    def flush(self) -> None:
+        """Makes durable what was written: waits for all writes that this object began, then for the disk.
+
+        Raises:
+            StorageError: the disk failed in a write since the last flush, which is named; or it failed to make
+                durable what it took, which every later flush tells again, until it is opened anew.
+        """
+        self._writes.flush(self._file.sync)
+
+    def info(self) -> BackendInfo:
+        """Which path is in use and why, with the counters that prove it."""
+        return self._file.info()
+
+    def close(self) -> None:
+        """Lets requests under way end, and gives back the file and its threads. Closing twice does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        size = format_size(self.num_sectors * self.sector_bytes)
+        use = "reading only" if self.read_only else "reading and writing"
+        return f"NVMe({self.path!r}, {self.num_sectors} sectors of {self.sector_bytes} bytes, {size}, {use})"
+
+    def _sectors(self, lba: int, count: int, tensor: torch.Tensor | None, stream: torch.cuda.Stream | None) -> _Sectors:
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in (lba, count)):
+            raise ConfigError(f"{self.path}: sectors {lba!r} and on, {count!r} of them; give whole numbers.")
+        if lba < 0 or count < 0 or lba + count > self.num_sectors:
+            raise ConfigError(
+                f"{self.path}: {count} sectors from {lba} on were asked for, but there are {self.num_sectors} of "
+                f"{self.sector_bytes} bytes, from 0 to {self.num_sectors - 1}."
+            )
+        nbytes = count * self.sector_bytes
+        if tensor is None:
+            tensor = aligned_empty(nbytes).view(count, self.sector_bytes)
+        elif tensor.nbytes != nbytes:
+            raise ConfigError(
+                f"{self.path}: {count} sectors of {self.sector_bytes} bytes take a tensor of {nbytes} bytes, but this "
+                f"one has {tensor.nbytes}: {tuple(tensor.shape)} {tensor.dtype}."
+            )
+        elif not tensor.is_contiguous():
+            raise ConfigError(
+                f"{self.path}: a contiguous tensor is needed, but this one is {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}. Pass tensor.contiguous()."
+            )
+        if stream is not None and tensor.device.type != "cuda":
+            raise ConfigError(
+                f"{self.path}: stream={stream} was given for a tensor on {tensor.device}, but only one on a GPU waits "
+                "on a stream. Leave it out."
+            )
+        return _Sectors(self, lba, tensor)
+
+
+class _Sectors:
+    """Neighbouring sectors, and the tensor that they go to or come from; a `Piece`."""
+
+    def __init__(self, device: NVMe, first: int, tensor: torch.Tensor) -> None:
+        self.tensor, self.offset = tensor, first * device.sector_bytes
+        self._first = first
+        self._path, self._sector_bytes = device.path, device.sector_bytes
+
+    def named(self, extent: tuple[int, int]) -> str:
+        """See `Piece`."""
+        found = places(self.offset, self.tensor.nbytes, self._sector_bytes, extent)
+        first, last = self._first + found.start, self._first + found.stop - 1
+        return f"{f'sector {first}' if first == last else f'sectors {first} to {last}'} of {self._path}"
+
+    def verify(self) -> None:
+        """See `Piece`. Sectors have no checks."""
+
+
+def _sector_bytes(path: str, given: int | None) -> int:
+    found = sector_bytes(path)
+    if given is None:
+        return found
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise ConfigError(f"sector_bytes={given!r}, but it is a whole number of at least 1.")
+    if is_block_device(path) and given % found:
+        raise ConfigError(f"sector_bytes={given}, but {path} has sectors of {found} bytes: give a multiple of that.")
+    return given
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext()
