@@ -308,7 +308,7 @@ class GdsFile:
                         f"{piece.offset} failed in the block at {piece.start + done}: {error}. See cufile.log and the "
                         "kernel's log (dmesg)."
                     )
-                    told.errno = error.errno
+                    told.errno, told.extent = error.errno, (piece.start + done, piece.start + piece.row.nbytes)
                     raise told from error
                 break
             self._counted(write, count)
@@ -335,10 +335,12 @@ class GdsFile:
             self._counts[2 * write + 1] += count
 
     def _too_short(self, piece: _Piece, size_bytes: int) -> StorageError:
-        return StorageError(
+        error = StorageError(
             f"{self.path} ends too early: wanted {piece.nbytes} bytes at offset {piece.offset}, got "
             f"{max(min(size_bytes - piece.offset, piece.nbytes), 0)}; it is {size_bytes} bytes long."
         )
+        error.extent = piece.start, piece.start + piece.row.nbytes
+        return error
 
 
 class _Piece(NamedTuple):
