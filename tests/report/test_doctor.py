@@ -162,3 +162,9 @@ def test_the_gpu_here_is_examined(tmp_path: Path) -> None:
     assert report.gpus[0].name == torch.cuda.get_device_name(0)
     assert 0 < report.gpus[0].free_bytes <= report.gpus[0].total_bytes
     assert report.gpus[0].link.d2h_bytes_per_s > 1e9
+
+
+def test_it_says_why_gds_and_xnvme_are_not_in_use(tmp_path: Path) -> None:
+    active = examine(tmp_path).active
+    assert any(line.startswith("GPUDirect Storage: not in use: ") for line in active)
+    assert any(line.startswith("xNVMe: ") and ("make xnvme" in line or "require='xnvme'" in line) for line in active)

@@ -27,7 +27,9 @@ from torchstorm.offload.measure import LinkSpeed, cpu_name, measure_link
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
+from torchstorm.storage.gds_guard import why_not
 from torchstorm.storage.measure import measure_disk
+from torchstorm.storage.xnvme_library import load_library
 
 _PROBE_BYTES = 2**20
 
@@ -106,7 +108,7 @@ class DoctorReport:
         why_no_gpu: why there is none, "" where there is one.
         ram: host memory.
         disk: the disk.
-        active: the paths that a Session takes here, and why, a sentence each.
+        active: the paths that a Session and files take here, and why, a sentence each.
     """
 
     versions: dict[str, str]
@@ -185,7 +187,7 @@ def examine(directory: str | os.PathLike[str] = ".") -> DoctorReport:
         why_no_gpu="" if gpus else _why_no_gpu(),
         ram=_examine_ram(gpus),
         disk=disk,
-        active=_active(gpus, disk),
+        active=(*_active(gpus, disk), *_storage_paths()),
     )
 
 
@@ -318,6 +320,19 @@ def _nvcc() -> str:
         return f"does not run: {error}"
     release = re.search(r"release ([0-9.]+)", told)
     return f"{release[1] if release else 'of unknown version'} ({compiler})"
+
+
+def _storage_paths() -> tuple[str, ...]:
+    """What volumes and files can take besides, and why not."""
+    why_no_gds = why_not()
+    try:
+        library = f"{load_library()[1]}, for a device that is named (require='xnvme')"
+    except StorageError as error:
+        library = f"not to be had: {error}"
+    return (
+        f"GPUDirect Storage: {f'not in use: {why_no_gds}' if why_no_gds else 'tried, and proven, for each file'}",
+        f"xNVMe: {library}",
+    )
 
 
 def _active(gpus: tuple[GpuReport, ...], disk: DiskReport) -> tuple[str, ...]:
