@@ -26,7 +26,7 @@ from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import pin_memory
 
 # Many small records are asked for at once; more threads than that wait for each other.
-_THREADS = min(32, 8 + 2 * (os.cpu_count() or 1))
+_THREADS = min(16, 8 + (os.cpu_count() or 1))
 
 Path = Literal["direct", "buffered", "staged", "gds", "xnvme"]
 _ON_HOST = ("direct", "buffered", "xnvme")

@@ -230,6 +230,10 @@ class _Slot:
     copies: list[StreamCopy] = field(default_factory=list)
     error: BaseException | None = None
 
+    def has_come(self) -> bool:
+        """Whether the disk has done its part."""
+        return self.error is not None or all(request.done() for request in self.requests)
+
 
 class _Epoch:
     """The thread that reads one epoch ahead, and what it shares with the one that takes batches."""
@@ -323,7 +327,7 @@ class _Epoch:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or asked or self._stopped):
+                    while not (self._waiting or self._stopped or (asked and asked[0].has_come())):
                         self._changed.wait()
                     if self._stopped:
                         return
@@ -333,7 +337,8 @@ class _Epoch:
                     self._begin(slot, next_batch)
                     next_batch += 1
                     asked.append(slot)
-                self._finish(asked.popleft())
+                if asked and asked[0].has_come():
+                    self._finish(asked.popleft())
         finally:
             for slot in asked:
                 self._let_end(slot)
@@ -350,8 +355,14 @@ class _Epoch:
                     slot.requests.append(records.read_async(int(numbers[0]), len(numbers), slot.host[name]))
                 else:
                     slot.requests.append(records.read_rows_async(numbers, slot.host[name], verify=self._verify))
+            for request in slot.requests:
+                request.when_ended(self._wake)
         except BaseException as error:
             slot.error = error
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _finish(self, slot: _Slot) -> None:
         """Waits for a batch, and sends it on its way to the device."""

@@ -94,6 +94,10 @@ class Request:
         """Blocks until the disk has done its part, well or not."""
         self._copy.ended()
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Calls `call` when the disk has done its part, well or not; it must not raise or wait."""
+        self._copy.when_done(call)
+
     def release(self) -> None:
         """Lets go of its tensors; it runs to its end by itself.
 
