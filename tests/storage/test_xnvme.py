@@ -22,10 +22,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage.any_range import RANGES, check_any_range
-from torchstorm.errors import StorageError, UnsupportedError
-from torchstorm.storage import xnvme, xnvme_library, xnvme_queues
+from torchstorm.errors import ConfigError, StorageError, UnsupportedError
+from torchstorm.storage import choice, xnvme, xnvme_library, xnvme_queues
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, StorageCopy
+from torchstorm.storage.nvme import NVMe
 from torchstorm.storage.xnvme import XnvmeDevice
 
 SIZE = 2**20
@@ -177,6 +178,25 @@ def test_a_failed_command_tells_its_status_and_only_its_request_fails(opened: Op
     assert bytes(whole.tolist()) == disk.read_bytes()[:8192]
 
 
+def test_sectors_by_number_are_the_drives_own(opened: Open, monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    monkeypatch.setattr(choice, "XnvmeDevice", lambda _, read_only: opened("sector=4096&error=9", read_only=read_only))
+    content = disk.read_bytes()
+    with NVMe("/dev/ng0n1", require="xnvme", read_only=False) as device:
+        assert (device.sector_bytes, device.num_sectors, device.info().path) == (4096, 256, "xnvme")
+        assert device.read(3, 2).numpy().tobytes() == content[3 * 4096 : 5 * 4096]
+        with pytest.raises(StorageError, match=r"^sector 9 of /dev/ng0n1: .*disk.*: reading 4096 bytes"):
+            device.read(9, 1)
+        with pytest.raises(StorageError, match=r"^sector 9 of .* writing 4096 bytes"):
+            device.write(9, 1, torch.zeros(4096, dtype=torch.uint8))
+        with pytest.raises(StorageError, match=r"a write since the last flush failed, .* sector 9 of"):
+            device.flush()
+        device.write(255, 1, torch.ones(1024))
+        device.flush()
+        assert bool((device.read(255, 1).view(torch.float32) == 1).all())
+    with pytest.raises(ConfigError, match=r"sector_bytes=512, but .* has sectors of 4096 bytes"):
+        NVMe("/dev/ng0n1", require="xnvme", sector_bytes=512)
+
+
 def test_a_short_completion_is_an_error(opened: Open) -> None:
     with pytest.raises(StorageError, match="sectors 3 to 3: the drive moved 256 of 512 bytes"):
         opened("short=3").read_into(aligned_empty(512), 1536)
@@ -190,6 +210,20 @@ def test_a_refused_command_is_an_error(opened: Open) -> None:
             device.read_into(aligned_empty(512), 0)
     finally:
         device._target.library.xnvme_nvm_read = real
+
+
+def test_a_flush_that_failed_is_told_by_every_later_one(opened: Open) -> None:
+    device = opened()
+    device.sync()
+    device._library.xnvme_cmd_pass, real = (lambda *_: -5), device._library.xnvme_cmd_pass
+    try:
+        with pytest.raises(StorageError, match="making it durable failed: Input/output error"):
+            device.sync()
+    finally:
+        device._library.xnvme_cmd_pass = real
+    with pytest.raises(StorageError, match="making it durable failed: Input/output error") as caught:
+        device.sync()
+    assert caught.value.errno == 5
 
 
 @pytest.mark.parametrize("asynchronous", ["io_uring_cmd", "io_uring"])

@@ -17,10 +17,11 @@ import torch
 from torchstorm.errors import ConfigError, StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
-from torchstorm.storage.backend import BackendInfo
+from torchstorm.storage.backend import Backend, BackendInfo
 from torchstorm.storage.choice import open_file
 from torchstorm.storage.device import check_unused, is_block_device, sector_bytes, size_bytes
 from torchstorm.storage.request import Request, Writes, places
+from torchstorm.storage.xnvme import XnvmeDevice
 
 
 class NVMe:
@@ -29,10 +30,10 @@ class NVMe:
     A file's last bytes that do not fill a sector belong to none, and are never touched.
 
     Args:
-        path: a block device, or a file that exists.
+        path: a block device, or a file that exists; for require="xnvme" whatever `XnvmeDevice` takes.
         sector_bytes: of one sector; None asks the device, and takes 512 for a file.
         read_only: opens it for reading alone.
-        allow_mounted: writes to a device even where it is mounted, swap, or part of a RAID.
+        allow_mounted: writes to a device even where it is mounted, swap, or part of a RAID; never by xNVMe.
         device: a GPU whose tensors are to be read and written, too.
         require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
@@ -59,17 +60,14 @@ class NVMe:
         require: str | None = None,
     ) -> None:
         self.path, self.read_only = os.fspath(path), read_only
-        self.sector_bytes = _sector_bytes(self.path, sector_bytes)
-        if is_block_device(self.path) and not read_only and not allow_mounted:
-            check_unused(self.path)
-        size = size_bytes(self.path)
-        self.num_sectors = size // self.sector_bytes
-        if not self.num_sectors:
-            raise StorageError(
-                f"{self.path} is too small: it has {size} bytes, and a sector takes {self.sector_bytes}. Name another, "
-                "or give a smaller sector_bytes."
-            )
+        if require != "xnvme" and is_block_device(self.path) and not read_only and not allow_mounted:
+            check_unused(self.path)  # xNVMe looks for itself
         self._file = open_file(self.path, device=device, require=require, read_only=read_only)
+        try:
+            self.sector_bytes, self.num_sectors = _geometry(self._file, sector_bytes)
+        except BaseException:
+            self._file.close()
+            raise
         self._writes = Writes(self.path)
 
     def read(self, lba: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -215,15 +213,27 @@ class _Sectors:
         """See `Piece`. Sectors have no checks."""
 
 
-def _sector_bytes(path: str, given: int | None) -> int:
-    found = sector_bytes(path)
-    if given is None:
-        return found
-    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
-        raise ConfigError(f"sector_bytes={given!r}, but it is a whole number of at least 1.")
-    if is_block_device(path) and given % found:
-        raise ConfigError(f"sector_bytes={given}, but {path} has sectors of {found} bytes: give a multiple of that.")
-    return given
+def _geometry(file: Backend, given: int | None) -> tuple[int, int]:
+    """Bytes of a sector, and how many there are."""
+    is_device = isinstance(file, XnvmeDevice) or is_block_device(file.path)
+    if isinstance(file, XnvmeDevice):  # which may be no file at all
+        found, size = file.sector_bytes, file.size_bytes
+    else:
+        found, size = sector_bytes(file.path), size_bytes(file.path)
+    if given is not None:
+        if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+            raise ConfigError(f"sector_bytes={given!r}, but it is a whole number of at least 1.")
+        if is_device and given % found:
+            raise ConfigError(
+                f"sector_bytes={given}, but {file.path} has sectors of {found} bytes: give a multiple of that."
+            )
+        found = given
+    if size < found:
+        raise StorageError(
+            f"{file.path} is too small: it has {size} bytes, and a sector takes {found}. Name another, or give a "
+            "smaller sector_bytes."
+        )
+    return found, size // found
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:

@@ -112,6 +112,7 @@ class XnvmeDevice:
         self._queues = CommandQueues(target, queue_depth, submitters)
         self._submitters = submitters
         self._read_only = read_only
+        self._failed_flush = 0
         # At exit, or where nobody closed it: what is under way ends, then the threads.
         self._release = weakref.finalize(self, self._queues.stop_soon)
 
@@ -161,11 +162,13 @@ class XnvmeDevice:
         context = self._library.xnvme_cmd_ctx_from_dev(self._target.device)
         context.opcode = FLUSH
         context.namespace = self.namespace
-        status = self._library.xnvme_cmd_pass(ctypes.byref(context), None, 0, None, 0)
+        status = self._failed_flush or self._library.xnvme_cmd_pass(ctypes.byref(context), None, 0, None, 0)
         if status:
+            self._failed_flush = status
             raise _told(
                 abs(status),
-                f"{self.uri}: making it durable failed: {os.strerror(abs(status))}. See dmesg and the drive's own log.",
+                f"{self.uri}: making it durable failed: {os.strerror(abs(status))}. See dmesg and the drive's own log, "
+                "open it again, and write again what was written since the last flush that went well.",
             )
 
     def info(self) -> BackendInfo:
@@ -318,11 +321,13 @@ def _explain(uri: str, node: str, sector_bytes: int, piece: Piece, happened: str
     way_out = "See the drive's own log (nvme error-log) and the kernel's (dmesg)."
     if number in _GONE or (node and not os.path.exists(node)):
         way_out = "The device is gone: see `nvme list` and dmesg, and open it again when it is back."
-    return _told(
+    error = _told(
         number,
         f"{uri}: {'writing' if piece.writing else 'reading'} {block.nbytes} bytes at offset {block.offset} failed in "
         f"sectors {first} to {last}: {happened}. {way_out}",
     )
+    error.extent = block.start, block.stop
+    return error
 
 
 def _told(number: int, message: str) -> StorageError:
