@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import threading
@@ -38,6 +37,7 @@ from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_vi
 from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.blocks import Block, BlockPool, check_request
 
+_ROWS_AT_ONCE = 8
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -161,29 +161,30 @@ class DirectFile:
         view, direct_fd = memory_view(address, out.nbytes), self._direct_fd
         is_aligned = self._direct and not address % self._address_align and size <= self.block_bytes
         is_aligned = is_aligned and not any(offset % self.align_bytes for offset in (size, *offsets))
-        whole = itertools.count()  # rows that one system call brought; counting so needs no lock
 
-        def move(block: Block) -> None:
-            row = block.address
-            part = view[row * size : (row + 1) * size]
-            came = 0
-            if is_aligned:
-                with contextlib.suppress(OSError):  # told by the way that has more patience
-                    came = os.preadv(direct_fd, [part], block.start)
-            if came == size:
-                next(whole)
-            else:
-                for start, stop in self._cuts(block.start, block.stop):
-                    at = address + row * size + start - block.start
-                    self._read_block(Block(at, start, stop, block.start, size))
-            if look is not None:
-                look(row, part)
+        def patient(block: Block) -> None:
+            for start, stop in self._cuts(block.start, block.stop):
+                self._read_block(Block(block.address + start - block.start, start, stop, block.start, size))
 
-        # Of a row the number stands in for the address.
-        blocks = [Block(row, offset, offset + size, offset, size) for row, offset in enumerate(offsets)]
-        copy = self._pool.queue(blocks, partial(self._run, "reading", move), tensors=[out], after=())
-        copy.when_done(lambda: self._count(next(whole), size))
-        return copy
+        def move(rows: range) -> None:
+            num_whole = 0  # rows that one system call brought
+            for row in rows:
+                offset, part, came = offsets[row], view[row * size : (row + 1) * size], 0
+                if is_aligned:
+                    with contextlib.suppress(OSError):  # told by the way that has more patience
+                        came = os.preadv(direct_fd, [part], offset)
+                if came == size:
+                    num_whole += 1
+                else:
+                    self._run("reading", patient, Block(address + row * size, offset, offset + size, offset, size))
+                if look is not None:
+                    look(row, part)
+            self._count(num_whole, size)
+
+        # Several at a time: what is around a small read costs as much as the read.
+        step = max(1, min(_ROWS_AT_ONCE, len(offsets) // (2 * self._threads)))
+        shares = [range(row, min(row + step, len(offsets))) for row in range(0, len(offsets), step)]
+        return self._pool.queue(shares, move, tensors=[out], after=())
 
     def _count(self, num_reads: int, nbytes: int) -> None:
         with self._lock:
