@@ -55,6 +55,18 @@ def test_a_gpt_with_more_memory_is_not_slower_but_for_the_luck_of_the_search() -
         assert more <= less * 1.01
 
 
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 0.95])
+def test_where_copies_are_free_only_what_must_moves(share: float) -> None:
+    trace = gpt_trace(10)
+    kept = all_kept_bytes(trace)
+    budget = Budget(vram=int(all_away_bytes(trace) * (1 - share) + kept * share), ram=AMPLE)
+    fast_link = replace(H200, d2h_bytes_per_s=1e15, h2d_bytes_per_s=1e15)
+    plan = solve(trace, fast_link, budget)
+    assert plan.forecast.step_ms <= trace.compute_s * 1e3 * 1.001
+    largest = max(parcel.nbytes for parcel in trace.parcels)
+    assert plan.forecast.ram_bytes <= kept - budget.vram + 2 * largest
+
+
 def test_where_ram_is_short_the_disk_takes_the_rest_behind_compute() -> None:
     trace = gpt_trace(10)
     budget = Budget(vram=16 * GIB, ram=12 * GIB, disk=AMPLE)

@@ -271,8 +271,9 @@ class Session:
             self._plans.put(key, found)
             self._measured.plan_changed()
             self._stack.trim(found.forecast)
-        if shortfall is not None and (left_plan or recorder is None):
-            raise self._stack.shortfall(*shortfall)
+        if shortfall is not None:
+            is_measured = recorder is not None and not left_plan
+            self._planner.lessons.append(self._stack.judge_shortfall(*shortfall, is_measured=is_measured))
 
     def _ran_out(self, error: BaseException) -> OutOfVRAMError:
         """Drops the running step and plans such steps anew, with more slack."""

@@ -59,10 +59,19 @@ class Stack:
             return figures.ram_bytes <= self.budget.ram
         return figures.vram_bytes + more_bytes <= self.fast_bytes  # pragma: gpu
 
-    def shortfall(self, needed_bytes: int, block: str) -> BudgetError:
-        """The error for a step without a plan that needed more RAM than the budget has, where RAM is the fast tier."""
+    def judge_shortfall(self, needed_bytes: int, block: str, *, is_measured: bool) -> str:
+        """What to note of a step without a plan that needed more RAM than the budget has, where RAM is the fast tier.
+
+        Raises:
+            BudgetError: it was not a first one, which is measured, and after which a plan was found.
+        """
+        if is_measured:
+            return (
+                f"The first step, which is measured and has no plan yet, took {format_size(needed_bytes)} of ram="
+                f"{format_size(self.budget.ram)}: nowhere was room for more. More disk= keeps that one, too."
+            )
         where = f"block {block!r} alone" if block else "one moment"
-        return BudgetError(
+        raise BudgetError(
             f"ram={format_size(self.budget.ram)}, but {where} needs {format_size(needed_bytes)} at once in this step, "
             f"which differs from those before it. Give at least ram={needed_bytes} ({format_size(needed_bytes)}), or "
             "disk= where there is none.",

@@ -3,7 +3,8 @@
 Few parcels: every choice is tried. Many: parcels that are alike (bytes, the operations that make them again) form a
 class, the same tensor of every repeated block. From a few starts the search changes several members of one class at
 once, those made first or last, by large steps and then by small ones, as long as the forecast gets better; then it
-anneals.
+anneals. At last it keeps what no longer has to move: where copies hide behind compute, the forecast alone does not care,
+but they wear the disk, and on a CPU the threads that copy take their time from the same cores.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _STARTS = 2  # so many starts are followed
 _ROUNDS = 2  # of annealing
 _STEPS = 35  # of a round, per parcel; fewer where there are very many, as each takes longer
 _SMALL_STEP = 2  # members of a class that change together after annealing
+_SAME = 1e-6  # times that differ by so small a share are the same
 _GOOD = 1e-3  # a plan that costs so little beyond the model's own compute is good enough
 
 
@@ -99,8 +101,13 @@ class Search:
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
         if best.slow_over_bytes and not best.over_bytes:
             best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
-        if best.over_bytes or best.slow_over_bytes or best.seconds <= self.scheduler.compute_s * (1 + _GOOD):
+        if best.over_bytes or best.slow_over_bytes:
             return best
+        if best.seconds > self.scheduler.compute_s * (1 + _GOOD):
+            best = self._annealed(best)
+        return self._keeping_more(best)
+
+    def _annealed(self, best: Schedule) -> Schedule:
         groups = [(one.members, tuple(self._options(one))) for one in self._classes]
         num_parcels = len(self._able)
         num_steps = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
@@ -184,6 +191,25 @@ class Search:
             if found is not None:
                 yield found
 
+    def _keeping_more(self, best: Schedule) -> Schedule:
+        """As fast with less that moves: the largest are kept first, of those alike the last made, which leave last."""
+        most_s = best.seconds * (1 + _SAME)
+        step = 1 << max(len(one.members) for one in self._classes).bit_length() - 1
+        while step:
+            for one in self._by_bytes:
+                while moved := [number for number in one.members if best.choice[number] >= TO_RAM]:
+                    if self._late():
+                        return best
+                    choice = bytearray(best.choice)
+                    for number in moved[-step:]:
+                        choice[number] = KEPT
+                    found = self.attempt(bytes(choice))
+                    if found is None or found.over_bytes or found.slow_over_bytes or found.seconds > most_s:
+                        break
+                    best = found
+            step //= 2
+        return best
+
     def _climb(self, best: Schedule, step: int = 0) -> Schedule:
         step = step or 1 << max(len(one.members) for one in self._classes).bit_length() - 1
         while step:
@@ -230,4 +256,4 @@ class Search:
 def _is_better(found: Schedule, best: Schedule) -> bool:
     if (found.over_bytes, found.slow_over_bytes) != (best.over_bytes, best.slow_over_bytes):
         return found.score < best.score
-    return found.seconds < best.seconds * (1 - 1e-6)
+    return found.seconds < best.seconds * (1 - _SAME)
