@@ -182,10 +182,7 @@ def _epoch(
     if isinstance(batches, DataLoader):
         batches.dataset.rows = None  # type: ignore[attr-defined]
     gc.collect()
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+    drop_cache(path)
     numbers = []
     start = time.perf_counter()
     for rows in batches:
@@ -197,6 +194,16 @@ def _epoch(
     seconds = time.perf_counter() - start
     found = torch.cat(numbers).cpu().contiguous().view(torch.int64).flatten()
     return seconds, bool(torch.equal(found.sort().values, torch.arange(num_records)))
+
+
+def drop_cache(path: Path) -> None:
+    """Makes the file's pages leave the page cache, so that what reads it next must ask the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _make(path: Path, num_records: int, record_bytes: int) -> Volume:

@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
 
 import torch
 
@@ -20,23 +19,11 @@ from torchstorm.errors import BudgetError, StorageError
 from torchstorm.memory.disk import DiskHandle, DiskTier
 from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
 from torchstorm.storage.backend import BackendInfo
+from torchstorm.storage.staged import CopyEngine
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.pinned import PinnedArena
 
 _PAGE = 4096
-
-
-class CopyEngine(Protocol):
-    """What is needed of `transfer.engine.Engine`."""
-
-    def mark(self) -> object:
-        """A point in the caller's current stream that later copies can be queued behind."""
-
-    def copy_out(self, host: torch.Tensor, source: torch.Tensor, *, ready: Any) -> StreamCopy:
-        """Queues device -> host."""
-
-    def copy_in(self, out: torch.Tensor, host: torch.Tensor, *, ready: Any) -> StreamCopy:
-        """Queues host -> device."""
 
 
 class QueuedCopy:

@@ -3,8 +3,8 @@
 Few parcels: every choice is tried. Many: parcels that are alike (bytes, the operations that make them again) form a
 class, the same tensor of every repeated block. From a few starts the search changes several members of one class at
 once, those made first or last, by large steps and then by small ones, as long as the forecast gets better; then it
-anneals. At last it keeps what no longer has to move: where copies hide behind compute, the forecast alone does not care,
-but they wear the disk, and on a CPU the threads that copy take their time from the same cores.
+anneals. At last it keeps what no longer has to move: where copies hide behind compute, the forecast alone does not
+care, but they wear the disk, and on a CPU the threads that copy take their time from the same cores.
 """
 
 from __future__ import annotations

@@ -196,15 +196,19 @@ class Backend(Protocol):
             StorageError: the file ends before, or the disk failed.
             UnsupportedError: the tensor is not contiguous, or on another device.
         """
+        self.read_into_async(out, offset).synchronize()
 
     def write_from(self, source: torch.Tensor, offset: int) -> None:
         """Writes `source` at `offset`, not yet durable. Raises as `read_into`, or where the disk is full."""
+        self.write_from_async(source, offset).synchronize()
 
     def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
         """Begins `read_into`. What the disk raises is raised by the copy's `wait`."""
+        return self.read_batch_async([(out, offset)], after=after)
 
     def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
         """Begins `write_from`. What the disk raises is raised by the copy's `wait`."""
+        return self.write_batch_async([(source, offset)], after=after)
 
     def read_batch_async(
         self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()

@@ -12,6 +12,9 @@ through bounce buffers, one per thread at most:
   writes back dirty pages in its range first, and a direct write drops cached ones.
 - A caller that owns whole pages of the file (a spill slot) says `whole_blocks=True`: the tail is padded and direct.
 
+Many small aligned reads from all over the file (`read_rows_async`) go to the kernel many at a time, through io_uring
+where the kernel and the container have it.
+
 Where the file system refuses O_DIRECT, at open or later, all goes through the page cache, and `info()` says so.
 """
 
@@ -28,21 +31,24 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from torchstorm.errors import StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
 from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
-from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
+from torchstorm.storage.backend import Backend, BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.blocks import Block, BlockPool, check_request
+from torchstorm.storage.uring import Ring
 
-_ROWS_AT_ONCE = 8
+_RING_ENTRIES = 64
+_RING_BYTES = 2**21  # under way by one thread's ring: enough for a disk, and other threads look at theirs meanwhile
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class DirectFile:
+class DirectFile(Backend):
     """A file read and written with O_DIRECT where that is possible; a `Backend`.
 
     Args:
@@ -111,6 +117,8 @@ class DirectFile:
         self._threads = threads
         self._pool = BlockPool(self.path, threads)
         self._bounce: list[torch.Tensor] = []
+        self._rings: list[Ring] = []
+        self._has_rings = True
         self._counts = [0] * 8
         self._lock = threading.Lock()
 
@@ -118,22 +126,6 @@ class DirectFile:
     def staging_bytes(self) -> int:
         """Bytes of all bounce buffers, `threads * block_bytes`; each is allocated when it is first needed, and kept."""
         return self._threads * self.block_bytes
-
-    def read_into(self, out: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.read_batch_async([(out, offset)]).synchronize()
-
-    def write_from(self, source: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.write_batch_async([(source, offset)]).synchronize()
-
-    def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """See `Backend`."""
-        return self.read_batch_async([(out, offset)], after=after)
-
-    def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """See `Backend`."""
-        return self.write_batch_async([(source, offset)], after=after)
 
     def read_batch_async(
         self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()
@@ -158,7 +150,7 @@ class DirectFile:
         if not size:
             return self.read_batch_async([])
         address = out.data_ptr()
-        view, direct_fd = memory_view(address, out.nbytes), self._direct_fd
+        view = memory_view(address, out.nbytes)
         is_aligned = self._direct and not address % self._address_align and size <= self.block_bytes
         is_aligned = is_aligned and not any(offset % self.align_bytes for offset in (size, *offsets))
 
@@ -167,29 +159,53 @@ class DirectFile:
                 self._read_block(Block(block.address + start - block.start, start, stop, block.start, size))
 
         def move(rows: range) -> None:
-            num_whole = 0  # rows that one system call brought
-            for row in rows:
-                offset, part, came = offsets[row], view[row * size : (row + 1) * size], 0
-                if is_aligned:
-                    with contextlib.suppress(OSError):  # told by the way that has more patience
-                        came = os.preadv(direct_fd, [part], offset)
-                if came == size:
-                    num_whole += 1
-                else:
-                    self._run("reading", patient, Block(address + row * size, offset, offset + size, offset, size))
+            came = self._read_rows(address, offsets, size, rows) if is_aligned else [0] * len(rows)
+            for row, count in zip(rows, came, strict=True):
+                if count != size:
+                    start = offsets[row]
+                    self._run("reading", patient, Block(address + row * size, start, start + size, start, size))
                 if look is not None:
-                    look(row, part)
-            self._count(num_whole, size)
+                    look(row, view[row * size : (row + 1) * size])
 
-        # Several at a time: what is around a small read costs as much as the read.
-        step = max(1, min(_ROWS_AT_ONCE, len(offsets) // (2 * self._threads)))
+        step = max(1, min(_RING_ENTRIES, _RING_BYTES // size, len(offsets) // (2 * self._threads)))
         shares = [range(row, min(row + step, len(offsets))) for row in range(0, len(offsets), step)]
         return self._pool.queue(shares, move, tensors=[out], after=())
 
-    def _count(self, num_reads: int, nbytes: int) -> None:
+    def _read_rows(self, address: int, offsets: Sequence[int], size: int, rows: range) -> list[int]:
+        """Asks once for each of some rows, and says how much of it came; why one did not, the patient way tells."""
+        places = np.arange(rows.start, rows.stop)
+        ring = self._borrow_ring() if len(rows) > 1 else None
+        try:
+            if ring is None:
+                views = [memory_view(address + row * size, size) for row in rows]
+                came = [os.preadv(self._direct_fd, [view], offsets[row]) for row, view in zip(rows, views, strict=True)]
+            else:
+                wanted = np.array(offsets[rows.start : rows.stop])
+                came = ring.read(self._direct_fd, address + places * size, wanted, size).tolist()
+        except OSError:
+            return [0] * len(rows)
+        finally:
+            if ring is not None:
+                self._rings.append(ring)
+        whole = came.count(size)
+        self._count(0, whole * size, whole)
+        return came
+
+    def _borrow_ring(self) -> Ring | None:
+        """None where the kernel gives none; a thread holds one at a time, so there are never more than threads."""
+        with contextlib.suppress(IndexError):
+            return self._rings.pop()
+        if self._has_rings:
+            try:
+                return Ring(_RING_ENTRIES)
+            except OSError:
+                self._has_rings = False
+        return None
+
+    def _count(self, index: int, nbytes: int, num_requests: int) -> None:
         with self._lock:
-            self._counts[0] += num_reads * nbytes
-            self._counts[1] += num_reads
+            self._counts[index] += nbytes
+            self._counts[index + 1] += num_requests
 
     def write_batch_async(
         self,
@@ -242,6 +258,7 @@ class DirectFile:
         """See `Backend`."""
         self._pool.close()
         self._bounce.clear()
+        self._rings.clear()
         self._release()
 
     def _queue(
@@ -369,10 +386,7 @@ class DirectFile:
                 count = os.pwritev(fd, [view[done:]], offset + done)
             else:
                 count = os.preadv(fd, [view[done:]], offset + done)
-            with self._lock:
-                index = (0 if direct else 4) + (2 if write else 0)
-                self._counts[index] += count
-                self._counts[index + 1] += 1
+            self._count((0 if direct else 4) + (2 if write else 0), count, 1)
             if count == 0:
                 if write:
                     raise OSError(errno.EIO, "the disk took none of it")

@@ -77,7 +77,7 @@ class StagedCopy(StorageCopy):
         return super().done() and (self.last is None or self.last.done())
 
 
-class StagedFile:
+class StagedFile(Backend):
     """A `Backend` for tensors on one device; those on the host go straight to the file below.
 
     Args:
@@ -118,22 +118,6 @@ class StagedFile:
         self._in, self._out = _ReadLane(file, engine, ring), _WriteLane(file, engine, ring)
         self._stop = weakref.finalize(self, _stop, self._in, self._out)
         self._closed = False
-
-    def read_into(self, out: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.read_batch_async([(out, offset)]).synchronize()
-
-    def write_from(self, source: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.write_batch_async([(source, offset)]).synchronize()
-
-    def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StagedCopy:
-        """See `Backend`."""
-        return self.read_batch_async([(out, offset)], after=after)
-
-    def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StagedCopy:
-        """See `Backend`."""
-        return self.write_batch_async([(source, offset)], after=after)
 
     def read_batch_async(
         self,

@@ -31,7 +31,7 @@ import torch
 from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import round_down
-from torchstorm.storage.backend import BackendInfo, StorageCopy
+from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy
 from torchstorm.storage.blocks import Block, check_request
 from torchstorm.storage.xnvme_library import CONVENTIONAL, FLUSH, Options, load_library
 from torchstorm.storage.xnvme_queues import CommandQueues, Piece, Target, cut
@@ -43,7 +43,7 @@ _MOST_SECTORS = 2**16  # of one command
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
-class XnvmeDevice:
+class XnvmeDevice(Backend):
     """An NVMe namespace as a `Backend`.
 
     Args:
@@ -125,22 +125,6 @@ class XnvmeDevice:
     def staging_bytes(self) -> int:
         """Most bytes of the library's buffers: one per command under way, allocated when first needed, and kept."""
         return self._queues.queue_depth * self._submitters * self.command_bytes
-
-    def read_into(self, out: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.read_batch_async([(out, offset)]).synchronize()
-
-    def write_from(self, source: torch.Tensor, offset: int) -> None:
-        """See `Backend`."""
-        self.write_batch_async([(source, offset)]).synchronize()
-
-    def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """See `Backend`."""
-        return self.read_batch_async([(out, offset)], after=after)
-
-    def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """See `Backend`."""
-        return self.write_batch_async([(source, offset)], after=after)
 
     def read_batch_async(
         self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()

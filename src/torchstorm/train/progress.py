@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -23,7 +24,24 @@ _PLAIN_LINES = 10
 _PLAIN_LINE_EVERY_S = 30.0
 
 
-class Display:
+class _Shown:
+    """What there is a bar for within a `with`, or none."""
+
+    _bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class Display(_Shown):
     """Shows the steps of one run within a `with`.
 
     Args:
@@ -39,22 +57,10 @@ class Display:
         self._num_steps = num_steps
         self._line_every = max(1, num_steps // _PLAIN_LINES)
         self._last_line_s = time.monotonic()
-        self._bar: Progress | None = None
         if console.is_terminal:
             columns = ("[bold]{task.description}", BarColumn(bar_width=20), MofNCompleteColumn())
             self._bar = Progress(*columns, TextColumn("{task.fields[info]}"), TimeRemainingColumn(), console=console)
             self._task = self._bar.add_task(title, total=num_steps, completed=first_step, info="first step")
-
-    def __enter__(self) -> Display:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def step(self, info: StepInfo) -> None:
         """Shows a step that has just ended."""
@@ -73,7 +79,7 @@ class Display:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
-class BytesDisplay:
+class BytesDisplay(_Shown):
     """Shows within a `with` how many bytes of some work are done: a bar on a terminal, else nothing.
 
     Args:
@@ -83,22 +89,10 @@ class BytesDisplay:
     """
 
     def __init__(self, console: Console, title: str, *, total_bytes: int) -> None:
-        self._bar: Progress | None = None
         if console.is_terminal:
             columns = ("[bold]{task.description}", BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn())
             self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
             self._task = self._bar.add_task(title, total=total_bytes)
-
-    def __enter__(self) -> BytesDisplay:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def advance(self, nbytes: int) -> None:
         """So many more are done."""
