@@ -5,8 +5,8 @@ A rate is shown only where what was read, or written, is what it must be.
 
 from __future__ import annotations
 
+import itertools
 import json
-import random
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -237,13 +238,9 @@ def _time(
 
 def _offsets(is_random: bool, block_bytes: int, size_bytes: int) -> Iterator[int]:
     """Without end; none twice before all have come."""
-    order = list(range(size_bytes // block_bytes))
-    shuffled = random.Random(0)
-    while True:
-        if is_random:
-            shuffled.shuffle(order)
-        for number in order:
-            yield number * block_bytes
+    count = size_bytes // block_bytes
+    order = np.random.default_rng(0).permutation(count) if is_random else np.arange(count)
+    return itertools.cycle((order * block_bytes).tolist())
 
 
 def _is_right(path: Path, requests: list[tuple[torch.Tensor, int]]) -> bool:

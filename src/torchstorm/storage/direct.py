@@ -167,7 +167,7 @@ class DirectFile(Backend):
                 if look is not None:
                     look(row, view[row * size : (row + 1) * size])
 
-        step = max(1, min(_RING_ENTRIES, _RING_BYTES // size, len(offsets) // (2 * self._threads)))
+        step = max(1, min(_RING_ENTRIES, _RING_BYTES // size))
         shares = [range(row, min(row + step, len(offsets))) for row in range(0, len(offsets), step)]
         return self._pool.queue(shares, move, tensors=[out], after=())
 
