@@ -21,7 +21,7 @@ from torchstorm.storage.volume import Volume
 
 _RECORDS = (64 * 1024, 256 * 1024, 2**20)
 _BATCH_BYTES = 8 * 2**20
-_DEPTH = 4
+_DEPTH = 8
 _WORKERS = (0, 1, 2)
 _NUMBERS = 8  # bytes at the start of a record, which say which one it is
 _TURNS = 3

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -204,9 +204,7 @@ def _time(
 ) -> StorageRow:
     where = device if way == "staged" else torch.device("cpu")
     count = min(_BATCH_BYTES // block_bytes, _MOST_REQUESTS)
-    memory = aligned_empty(count * block_bytes)
-    memory.random_(generator=torch.Generator().manual_seed(1))
-    buffers = list(memory.to(where).split(block_bytes))
+    buffers = list(_noise(count * block_bytes).to(where).split(block_bytes))
     drop_cache(path)
     file = _open(path, device, way, block_bytes, depth)
     try:
@@ -234,6 +232,12 @@ def _time(
         checked=checked,
         note="" if wanted in info.reason or info.path == wanted else info.reason,
     )
+
+
+@cache
+def _noise(nbytes: int) -> torch.Tensor:
+    memory = aligned_empty(nbytes)
+    return memory.random_(generator=torch.Generator().manual_seed(1))
 
 
 def _offsets(is_random: bool, block_bytes: int, size_bytes: int) -> Iterator[int]:

@@ -64,7 +64,7 @@ class NVMeDataLoader:
         *,
         kinds: Sequence[str | int] | None = None,
         shuffle: bool = False,
-        prefetch_depth: int = 4,
+        prefetch_depth: int = 8,
         device: torch.device | str | None = None,
         seed: int = 0,
         drop_last: bool = False,
