@@ -1,0 +1,1 @@
+"""Operations with kernels of their own."""
