@@ -3,11 +3,11 @@
     m_T = max(m_0 + sum of all log f, max over j of (i_j + sum over t > j of log f_t))
 
 The outputs h do not depend on it, but C_T = e^{-m_T} C~_T and n_T do. What is handed back along m_T's own path,
-dm_T - <dC_T, C_T> - <dn_T, n_T>, goes to whichever of these won: to i_j and to the log f after it, or to m_0 and all log f.
+dm_T - <dC_T, C_T> - <dn_T, n_T>, goes to whichever of these won: to i_j and every log f after it, or to m_0 and all.
 Where several are equal the latest token wins, as it does in the limit of forget gates just below 1.
 
 Shapes: gates (B, H, S), m (B, H); packed, B = 1 in the gates and one row per sequence in m. Sums are taken in float64.
-O(S), without a loop, a wait for the GPU, or an operation that PyTorch calls nondeterministic (floating cumsum on CUDA is).
+O(S), without a wait for the GPU, and without what PyTorch calls nondeterministic, as floating cumsum on CUDA is.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _winner(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None, cu_seqle
         if cu_seqlens is None:
             start_BH = score_BHS.new_zeros(score_BHS.shape[:2]) if m0_BH is None else m0_BH.double()
             best_BH = torch.cat([start_BH[..., None], score_BHS], -1).amax(-1)
-            first_B1S = torch.where(score_BHS == best_BH[..., None], token_S, -1)
-            return F.pad(first_B1S, (1, 0), value=-1).amax(-1)
+            token_BHS = torch.where(score_BHS == best_BH[..., None], token_S, -1)
+            return F.pad(token_BHS, (1, 0), value=-1).amax(-1)
         # One row of sequences, each with its own m_0 and with the sum before its first token.
         before_HS = F.pad(sums_BHS[0], (1, 0))[:, cu_seqlens[:-1].long()]
         best_HN = -before_HS if m0_BH is None else m0_BH.double().t() - before_HS
@@ -78,7 +78,8 @@ def _winner(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None, cu_seqle
 
 
 def _sequence_of(token_S: Tensor, cu_seqlens: Tensor) -> Tensor:
-    return torch.bucketize(token_S, cu_seqlens[1:].long(), right=True)
+    found: Tensor = torch.bucketize(token_S, cu_seqlens[1:].long(), right=True)
+    return found
 
 
 def _prefix_sums(x_BHS: Tensor) -> Tensor:
@@ -89,4 +90,5 @@ def _prefix_sums(x_BHS: Tensor) -> Tensor:
     blocks = F.pad(x_BHS, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks @ x_BHS.new_ones(_BLOCK, _BLOCK).triu()
     before = F.pad(_prefix_sums(inside[..., -1])[..., :-1], (1, 0))
-    return (inside + before[..., None]).flatten(-2)[..., :size]
+    sums: Tensor = (inside + before[..., None]).flatten(-2)[..., :size]
+    return sums
