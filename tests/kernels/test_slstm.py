@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from torchstorm.errors import ConfigError
+from torchstorm.errors import ShapeError
 from torchstorm.kernels.slstm import SLSTMState, slstm, slstm_reference
 
 
@@ -103,14 +103,14 @@ def test_it_compiles_without_a_break() -> None:
 
 def test_what_does_not_fit_is_refused_with_its_sizes() -> None:
     x, r = inputs(4)
-    with pytest.raises(ConfigError, match=r"x has shape \(2, 4, 3, 20\)"):
+    with pytest.raises(ShapeError, match=r"x has shape \(2, 4, 3, 20\)"):
         slstm(x.flatten(3), r)
-    with pytest.raises(ConfigError, match=r"r has shape \(3, 5, 10\), but x of .* needs \(H, D, 4 D\) = \(3, 5, 20\)"):
+    with pytest.raises(ShapeError, match=r"r has shape \(3, 5, 10\), but x of .* needs \(H, D, 4 D\) = \(3, 5, 20\)"):
         slstm(x, r[:, :, :10])
-    with pytest.raises(ConfigError, match=r"x is torch.float64 on cpu and r torch.float32"):
+    with pytest.raises(ShapeError, match=r"x is torch.float64 on cpu and r torch.float32"):
         slstm(x, r.float())
     state = SLSTMState(*(torch.zeros(2, 3, 4, dtype=torch.float64) for _ in range(4)))
-    with pytest.raises(ConfigError, match=r"state's h has shape \(2, 3, 4\), but x of .* needs .* \(2, 3, 5\)"):
+    with pytest.raises(ShapeError, match=r"state's h has shape \(2, 3, 4\), but x of .* needs .* \(2, 3, 5\)"):
         slstm(x, r, initial_state=state)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstorm.errors import ConfigError
+from torchstorm.errors import ShapeError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -105,6 +105,13 @@ def _slstm_fwd(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h in x's dtype, and c, n, m of every step: (B, S, H, D) each."""
+    with torch.autocast(x_BSHGD.device.type, enabled=False):  # which would round the sums of what runs inside
+        return _forward(x_BSHGD, r_HDF, h0, c0, n0, m0)
+
+
+def _forward(
+    x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, S, H, _, D = x_BSHGD.shape
     sums = c0.dtype
     h_all = x_BSHGD.new_empty(B, S, H, D)
@@ -118,7 +125,8 @@ def _slstm_fwd(
         h_all[:, t] = h
         for kept, state in zip(states, (c, n, m), strict=True):
             kept[:, t] = state
-    return h_all, *states  # type: ignore[return-value]
+    c_all, n_all, m_all = states
+    return h_all, c_all, n_all, m_all
 
 
 @_slstm_fwd.register_fake
@@ -145,6 +153,15 @@ def _slstm_bwd(
     m0: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dr) in the dtypes of x and r."""
+    with torch.autocast(x_BSHGD.device.type, enabled=False):
+        return _backward_of(dh_BSHD, x_BSHGD, r_HDF, (h_BSHD, c_BSHD, n_BSHD, m_BSHD), SLSTMState(h0, c0, n0, m0))
+
+
+def _backward_of(
+    dh_BSHD: Tensor, x_BSHGD: Tensor, r_HDF: Tensor, made: tuple[Tensor, ...], start: SLSTMState
+) -> tuple[Tensor, Tensor]:
+    h_BSHD, c_BSHD, n_BSHD, m_BSHD = made
+    h0, c0, n0, m0 = start
     B, S, H, _, D = x_BSHGD.shape
     sums = c0.dtype
     before_HND = torch.cat([h0[:, None], h_BSHD[:, :-1]], 1).permute(2, 0, 1, 3).reshape(H, B * S, D)
@@ -211,17 +228,17 @@ def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = 
         to states.
 
     Raises:
-        ConfigError: the shapes, dtypes or devices do not fit each other.
+        ShapeError: the shapes, dtypes or devices do not fit each other.
     """
     if x_BSHGD.dim() != 5 or x_BSHGD.shape[3] != 4 or x_BSHGD.shape[1] < 1:
-        raise ConfigError(f"x has shape {tuple(x_BSHGD.shape)}, but it must be (B, S, H, 4, D) with S at least 1.")
+        raise ShapeError(f"x has shape {tuple(x_BSHGD.shape)}, but it must be (B, S, H, 4, D) with S at least 1.")
     B, _, H, _, D = x_BSHGD.shape
     if r_HDF.shape != (H, D, 4 * D):
-        raise ConfigError(
+        raise ShapeError(
             f"r has shape {tuple(r_HDF.shape)}, but x of {tuple(x_BSHGD.shape)} needs (H, D, 4 D) = {(H, D, 4 * D)}."
         )
     if x_BSHGD.dtype not in _DTYPES or r_HDF.dtype != x_BSHGD.dtype or r_HDF.device != x_BSHGD.device:
-        raise ConfigError(
+        raise ShapeError(
             f"x is {x_BSHGD.dtype} on {x_BSHGD.device} and r {r_HDF.dtype} on {r_HDF.device}: they must agree, and be "
             f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
         )
@@ -231,7 +248,7 @@ def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = 
         initial_state = SLSTMState(zeros.to(x_BSHGD.dtype), zeros, zeros, torch.full_like(zeros, -math.inf))
     wrong = [name for name, part in initial_state._asdict().items() if part.shape != (B, H, D)]
     if wrong:
-        raise ConfigError(
+        raise ShapeError(
             f"The initial state's {wrong[0]} has shape {tuple(getattr(initial_state, wrong[0]).shape)}, but x of "
             f"{tuple(x_BSHGD.shape)} needs (B, H, D) = {(B, H, D)}."
         )

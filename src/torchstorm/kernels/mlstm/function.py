@@ -111,7 +111,9 @@ def mlstm(
     else:
         form = cast("Literal['recurrent', 'quadratic']", chosen)
         q, k, i, f = q.to(wide), k.to(wide), i.to(wide), f.to(wide)
-        h, state = mlstm_reference(q, k, v.to(wide), i, f, initial_state, cu_seqlens=cu_seqlens, gate=gate, form=form)
+        with torch.autocast(q.device.type, enabled=False):
+            given = q, k, v.to(wide), i, f, initial_state
+            h, state = mlstm_reference(*given, cu_seqlens=cu_seqlens, gate=gate, form=form)
         h = h.to(v.dtype)
     return (h, state) if return_state else h
 

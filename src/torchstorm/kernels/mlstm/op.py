@@ -41,7 +41,8 @@ def mlstm_forward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m (B, H, S) and states, which backward wants."""
-    outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
+    with torch.autocast(q.device.type, enabled=False):  # which would round the sums of what runs inside
+        outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
     h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
     return h, C, n, m, den, row_m, states
 
@@ -97,9 +98,10 @@ def mlstm_backward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, i, f, C0, n0, m0; those of an absent initial state are empty."""
-    grads = _implementation(variant).backward(
-        *(dh, dC, dn, dm, q, k, v, i, f, C0, n0, m0, cu_seqlens, h, den, row_m, states, C, n, m, chunk, gate)
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        grads = _implementation(variant).backward(
+            *(dh, dC, dn, dm, q, k, v, i, f, C0, n0, m0, cu_seqlens, h, den, row_m, states, C, n, m, chunk, gate)
+        )
     dq, dk, dv, di, df, dC0, dn0, dm0 = (
         _wide_empty(q, (0,)) if x is None else grad.contiguous()
         for x, grad in zip((q, k, v, i, f, C0, n0, m0), grads, strict=True)

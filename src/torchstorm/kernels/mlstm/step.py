@@ -54,5 +54,6 @@ def mlstm_step(
     else:
         check_state(state, q, v, q.shape[0])
         state = MLSTMState(*(x.to(wide) for x in state))
-    h, after = advance(q.to(wide), k.to(wide), v.to(wide), i.to(wide), f.to(wide), state, gate)
+    with torch.autocast(q.device.type, enabled=False):
+        h, after = advance(q.to(wide), k.to(wide), v.to(wide), i.to(wide), f.to(wide), state, gate)
     return h.to(v.dtype), after
