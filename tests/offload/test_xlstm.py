@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.forced import at_random, force_recompute, num_recomputed
-from offload.steps import Step, assert_exact_within, assert_same, saved_bytes, train
-from offload.test_compiled import run
+from offload.steps import Outcome, Step, assert_exact_within, assert_same, saved_bytes, train
+from offload.test_compiled import quickly, run  # noqa: F401
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
 from torchstorm.offload.compiled import CompiledBlocks
 from torchstorm.offload.session import Session
@@ -90,6 +90,7 @@ def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(
 
 
 @each_pattern
+@pytest.mark.usefixtures("quickly")
 def test_compiled_blocks_have_the_same_bits_whatever_is_computed_again(pattern: tuple[str, ...]) -> None:
     outcomes = []
     for variant in (SAVE, CHEAP, INPUTS):
@@ -100,6 +101,25 @@ def test_compiled_blocks_have_the_same_bits_whatever_is_computed_again(pattern: 
         assert not compiled.notes
     for other in outcomes[1:]:
         assert_same(outcomes[0], other)
+
+
+def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path: Path) -> None:
+    def compiled(budget: int | None) -> tuple[Outcome, Session]:
+        torch.manual_seed(1)
+        model = XLSTM(CONFIG)
+        tiers = {"unlimited": True} if budget is None else {"ram": budget, "disk": str(tmp_path)}
+        with Session(model, **tiers) as session:
+            session.compile()
+            return run(model, step, session=session, num_steps=5), session
+
+    expected, free = compiled(None)
+    budget = free.usage().ram_bytes // 2
+    found, tight = compiled(budget)
+    assert_same(expected, found)
+    report = tight.report()
+    assert report.highest is not None
+    assert report.highest.ram_bytes <= budget
+    assert report.num_planned > 0
 
 
 def rerun_kernels(plan: Plan) -> set[str]:
