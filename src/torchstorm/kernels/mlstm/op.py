@@ -1,6 +1,6 @@
 """torch.ops.torchstorm.mlstm_forward and mlstm_backward: the mLSTM as operators of PyTorch.
 
-A variant here is a module whose `forward`, `backward` and `empty_states` take and return what those of `chunkwise` do.
+A variant here is a module whose `forward`, `backward` and `empty_saved` take and return what those of `chunkwise` do.
 It is imported when it is first used. Nothing of a shape depends on data, so torch.compile sees both as single nodes.
 
 The backward operator has a gradient too, for gradients of gradients: it goes through `chunkwise.differentiable`.
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.kernels.mlstm import chunkwise
 
@@ -22,6 +23,7 @@ IMPLEMENTATIONS = {
 }
 # Of the operators' arguments: q, k, v, i, f, C0, n0, m0, and the gradients of h, C, n, m.
 _NUM_INPUTS = 8
+_FLOP_CHUNK = 64  # tokens of a chunk, where operations are counted
 _NUM_OUTPUTS = 4
 
 
@@ -40,7 +42,7 @@ def mlstm_forward(
     gate: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m (B, H, S) and states, which backward wants."""
+    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m and states, which backward wants."""
     with torch.autocast(q.device.type, enabled=False):  # which would round the sums of what runs inside
         outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
     h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
@@ -66,9 +68,8 @@ def _(
     V = v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = _wide_empty(q, (N, H, K, V)), _wide_empty(q, (N, H, K)), _wide_empty(q, (N, H))
-    per_row = _wide_empty(q, (B, H, S)), _wide_empty(q, (B, H, S))
-    states: Tensor = _implementation(variant).empty_states(q, v, cu_seqlens, chunk, gate)
-    return v.new_empty((B, H, S, V)), *state, *per_row, states
+    den, row_m, states = _implementation(variant).empty_saved(q, v, cu_seqlens, chunk, gate)
+    return v.new_empty((B, H, S, V)), *state, den, row_m, states
 
 
 @torch.library.custom_op("torchstorm::mlstm_backward", mutates_args=())
@@ -214,3 +215,24 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
 
 mlstm_forward.register_autograd(_backward, setup_context=_keep_for_backward)
 mlstm_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+
+
+@register_flop_formula(torch.ops.torchstorm.mlstm_forward)
+def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
+    """Of the matrix products, chunkwise: pairs within a chunk, and the state's update and use."""
+    return _flops(q, v, pairs=(1, 1), states=2)
+
+
+@register_flop_formula(torch.ops.torchstorm.mlstm_backward)
+def _backward_flops(
+    dh: Any, dC: Any, dn: Any, dm: Any, q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any
+) -> int:
+    """Of the states once more, their gradients, and those of q, k and v."""
+    return _flops(q, v, pairs=(3, 2), states=5)
+
+
+def _flops(q: torch.Size, v: torch.Size, *, pairs: tuple[int, int], states: int) -> int:
+    """Products over d_qk and d_v between the pairs of a chunk, half of which are masked out, and with whole states."""
+    B, H, S, K = q
+    V = v[-1]
+    return B * H * S * (_FLOP_CHUNK * (pairs[0] * K + pairs[1] * V) + 2 * states * K * V)
