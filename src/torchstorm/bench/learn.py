@@ -18,7 +18,7 @@ from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.rows import environment
 from torchstorm.models.families import SIZES
 from torchstorm.report.losses import Curve, draw_losses
-from torchstorm.report.picture import require_matplotlib
+from torchstorm.report.picture import check_picture
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import run_training
 from torchstorm.train.packed import opened_data
@@ -95,7 +95,7 @@ def bench_learn(
     names = pick(model_names, tuple(SIZES), option="--model")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if picture is not None:
-        require_matplotlib("--png")
+        check_picture(picture, "--png")
     found: list[Learned] = []
     for name in names:
         config = TrainConfig(

@@ -176,7 +176,7 @@ def speeds(rows: list[Row], cases: tuple[ModelAt, ...]) -> list[Speed]:
             rate = case.tokens / row.step_s if row.step_s else None
             speed = Speed(shape=row.shape, way=row.way, budget_gib=row.budget_gib, tokens_per_s=rate)
             beside = gpt.get((context, row.way))
-            if isinstance(case.config(), GPTConfig):
+            if isinstance(SIZES[case.model], GPTConfig):
                 if rate is not None:
                     gpt[context, row.way] = rate
             elif rate is not None and beside is not None:

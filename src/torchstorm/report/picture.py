@@ -29,6 +29,27 @@ def require_matplotlib(option: str) -> None:
         ) from error
 
 
+def check_picture(path: Path, option: str) -> None:
+    """Makes sure that this picture can be drawn.
+
+    Args:
+        path: of the picture; its ending says the format.
+        option: what asked for it.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+    """
+    require_matplotlib(option)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    formats = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ConfigError(
+            f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
+        )
+
+
 def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
     """Draws and writes a picture.
 
@@ -41,16 +62,12 @@ def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
         ConfigError: matplotlib is not installed, or the ending names no format that it writes.
         StorageError: the file cannot be written.
     """
-    require_matplotlib(option)
+    check_picture(path, option)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ConfigError(
-            f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
-        )
+    FigureCanvasAgg(figure)  # no display is asked for
     axes = figure.add_subplot()
     fill(axes)
     axes.grid(True, color=GRID, linewidth=0.7)
