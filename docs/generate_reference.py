@@ -21,7 +21,17 @@ DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "torchstorm"
 # In the order of the house: what stands on nothing first.
 ROOMS = [
-    *("errors", "sizes", "transfer", "storage", "memory", "plan", "offload", "kernels", "models", "train", "report"),
+    "errors",
+    "sizes",
+    "transfer",
+    "storage",
+    "memory",
+    "plan",
+    "offload",
+    "kernels",
+    "models",
+    "train",
+    "report",
     "bench",
 ]
 # Modules shown with all that is public in them: what a user calls, gets back, or writes a tier or a backend against.
@@ -52,8 +62,10 @@ IN_FULL = [
     "storage.loader",
     "storage.choice",
     "storage.ops",
+    "kernels.ladders",
     "kernels.mlstm.function",
     "kernels.mlstm.step",
+    "kernels.mlstm.reference",
     "kernels.slstm",
     "models.gpt",
     "models.xlstm",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -79,6 +81,20 @@ def test_offsets_that_do_not_fit(cu_seqlens: torch.Tensor, says: str, variant: s
 def test_many_offsets_are_told_in_short() -> None:
     with pytest.raises(ShapeError, match=r"cu_seqlens=\[0, 1, 2, 3, 4, 5, 6, '...', 99\] of 5"):
         packed_offsets(torch.arange(100), 5)
+
+
+@pytest.mark.parametrize("first", ["torchstorm.kernels.mlstm.step", "torchstorm.kernels", "torchstorm.kernels.ladders"])
+def test_the_function_is_found_by_its_name_though_its_folder_has_it_too(first: str) -> None:
+    code = (
+        f"import {first}\n"
+        "from torchstorm import kernels\n"
+        "import torchstorm.kernels.mlstm.maximum\n"
+        "assert callable(kernels.mlstm) and kernels.mlstm.__name__ == 'mlstm', kernels.mlstm\n"
+        "import pickle, torchstorm\n"
+        "assert pickle.loads(pickle.dumps(torchstorm.kernels.mlstm)) is kernels.mlstm\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_ways_to_compute_it_are_variants() -> None:
