@@ -31,6 +31,16 @@ def test_plan_prints_blocks_and_forecast_and_writes_them(tmp_path: Path) -> None
     assert plan["forecast"]["disk_bytes"] > 0
 
 
+def test_plan_answers_for_an_xlstm_here_and_elsewhere(tmp_path: Path) -> None:
+    model = ["--model", "xlstm-micro", *SMALL]
+    code, text = run("plan", *model, "--device", "cpu", "--ram", "12MiB", "--disk", str(tmp_path))
+    assert code == 0, text
+    assert "blocks.1" in text
+    code, text = run("plan", *model, "--machine", "rtx4090", "--vram", "2GiB")
+    assert code == 0, text
+    assert "FORECAST for rtx4090" in text
+
+
 def test_plan_answers_for_hardware_that_is_not_here_and_draws_its_curve(tmp_path: Path) -> None:
     picture, numbers, file = tmp_path / "curve.png", tmp_path / "curve.json", tmp_path / "plan.json"
     code, text = run("plan", *SMALL, "--machine", "rtx4090", "--vram", "2GiB", "--json", str(file))

@@ -38,7 +38,14 @@ def _option(name: str, text: str) -> Any:
 
 
 # Options that several commands have.
-Model = Annotated[str | None, _option("model", "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl.")]
+Model = Annotated[
+    str | None,
+    _option(
+        "model",
+        "gpt-nano, -micro, -mini, gpt2, gpt2-medium, -large or -xl; "
+        "xlstm-nano, -micro, -mini, -125m, -350m, -1.3b or -7b.",
+    ),
+]
 Batch = Annotated[int | None, _option("batch", "Sequences in a micro-batch.")]
 Seq = Annotated[int | None, _option("seq", "Tokens in a sequence.")]
 Device = Annotated[str | None, _option("device", "cpu, cuda or cuda:N; left out: cuda where there is one.")]
@@ -47,7 +54,7 @@ Vram = Annotated[str | None, _option("vram", "Budget for GPU memory, as in 8GiB.
 Ram = Annotated[str | None, _option("ram", "Budget for RAM, as in 32GiB.")]
 Disk = Annotated[str | None, _option("disk", "Folder for spilled tensors, as in /nvme or /nvme:200GiB.")]
 Layers = Annotated[int | None, _option("layers", "Blocks, instead of the model's.")]
-Heads = Annotated[int | None, _option("heads", "Attention heads, instead of the model's.")]
+Heads = Annotated[int | None, _option("heads", "Heads, instead of the model's.")]
 Width = Annotated[int | None, _option("width", "Width, instead of the model's.")]
 Dropout = Annotated[float | None, _option("dropout", "Dropout probability.")]
 Tokenizer = Annotated[str | None, _option("tokenizer", "bytes or chars.")]
@@ -94,7 +101,7 @@ def train(
     ] = None,
     sample_chars: Annotated[int | None, _option("sample_chars", "Tokens of text to write at the end.")] = None,
 ) -> None:
-    """Train a GPT under a memory budget, and see what was forecast beside what was measured."""
+    """Train a GPT or xLSTM under a memory budget, and see what was forecast beside what was measured."""
     given = {name: value for name, value in locals().items() if name != "resume" and value is not None}
     from torchstorm.train.job import train as run
 
@@ -130,14 +137,15 @@ def plan(
 ) -> None:
     """Forecast a training without doing it: which tensors go where, peak per tier, step time."""
     given = {name: value for name, value in locals().items() if name not in ("machine", "curve") and value is not None}
-    from torchstorm.report.curve import require_matplotlib, write_curve
+    from torchstorm.report.curve import write_curve
+    from torchstorm.report.picture import require_matplotlib
     from torchstorm.train.forecast import plan_training
 
     with _told():
         if curve is None:
             plan_training(given, console=Console(), machine=machine)
             return
-        require_matplotlib()
+        require_matplotlib("--curve")
         curve_json = given.pop("json", None)
         found = plan_training(given, console=Console(), machine=machine)
         config = TrainConfig(**given)
@@ -258,6 +266,52 @@ def models(
 
     with _told():
         bench_models(device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model)
+
+
+@bench_app.command()
+def xlstm(
+    device: BenchDevice = None,
+    disk: BenchDisk = None,
+    steps: BenchSteps = 6,
+    shape: Annotated[str | None, typer.Option(help="Only these, as in 8192x4,32768x1 (default: all).")] = None,
+    json: BenchJson = None,
+) -> None:
+    """Train a 350M xLSTM beside a 350M GPT at 8k and 32k context: tokens/s with everything kept and within half."""
+    from torchstorm.bench.xlstm import bench_xlstm
+
+    with _told():
+        bench_xlstm(device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape)
+
+
+@bench_app.command()
+def learn(
+    device: BenchDevice = None,
+    model: Annotated[
+        str, typer.Option(help="The model that sets the mark, and those that must come near it.")
+    ] = "gpt-nano,xlstm-nano",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 256,
+    data: Annotated[str | None, _option("data", "Text file or folder; left out: the Python library's source.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the losses here; needs matplotlib.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the losses here.")] = None,
+) -> None:
+    """Train models on the same tokens and compare their losses. Exit code 1 where one ends 5 % above the first."""
+    from torchstorm.bench.learn import bench_learn
+
+    with _told():
+        if not bench_learn(
+            device,
+            model_names=model,
+            steps=steps,
+            batch=batch,
+            seq=seq,
+            data=data,
+            picture=png,
+            json_path=json,
+            console=Console(),
+        ):
+            raise typer.Exit(1)
 
 
 @bench_app.command()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.models.gpt import GPT, Block, GPTConfig
+from torchstorm.models.xlstm import XLSTM, XLSTMConfig
 from torchstorm.offload.session import Session
 from torchstorm.offload.simulate import simulate
 from torchstorm.plan.curve import checkpoint_point
@@ -112,6 +113,26 @@ def test_a_small_model_under_autocast_takes_the_memory_that_was_measured() -> No
     trace = trace_of(model, torch.zeros(2, 8, 1024, dtype=torch.long), loss_fn)
     state = 2 * sum(parameter.nbytes for parameter in model.parameters())
     assert peak(trace) + state == pytest.approx(GPT2_BYTES, rel=0.03)
+
+
+def xlstm_seconds(pattern: str, seq: int) -> float:
+    config = XLSTMConfig(
+        vocab_size=256, num_layers=2, num_heads=4, width=1024, dropout=0.0, pattern=(pattern,), logit_cap=0.0
+    )
+    with torch.device("meta"):
+        model = XLSTM(config).to(torch.bfloat16)
+    tokens = torch.zeros(2**17 // seq, seq, dtype=torch.long)
+    return trace_of(model, tokens, lambda model, tokens: model(tokens, tokens).loss).compute_s
+
+
+def test_an_mlstms_token_costs_the_same_in_any_context() -> None:
+    assert xlstm_seconds("mlstm-mlp", 32768) == pytest.approx(xlstm_seconds("mlstm-mlp", 1024), rel=0.02)
+
+
+def test_an_slstms_tokens_wait_for_each_other() -> None:
+    # 2 layers, forward and backward: 30 kernels for each token of a sequence.
+    longer_s = xlstm_seconds("slstm", 8192) - xlstm_seconds("slstm", 4096)
+    assert longer_s == pytest.approx(30 * 4096 * H200.kernel_s, rel=0.02)
 
 
 def test_bytes_are_those_of_the_operations() -> None:

@@ -43,10 +43,11 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, signum: int = signal.
     monkeypatch.setattr(Display, "step", step_and_signal)
 
 
+@pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
 def test_a_run_stopped_twice_and_resumed_equals_one_never_stopped(
-    options: dict[str, Any], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    model: str, options: dict[str, Any], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**options, "dropout": 0.3, "accumulate": 2, "tokenizer": "chars"}
+    options = {**options, "model": model, "dropout": 0.3, "accumulate": 2, "tokenizer": "chars"}
     whole = job.train({**options, "out": str(tmp_path / "whole")}, console=console)
     for step, resume in ((2, None), (4, Path(options["out"]))):
         with monkeypatch.context() as patch:
@@ -81,11 +82,13 @@ def test_checkpoints_come_every_so_often_and_at_the_end(
     assert record["tokenizer"] == {"kind": "bytes"}
 
 
+@pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
 def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
-    options: dict[str, Any], tmp_path: Path, console: Console
+    model: str, options: dict[str, Any], tmp_path: Path, console: Console
 ) -> None:
     file = tmp_path / "deep" / "result.json"
-    asked = {**tight(options, tmp_path, console), "compare": True, "json": str(file), "dropout": 0.2}
+    options = {**options, "model": model, "dropout": 0.2}
+    asked = {**tight(options, tmp_path, console), "compare": True, "json": str(file)}
     result = job.train(asked, console=console)
     assert result.bit_identical is True
     content = json.loads(file.read_text())

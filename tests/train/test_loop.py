@@ -9,6 +9,7 @@ import torch
 
 from torchstorm.errors import ConfigError
 from torchstorm.models.gpt import GPT
+from torchstorm.models.xlstm import SIZES, XLSTMConfig
 from torchstorm.train import loop
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.data import Corpus, load_corpus
@@ -33,9 +34,11 @@ def run(config: TrainConfig, **options: Any) -> tuple[RunState, list[StepInfo], 
     return state, infos, model
 
 
-def test_a_run_learns(config: TrainConfig) -> None:
+@pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
+def test_a_run_learns(config: TrainConfig, model: str) -> None:
+    config = replace(config, model=model)
     state, _, _ = run(replace(config, steps=90, lr=1e-2, val_every=0, dropout=0.0, layers=1, width=16, seq=16))
-    assert state.losses[0] == pytest.approx(5.5, abs=0.3)
+    assert state.losses[0] == pytest.approx(5.5, abs=0.5)
     assert state.losses[-1] < 2.5
     assert state.val_losses == [(90, pytest.approx(state.losses[-1], abs=0.5))]
 
@@ -121,10 +124,11 @@ def test_each_step_is_told_with_its_memory_and_speed(config: TrainConfig) -> Non
     assert state.measured.step_ms > 0
 
 
+@pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
 def test_a_budgeted_run_gives_the_losses_of_the_unlimited_one_to_the_last_bit(
-    config: TrainConfig, tmp_path: Path
+    config: TrainConfig, model: str, tmp_path: Path
 ) -> None:
-    config = replace(config, dropout=0.2, accumulate=2)
+    config = replace(config, model=model, dropout=0.2, accumulate=2)
     free, free_infos, _ = run(config)
     budget_bytes = max(info.ram_bytes for info in free_infos) * 6 // 10
     tight = replace(config, ram=str(budget_bytes), disk=str(tmp_path))
@@ -164,8 +168,14 @@ def test_options_change_the_named_model(config: TrainConfig) -> None:
     assert (changed.vocab_size, changed.max_seq_len) == (65, 256)
 
 
+def test_options_change_a_named_xlstm_too(config: TrainConfig) -> None:
+    changed = model_config(replace(config, model="xlstm-350m", layers=6, heads=2, width=64, dropout=0.2), 65)
+    assert isinstance(changed, XLSTMConfig)
+    assert changed == replace(SIZES["xlstm-350m"], vocab_size=65, num_layers=6, num_heads=2, width=64, dropout=0.2)
+
+
 def test_an_unknown_model_is_refused_with_the_known_ones(config: TrainConfig) -> None:
-    with pytest.raises(ConfigError, match=r"--model='gpt5' is not known: use one of gpt-nano, .*gpt2-xl"):
+    with pytest.raises(ConfigError, match=r"--model='gpt5' is not known: use one of gpt-nano, .*gpt2-xl, .*xlstm-7b"):
         model_config(replace(config, model="gpt5"), 256)
 
 

@@ -162,6 +162,10 @@ class Results:
                 return row
         return None
 
+    def all_rows(self) -> list[Row]:
+        """This run's rows, and those of the file that it did not make anew."""
+        return list({row.key: row for row in self._older + self.rows}.values())
+
     def write(self) -> None:
         """Writes all rows.
 
@@ -169,9 +173,7 @@ class Results:
             StorageError: the file cannot be written.
         """
         if self._path is not None:
-            # Rows made anew take the place of the older ones.
-            rows = {row.key: row for row in self._older + self.rows}.values()
-            write_json(self._path, {**self._record, "rows": [asdict(row) for row in rows]})
+            write_json(self._path, {**self._record, "rows": [asdict(row) for row in self.all_rows()]})
 
     def _read(self) -> list[Row]:
         assert self._path is not None

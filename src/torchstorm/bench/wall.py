@@ -24,11 +24,12 @@ from rich.console import Console
 
 from torchstorm.bench import ways
 from torchstorm.bench.cases import bench_device
-from torchstorm.bench.measure import Meter, Subject
+from torchstorm.bench.measure import Meter
 from torchstorm.bench.rows import GIB, HEADER, Results, Row
 from torchstorm.bench.side_by_side import SideBySide
+from torchstorm.bench.trainings import make_training
 from torchstorm.errors import DeviceError
-from torchstorm.models.gpt import GPT, GPTConfig
+from torchstorm.models.gpt import GPTConfig
 
 _CAP = 0.50
 _ALLOWED = 0.45
@@ -126,7 +127,9 @@ def bench_wall(
 
 def run_wall(case: WallCase, device: torch.device, results: Results, *, disk: str | None, steps: int) -> list[Demand]:
     """Runs one case; see `bench_wall`."""
-    bench = SideBySide(Meter(make_training(case, device)), case.shape, results, disk=disk, steps=steps)
+    config = case.config
+    subject = make_training(config, batch=case.batch, seq=config.max_seq_len, dtype=case.dtype, device=device)
+    bench = SideBySide(Meter(subject), case.shape, results, disk=disk, steps=steps)
     num_parameters = sum(parameter.numel() for parameter in bench.meter.subject.model.parameters())
     results.say(f"GPT of {num_parameters / 1e9:.3g} billion parameters, {case.shape} tokens, with AdamW")
     results.say(HEADER)
@@ -179,26 +182,6 @@ def demands(session: Row, *, need_gib: float, device: torch.device) -> list[Dema
             applies=on_gpu,
         ),
     ]
-
-
-def make_training(case: WallCase, device: torch.device) -> Subject:
-    """A GPT, random tokens to predict, and AdamW."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = GPT(case.config).to(dtype=case.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def data(seed: int) -> torch.Tensor:
-        generator = torch.Generator(device).manual_seed(seed)
-        shape = (case.batch, case.config.max_seq_len + 1)
-        return torch.randint(case.config.vocab_size, shape, device=device, generator=generator)
-
-    def loss(tokens_BT: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor | None = model(tokens_BT[:, :-1], tokens_BT[:, 1:]).loss
-        assert found is not None
-        return found
-
-    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer)
 
 
 @contextlib.contextmanager

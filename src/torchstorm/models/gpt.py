@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchstorm.errors import ConfigError
+from torchstorm.models.sampling import check_sampling, draw
 
 _INIT_STD = 0.02
 
@@ -230,32 +231,17 @@ class GPT(nn.Module):
         Raises:
             ConfigError: idx_BT is empty, `temperature` is negative or `top_k` below 1.
         """
-        if idx_BT.shape[1] < 1:
-            raise ConfigError(f"idx_BT has shape {tuple(idx_BT.shape)}, but each sequence needs at least 1 token.")
-        if temperature < 0:
-            raise ConfigError(f"temperature={temperature}, but it must be 0 (the likeliest token) or above.")
-        if top_k is not None and top_k < 1:
-            raise ConfigError(f"top_k={top_k}, but it must be at least 1, or None for the whole vocabulary.")
+        check_sampling(idx_BT, temperature=temperature, top_k=top_k)
         was_training = self.training
         self.eval()
         try:
             for _ in range(num_tokens):
                 logits_BV = self(idx_BT[:, -self.config.max_seq_len :]).logits[:, -1].float()
-                next_B1 = _draw(logits_BV, temperature, top_k, generator)
+                next_B1 = draw(logits_BV, temperature, top_k, generator)
                 idx_BT = torch.cat([idx_BT, next_B1], dim=1)
         finally:
             self.train(was_training)
         return idx_BT
-
-
-def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits_BV.argmax(dim=-1, keepdim=True)
-    logits_BV = logits_BV / temperature
-    if top_k is not None and top_k < logits_BV.shape[-1]:
-        kept_BK, kept_id_BK = logits_BV.topk(top_k, dim=-1)
-        return kept_id_BK.gather(1, torch.multinomial(kept_BK.softmax(dim=-1), 1, generator=generator))
-    return torch.multinomial(logits_BV.softmax(dim=-1), 1, generator=generator)
 
 
 def load_gpt2_weights(model: GPT, state_dict: Mapping[str, Tensor]) -> None:

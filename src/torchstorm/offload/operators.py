@@ -33,6 +33,7 @@ class Operator:
     Attributes:
         name: "aten.addmm.default".
         repeatable: whether running it with the same arguments gives the same outputs, and nothing else happens.
+        own: whether it is torchstorm's, so that it writes to nothing besides what its schema says, wherever it runs.
         is_view: whether its outputs are its arguments, looked at differently.
         writes: positions of the arguments that it changes.
         write_names: the same for arguments given by name.
@@ -45,6 +46,7 @@ class Operator:
     name: str
     repeatable: bool
     is_view: bool
+    own: bool = False
     writes: tuple[int, ...] = ()
     write_names: tuple[str, ...] = ()
     in_place: bool = False
@@ -81,6 +83,7 @@ def operator(func: Any) -> Operator:
         name=str(func),
         repeatable=repeatable,
         is_view=is_view,
+        own=func.namespace == "torchstorm",
         writes=tuple(index for index in written if not schema.arguments[index].kwarg_only),
         write_names=tuple(schema.arguments[index].name for index in written),
         in_place=in_place,

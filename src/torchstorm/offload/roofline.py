@@ -17,6 +17,8 @@ _HALF = (torch.float16, torch.bfloat16)
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 # They read of their first argument no more than they give.
 _PICKS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"})
+# Of ours, with a kernel after the other for each token, and how many: every one of them waits for those before.
+_KERNELS_A_TOKEN = {"slstm_fwd": 8, "slstm_bwd": 7}
 # They write, and read nothing.
 _FILLS = frozenset({"fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"})
 
@@ -44,8 +46,13 @@ def op_seconds(
     if is_attention(name):
         compute_s = _attention_seconds(machine, name, args, inputs)
     else:
-        compute_s = _matmul_seconds(machine, func, args, out, inputs[-1].dtype if inputs else torch.float32)
-    return machine.kernel_s + max(compute_s, _bytes_moved(name, inputs, outputs) / machine.memory_bytes_per_s)
+        compute_s = _matmul_seconds(machine, func, args, out, _factor_dtype(inputs))
+    num_kernels = 1
+    if name in _KERNELS_A_TOKEN:
+        num_kernels = _KERNELS_A_TOKEN[name] * args[0].shape[1]
+    return num_kernels * machine.kernel_s + max(
+        compute_s, _bytes_moved(name, inputs, outputs) / machine.memory_bytes_per_s
+    )
 
 
 def scratch_bytes(func: Any, inputs: Sequence[torch.Tensor]) -> int:
@@ -106,6 +113,12 @@ def _matmul_seconds(machine: Machine, func: Any, args: Sequence[Any], out: Any, 
     elif torch.backends.cudnn.allow_tf32 if is_convolution else torch.backends.cuda.matmul.allow_tf32:
         rate = machine.tf32_flops
     return flops / (rate or machine.half_flops)
+
+
+def _factor_dtype(inputs: Sequence[torch.Tensor]) -> torch.dtype:
+    """Of what is multiplied: the shortest one, as sums and gates may be in more digits."""
+    dtypes = [tensor.dtype for tensor in inputs if tensor.dtype.is_floating_point]
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 def _bytes_moved(name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:

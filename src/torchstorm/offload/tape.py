@@ -85,8 +85,9 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if what.writes or what.write_names:
             self._protect_leaves(what, args, kwargs)
-        # Without gradients runs what is inside a custom function, whose kernels may write where nobody sees it.
-        recordable = what.repeatable and torch.is_grad_enabled()
+        # Without gradients runs what is inside a custom function, whose kernels may write where nobody sees it. An
+        # operator of ours that has a backward formula is a custom function, too, with nothing else inside.
+        recordable = what.repeatable and (torch.is_grad_enabled() or what.own)
         if not recordable:
             out = func(*args, **kwargs)
             self._forget_written(what, args, kwargs)

@@ -5,28 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchstorm.errors import ConfigError, StorageError
 from torchstorm.plan.curve import Curve, Point, curve
 from torchstorm.plan.plan import Plan
+from torchstorm.report.picture import GRID, INK, draw, require_matplotlib
 from torchstorm.train.result import write_json
 
 _GIB, _MIB = 2**30, 2**20
-_PLAN, _UNLIMITED, _CHECKPOINT, _INK, _GRID = "#1f5fa8", "#2e7d32", "#c2571a", "#333333", "#dddddd"
-
-
-def require_matplotlib() -> None:
-    """Makes sure that pictures can be drawn, before anything is computed for one.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "--curve draws a picture with matplotlib, which is not installed: pip install torchstorm[plot], or leave "
-            "--curve out."
-        ) from error
+_PLAN, _UNLIMITED, _CHECKPOINT = "#1f5fa8", "#2e7d32", "#c2571a"
+_OPTION = "--curve"
 
 
 def write_curve(plan: Plan, path: Path, *, json_path: Path | None = None, title: str = "") -> Curve:
@@ -42,7 +28,7 @@ def write_curve(plan: Plan, path: Path, *, json_path: Path | None = None, title:
         ConfigError: matplotlib is not installed, or the ending names no format that it writes.
         StorageError: a file cannot be written.
     """
-    require_matplotlib()
+    require_matplotlib(_OPTION)
     assert plan.machine is not None
     found = curve(plan.trace, plan.machine, plan.budget)
     draw_curve(found, path, title=title, simulated=plan.simulated)
@@ -64,21 +50,7 @@ def draw_curve(found: Curve, path: Path, *, title: str = "", simulated: bool = F
         ConfigError: the ending names no format that matplotlib writes.
         StorageError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    formats = canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ConfigError(f"--curve {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}.")
-    _draw(figure.add_subplot(), found, title, simulated)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise StorageError(
-            f"--curve {path} cannot be written: {error.strerror or error}. Give a path in a folder that exists."
-        ) from error
+    draw(path, lambda axes: _draw(axes, found, title, simulated), option=_OPTION)
 
 
 def _draw(axes: Any, found: Curve, title: str, simulated: bool) -> None:
@@ -104,23 +76,18 @@ def _draw(axes: Any, found: Curve, title: str, simulated: bool) -> None:
     axes.set_xlim(0, found.unlimited.peak_bytes / unit * 1.06)
     if found.points:
         least = found.points[0].budget_bytes / unit
-        axes.axvspan(0, least, color=_GRID, alpha=0.45, linewidth=0, zorder=0)
+        axes.axvspan(0, least, color=GRID, alpha=0.45, linewidth=0, zorder=0)
         axes.text(
             least / 2, 0.5, "does not fit", transform=axes.get_xaxis_transform(), rotation=90, color="#777777",
             ha="center", va="center", fontsize=9,
         )  # fmt: skip
     tier = "VRAM" if found.tier == "vram" else "RAM"
-    axes.set_xlabel(f"{tier} budget, {name}", color=_INK)
-    axes.set_ylabel("forward and backward, ms", color=_INK)
+    axes.set_xlabel(f"{tier} budget, {name}", color=INK)
+    axes.set_ylabel("forward and backward, ms", color=INK)
     above = axes.secondary_yaxis("right", functions=(lambda ms: ms / base_ms, lambda times: times * base_ms))
-    above.set_ylabel("times everything kept", color=_INK)
+    above.set_ylabel("times everything kept", color=INK)
     how = "forecast from a profile, not measured" if simulated else "forecast from a measured step"
-    axes.set_title(f"{title + ', ' if title else ''}{found.machine}\n{how}", fontsize=11, color=_INK, loc="left")
-    axes.grid(True, color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(loc="upper right", frameon=True, framealpha=0.95, edgecolor=_GRID, fontsize=9)
+    axes.set_title(f"{title + ', ' if title else ''}{found.machine}\n{how}", fontsize=11, color=INK, loc="left")
 
 
 def _mark(axes: Any, point: Point, unit: int, name: str, color: str, marker: str, label: str, base_ms: float) -> None:

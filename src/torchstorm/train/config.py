@@ -45,7 +45,7 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-        model: a named size of `torchstorm.models.gpt.SIZES`.
+        model: a named size of `torchstorm.models.families.SIZES`.
         layers, heads, width: change the named size; None leaves it.
         dropout: probability in [0, 1).
         data: a text file, a folder of them, or a volume that `torchstorm pack` made of them; None for the source of

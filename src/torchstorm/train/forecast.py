@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.errors import ConfigError
-from torchstorm.models.gpt import GPT
+from torchstorm.models.families import LanguageModel, make_model
 from torchstorm.offload.planning import plan
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine
@@ -47,7 +47,7 @@ def plan_training(options: Mapping[str, Any], *, console: Console, machine: str 
 def _plan_here(config: TrainConfig) -> Plan:
     device = resolve_device(config.device, vram=config.vram)
     torch.manual_seed(config.seed)
-    model = GPT(model_config(config, _BYTES_VOCABULARY)).to(device)
+    model = make_model(model_config(config, _BYTES_VOCABULARY)).to(device)
     with deterministic(device):
         return _plan(config, model, device, None)
 
@@ -61,11 +61,11 @@ def _plan_elsewhere(config: TrainConfig, machine: str) -> Plan:
         )
     shape = model_config(config, _BYTES_VOCABULARY)
     with torch.device("meta"):  # shapes are enough, so that the model may be larger than this machine
-        model = GPT(shape)
+        model = make_model(shape)
     return _plan(config, model, torch.device("cpu"), machine)
 
 
-def _plan(config: TrainConfig, model: GPT, device: torch.device, machine: str | None) -> Plan:
+def _plan(config: TrainConfig, model: LanguageModel, device: torch.device, machine: str | None) -> Plan:
     # Each in a storage of its own, as a training has them: else the plan would be of another step.
     x_BT, y_BT = (torch.randint(0, _BYTES_VOCABULARY, (config.batch, config.seq), device=device) for _ in range(2))
 

@@ -7,14 +7,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchstorm.errors import ConfigError
-from torchstorm.models.gpt import GPT, SIZES, GPTConfig
+from torchstorm.models.families import SIZES, LanguageModel, ModelConfig, make_model
+from torchstorm.models.gpt import GPTConfig
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.train.checkpoint import Checkpoint, restore
@@ -93,7 +94,7 @@ AfterStep = Callable[[RunState, nn.Module, torch.optim.Optimizer, StepInfo], Non
 """Called after each step; may show, save, or raise to end the run."""
 
 
-def model_config(config: TrainConfig, vocab_size: int) -> GPTConfig:
+def model_config(config: TrainConfig, vocab_size: int) -> ModelConfig:
     """Gives the shape of the model that a run trains.
 
     Raises:
@@ -102,9 +103,11 @@ def model_config(config: TrainConfig, vocab_size: int) -> GPTConfig:
     if config.model not in SIZES:
         raise ConfigError(f"--model={config.model!r} is not known: use one of {', '.join(SIZES)}.")
     named = SIZES[config.model]
-    return GPTConfig(
+    if isinstance(named, GPTConfig):
+        named = replace(named, max_seq_len=config.seq)
+    return replace(
+        named,
         vocab_size=vocab_size,
-        max_seq_len=config.seq,
         num_layers=config.layers or named.num_layers,
         num_heads=config.heads or named.num_heads,
         width=config.width or named.width,
@@ -120,7 +123,7 @@ def run_training(
     unlimited: bool,
     after_step: AfterStep,
     start: Checkpoint | None = None,
-) -> tuple[RunState, GPT, torch.optim.Optimizer]:
+) -> tuple[RunState, LanguageModel, torch.optim.Optimizer]:
     """Trains a fresh model, or goes on from a checkpoint, to the last step.
 
     Weights, batches and dropout depend on the seed and the step alone, and PyTorch's deterministic algorithms are on:
@@ -143,7 +146,7 @@ def run_training(
         StorageError: the disk tier failed.
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
-    model = GPT(model_config(config, corpus.tokenizer.vocab_size)).to(device)
+    model = make_model(model_config(config, corpus.tokenizer.vocab_size)).to(device)
     optimizer = make_optimizer(model, config)
     state = RunState()
     if start is not None:
@@ -187,7 +190,7 @@ def run_training(
 
 
 @torch.no_grad()
-def evaluate(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.device) -> float:
+def evaluate(model: LanguageModel, config: TrainConfig, corpus: Tokens, device: torch.device) -> float:
     """Gives the mean loss, in nats a token, on `config.val_batches` batches of the validation part; no dropout."""
     model.eval()
     total = 0.0
@@ -199,7 +202,7 @@ def evaluate(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.devi
     return total / config.val_batches
 
 
-def sample_text(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.device) -> str:
+def sample_text(model: LanguageModel, config: TrainConfig, corpus: Tokens, device: torch.device) -> str:
     """Lets the model continue the first token of the validation part by `config.sample_chars` tokens."""
     if not config.sample_chars:
         return ""
@@ -210,7 +213,7 @@ def sample_text(model: GPT, config: TrainConfig, corpus: Tokens, device: torch.d
 
 
 def _train_step(
-    model: GPT,
+    model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     storm: Session,
     config: TrainConfig,
@@ -250,14 +253,14 @@ def _following(config: TrainConfig, step: int, micro: int) -> tuple[int, int] | 
 
 
 def micro_loss(
-    model: GPT, config: TrainConfig, device: torch.device, x_BT: torch.Tensor, y_BT: torch.Tensor
+    model: LanguageModel, config: TrainConfig, device: torch.device, x_BT: torch.Tensor, y_BT: torch.Tensor
 ) -> torch.Tensor:
     """What one micro-batch adds to the step's loss, under autocast where the run asks for it: a scalar tensor."""
     with autocast(config, device):
         return loss_of(model, x_BT, y_BT) / config.accumulate
 
 
-def loss_of(model: GPT, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+def loss_of(model: LanguageModel, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
     """The mean loss in nats a token: a scalar tensor."""
     loss: torch.Tensor | None = model(x_BT, y_BT).loss
     assert loss is not None

@@ -1,4 +1,4 @@
-"""AdamW as GPT-2-like models are trained with it, and its learning rate over time."""
+"""AdamW as language models are trained with it, and its learning rate over time."""
 
 import math
 

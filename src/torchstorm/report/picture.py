@@ -1,0 +1,83 @@
+"""A picture with one pair of axes, by matplotlib where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchstorm.errors import ConfigError, StorageError
+
+INK, GRID = "#333333", "#dddddd"
+
+
+def require_matplotlib(option: str) -> None:
+    """Makes sure that pictures can be drawn, before anything is computed for one.
+
+    Args:
+        option: what asked for the picture, as in "--curve".
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{option} draws a picture with matplotlib, which is not installed: pip install torchstorm[plot], or leave "
+            f"{option} out."
+        ) from error
+
+
+def check_picture(path: Path, option: str) -> None:
+    """Makes sure that this picture can be drawn.
+
+    Args:
+        path: of the picture; its ending says the format.
+        option: what asked for it.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+    """
+    require_matplotlib(option)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    formats = FigureCanvasAgg(Figure()).get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in formats:
+        raise ConfigError(
+            f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
+        )
+
+
+def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
+    """Draws and writes a picture.
+
+    Args:
+        path: its ending says the format.
+        fill: given the axes, draws into them.
+        option: what asked for the picture.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+        StorageError: the file cannot be written.
+    """
+    check_picture(path, option)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no display is asked for
+    axes = figure.add_subplot()
+    fill(axes)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(loc="upper right", frameon=True, framealpha=0.95, edgecolor=GRID, fontsize=9)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise StorageError(
+            f"{option} {path} cannot be written: {error.strerror or error}. Give a path in a folder that exists."
+        ) from error
