@@ -1,0 +1,145 @@
+"""The chunkwise mLSTM in Triton: which kernels run, over which grids and buffers, forward and backward.
+
+Forward:  gates -> states at every chunk's start -> outputs, all chunks at once.
+Backward: gates -> states again, from the few that were kept -> 1 / N and the gradient to den -> gradients to the states
+          -> dq, and dk with dv, all chunks at once -> di and df.
+Kept for backward besides inputs and output: den and the floor e^-m, one number a token each, and one fp32 state a group
+of chunks. The states of single chunks live within one pass only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.mlstm.launch_triton import Launch, kept_states, rows
+from torchstorm.kernels.mlstm.maximum import maximum_backward
+from torchstorm.kernels.mlstm.tiles import Tiles, pick
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int | None,
+    gate: str,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs and the final state.
+
+    Args:
+        q, k: (B, H, S, d_qk). v: (B, H, S, d_v). i, f: (B, H, S). fp32, fp16 or bf16, all alike.
+        C0, n0, m0: the state at the start, one a sequence; None for an empty one.
+        cu_seqlens: (N + 1) offsets of packed sequences, B = 1 then; None for B sequences of S tokens.
+        chunk: tokens in a chunk at most, a power of two from 16 to 256; None for what the head's size asks.
+        gate: "exp" or "sigmoid".
+        tiles: launches to use in place of the ones for this head and dtype.
+
+    Returns:
+        h like v; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined for sigmoid gates;
+        and the states that backward starts from, flat.
+    """
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    h = torch.empty_like(launch.v)
+    C, n, m = launch.new_state()
+    states = launch.v.new_empty(launch.num_kept, dtype=torch.float32)
+    if not launch.num_heads:
+        return h, C, n, m, launch.per_token(), launch.per_token(), states
+    if not launch.num_tokens:
+        for end, start in ((C, C0), (n, n0), (m, m0)):
+            end.zero_() if start is None else end.copy_(start)
+        return h, C, n, m, launch.per_token(), launch.per_token(), states
+    with torch.cuda.device_of(q):
+        launch.gates(m)
+        chunks = launch.states(start=(C0, n0), groups=kept_states(launch, states), end=(C, n))
+        den = launch.per_token()
+        launch.outputs(chunks, h, den)
+    if launch.sigmoid:
+        n.zero_()
+    return h, C, n, m, den, launch.floor, states
+
+
+def backward(
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    dm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    den: Tensor,
+    floor: Tensor,
+    states: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    chunk: int | None,
+    gate: str,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to q, k, v, i, f and the state at the start (None where there was none).
+
+    Args:
+        dh, dC, dn, dm: gradients to h and to the final state; None for zeros.
+        the others: as `forward` took and returned them.
+    """
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    dh, h = rows(dh), rows(h)
+    dq, dk, dv = (torch.empty_like(x) for x in (launch.q, launch.k, launch.v))
+    di, df = (torch.empty_like(x) for x in (launch.i, launch.f))
+    dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
+    own = None
+    if not launch.sigmoid and (dC_end is not None or dm is not None):
+        d_max = _or_zero(dm, m)
+        if dC_end is not None:
+            # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
+            d_max = d_max - (dC_end[0] * C).sum((-2, -1)) - (dC_end[1] * n).sum(-1)
+        own = maximum_backward(d_max, i, f, m0, cu_seqlens)
+    dC_start = None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
+    if not launch.num_heads or not launch.num_tokens:
+        if dC_start is not None:
+            for start, end in zip(dC_start, dC_end or (None, None), strict=True):
+                start.zero_() if end is None else start.copy_(end)
+    else:
+        with torch.cuda.device_of(q):
+            launch.gates(None)
+            launch.denominator(h, dh, den, floor)
+            before = launch.states_again(kept_states(launch, states))
+            after, passing = launch.state_gradients(dh, before, dC_end, dC_start)
+            q_part = launch.q_gradients(dh, before, dq)
+            del before
+            sums = launch.k_v_gradients(dh, after, dk, dv)
+            launch.gate_gradients(sums, q_part, passing, own, di, df)
+    if C0 is None or dC_start is None:
+        return dq, dk, dv, di, df, None, None, None
+    dC0, dn0 = dC_start
+    if launch.sigmoid:
+        dn0.zero_()
+    if m0 is None or own is None and launch.sigmoid:
+        dm0 = None if m0 is None else torch.zeros_like(m0)
+    else:
+        dm0 = (dC0 * C0).sum((-2, -1))
+        if n0 is not None:
+            dm0 = dm0 + (dn0 * n0).sum(-1)
+        if own is not None:
+            dm0 = dm0 + own[2]
+    return dq, dk, dv, di, df, dC0, None if n0 is None else dn0, dm0
+
+
+def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient.float().contiguous()

@@ -1,0 +1,251 @@
+"""One call of the mLSTM's Triton kernels: sizes, buffers and grids, one method a kernel."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.mlstm.gates_triton import gate_gradients_kernel, gates_kernel
+from torchstorm.kernels.mlstm.gradients_triton import denominator_kernel, k_v_gradients_kernel, q_gradients_kernel
+from torchstorm.kernels.mlstm.outputs_triton import outputs_kernel
+from torchstorm.kernels.mlstm.states_triton import state_gradients_kernel, states_kernel
+from torchstorm.kernels.mlstm.tiles import Tile, Tiles, group_tokens
+
+States = tuple[Tensor, Tensor]  # C and n
+
+_GATE_BLOCK = 1024
+_DENOMINATOR_ROWS = 32
+
+
+class Launch:
+    """What the kernels of one call have in common.
+
+    Attributes:
+        u, frame, floor: what `gates` makes of the gates: u and M in float64, e^-m in fp32, each (B, H, S).
+        inverse, d_den: what `denominator` makes: 1 / N and the gradient to den, fp32 (B, H, S).
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        i: Tensor,
+        f: Tensor,
+        m0: Tensor | None,
+        cu_seqlens: Tensor | None,
+        gate: str,
+        tiles: Tiles,
+    ) -> None:
+        self.q, self.k, self.v = (rows(x) for x in (q, k, v))
+        self.i, self.f = i.contiguous(), f.contiguous()
+        self.B, self.H, self.S, self.DK = q.shape
+        self.DV = v.shape[-1]
+        self.cu = cu_seqlens
+        self.packed = cu_seqlens is not None
+        self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.num_heads = self.N * self.H
+        self.num_tokens = self.B * self.H * self.S
+        self.sigmoid = gate == "sigmoid"
+        self.m0 = None if self.sigmoid or m0 is None else m0.float().contiguous()
+        self.scale = self.DK**-0.5
+        self.tiles = tiles
+        self.group = group_tokens(self.DK, self.DV)
+        self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        self.num_kept = self.num_slots(self.group) * self.H * (self.DK * self.DV + self.DK)
+        self.u = self.frame = self.floor = self.inverse = self.d_den = self.i
+
+    def num_slots(self, span: int) -> int:
+        """At most how many spans of so many tokens the sequences have; no look at cu_seqlens."""
+        return self.S // span + self.N if self.packed else self.B * -(-self.S // span)
+
+    def slots(self, span: int) -> Tensor | None:
+        """The sequence of each slot; None where it follows from the slot's number."""
+        if self.cu is None:
+            return None
+        first = self.cu[:-1] // span + torch.arange(self.N, device=self.cu.device)
+        slot = torch.arange(self.num_slots(span), device=self.cu.device)
+        return (torch.searchsorted(first, slot, right=True) - 1).int()
+
+    def per_token(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.q.new_empty((self.B, self.H, self.S), dtype=dtype)
+
+    def new_state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """C, n and m of every sequence, not filled."""
+        sizes = ((self.DK, self.DV), (self.DK,), ())
+        C, n, m = (self.q.new_empty((self.N, self.H, *size), dtype=torch.float32) for size in sizes)
+        return C, n, m
+
+    def new_chunk_states(self, chunk: int) -> States:
+        """C and n at every chunk, not filled."""
+        num = self.num_slots(chunk) * self.H
+        C = self.q.new_empty((num, self.DK, self.DV), dtype=self.state_dtype)
+        return C, self.q.new_empty((num, self.DK), dtype=torch.float32)
+
+    def gates(self, m: Tensor | None) -> None:
+        """Fills u, frame and floor; m, where given, with m at each sequence's end."""
+        self.u, self.frame = self.per_token(torch.float64), self.per_token(torch.float64)
+        self.floor = self.per_token()
+        m_T = self.q.new_empty(self.num_heads, dtype=torch.float32) if m is None else m
+        gates_kernel[(self.num_heads,)](
+            self.i, self.f, self.m0, self.cu, self.u, self.frame, self.floor, m_T, self.S, self.H, SIGMOID=self.sigmoid,
+            HAS_START=self.m0 is not None, PACKED=self.packed, BLOCK=_GATE_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+    def states(self, *, start: tuple[Tensor | None, Tensor | None], groups: States, end: States) -> States:
+        """The states at every chunk, at every group of chunks and at the end."""
+        chunk = self.tiles.chunk
+        chunks = self.new_chunk_states(chunk)
+        self._walk(self.tiles.states, chunk, _given(start), groups, chunks, end)
+        return chunks
+
+    def states_again(self, groups: States) -> States:
+        """The states at every chunk of the backward pass, from those at every group."""
+        chunk = self.tiles.chunk_backward
+        chunks = self.new_chunk_states(chunk)
+        self._walk(self.tiles.states_backward, chunk, groups, None, chunks, None)
+        return chunks
+
+    def _walk(
+        self, tile: Tile, chunk: int, start: States | None, groups: States | None, chunks: States, end: States | None
+    ) -> None:
+        """Whole sequences from `start`, filling groups, chunks and end; or without groups, each from its own start."""
+        by_group = groups is None
+        align, strides = _strides(self.k, self.v)
+        num_walks = self.num_slots(self.group) if by_group else self.N
+        start_C, start_n = start or (None, None)
+        group_C, group_n = groups or (None, None)
+        end_C, end_n = end or (None, None)
+        states_kernel[(num_walks * self.H * self._num_tiles(tile),)](
+            self.k, self.v, self.u, self.frame, self.m0, start_C, start_n, group_C, group_n, *chunks, end_C, end_n,
+            self.cu, self.slots(self.group) if by_group else None, *strides, self.S, self.H, DK=self.DK, DV=self.DV,
+            SIGMOID=self.sigmoid, BY_GROUP=by_group, STORE_CHUNKS=True, STORE_GROUPS=not by_group,
+            STORE_END=end is not None, HAS_STATE=start is not None, HAS_START=self.m0 is not None, PACKED=self.packed,
+            CHUNK=chunk, GROUP=self.group, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align,
+            PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    def outputs(self, chunks: States, h: Tensor, den: Tensor) -> None:
+        """Fills h and den."""
+        tile, chunk = self.tiles.outputs, self.tiles.chunk
+        align, strides = _strides(self.q, self.k, self.v, h)
+        row_tiles = chunk // tile.rows
+        outputs_kernel[(self.num_slots(chunk) * self.H * row_tiles * -(-self.DV // tile.block_v),)](
+            self.q, self.k, self.v, self.u, self.frame, self.floor, self.m0, *chunks, h, den, self.cu,
+            self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid,
+            HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, ROWS=tile.rows, BLOCK_K=tile.block_k,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    def denominator(self, h: Tensor, dh: Tensor, den: Tensor, floor: Tensor) -> None:
+        """Fills inverse and d_den."""
+        if self.sigmoid:
+            return
+        self.inverse, self.d_den = self.per_token(), self.per_token()
+        align, strides = _strides(h, dh)
+        block = min(128, max(16, 1 << (self.DV - 1).bit_length()))
+        denominator_kernel[(self.B * self.H * -(-self.S // _DENOMINATOR_ROWS),)](
+            h, dh, den, floor, self.inverse, self.d_den, *strides, self.S, self.H, DV=self.DV, ROWS=_DENOMINATOR_ROWS,
+            BLOCK_V=block, ALIGN=align, num_warps=4,
+        )  # fmt: skip
+
+    def state_gradients(
+        self, dh: Tensor, before: States, end: States | None, start: States | None
+    ) -> tuple[States, Tensor]:
+        """Gradients to the state after every chunk, and what passes over each chunk; fills start."""
+        tile, chunk = self.tiles.state_gradients, self.tiles.chunk_backward
+        align, strides = _strides(self.q, dh)
+        after = self.new_chunk_states(chunk)
+        passing = self.q.new_empty((after[0].shape[0], self._num_tiles(tile)), dtype=torch.float32)
+        end_dC, end_dn = end or (None, None)
+        start_dC, start_dn = start or (None, None)
+        state_gradients_kernel[(self.num_heads * self._num_tiles(tile),)](
+            self.q, dh, self.inverse, self.d_den, self.frame, self.m0, end_dC, end_dn, *before, *after, start_dC,
+            start_dn, passing, self.cu, *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV,
+            SIGMOID=self.sigmoid, HAS_END=end is not None, STORE_START=start is not None,
+            HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v,
+            ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        return after, passing
+
+    def q_gradients(self, dh: Tensor, before: States, dq: Tensor) -> Tensor:
+        """Fills dq; returns q . the part of it from the state before, one sheet (B, H, S) a K tile."""
+        tile, chunk = self.tiles.q_gradients, self.tiles.chunk_backward
+        align, strides = _strides(self.q, self.k, self.v, dh, dq)
+        tiles_k = -(-self.DK // tile.block_k)
+        part = self.q.new_empty((tiles_k, self.num_tokens), dtype=torch.float32)
+        q_gradients_kernel[(self.num_slots(chunk) * self.H * tiles_k,)](
+            self.q, self.k, self.v, dh, self.u, self.frame, self.m0, self.inverse, self.d_den, *before, dq, part,
+            self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, self.num_tokens, DK=self.DK, DV=self.DV,
+            SIGMOID=self.sigmoid, HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        return part
+
+    def k_v_gradients(self, dh: Tensor, after: States, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Fills dk and dv; returns what `gate_gradients` needs of them."""
+        tile, chunk = self.tiles.k_v_gradients, self.tiles.chunk_backward
+        align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
+        row_sum, column_sum, own, part = (self.per_token() for _ in range(4))
+        k_v_gradients_kernel[(self.num_slots(chunk) * self.H,)](
+            self.q, self.k, self.v, dh, self.u, self.frame, self.inverse, self.d_den, *after, dk, dv, row_sum,
+            column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV,
+            SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v,
+            ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        return row_sum, column_sum, own, part
+
+    def gate_gradients(
+        self,
+        sums: tuple[Tensor, Tensor, Tensor, Tensor],
+        q_part: Tensor,
+        passing: Tensor,
+        own: tuple[Tensor, Tensor, Tensor] | None,
+        di: Tensor,
+        df: Tensor,
+    ) -> None:
+        """Fills di and df; `own` are gradients to i and f along m's own path."""
+        chunk = self.tiles.chunk_backward
+        own_i, own_f = (None, None) if own is None else (own[0].contiguous(), own[1].contiguous())
+        gate_gradients_kernel[(self.num_slots(chunk) * self.H,)](
+            self.i, self.f, *sums[:3], q_part, sums[3], passing, own_i, own_f, self.cu, self.slots(chunk),
+            di, df, self.S, self.H, self.num_tokens, q_part.shape[0], passing.shape[1], SIGMOID=self.sigmoid,
+            HAS_OWN=own is not None, PACKED=self.packed, CHUNK=chunk, num_warps=1 if chunk <= 64 else 4,
+        )  # fmt: skip
+
+    def _num_tiles(self, tile: Tile) -> int:
+        return -(-self.DK // tile.block_k) * -(-self.DV // tile.block_v)
+
+
+def kept_states(launch: Launch, states: Tensor) -> States:
+    """C and n of every group of chunks, as views of the flat tensor that is kept."""
+    num = launch.num_slots(launch.group) * launch.H
+    C, n = states.split([num * launch.DK * launch.DV, num * launch.DK])
+    return C, n
+
+
+def _given(start: tuple[Tensor | None, Tensor | None]) -> States | None:
+    C, n = start
+    if C is None:
+        return None
+    return C.float().contiguous(), C if n is None else n.float().contiguous()
+
+
+def rows(x: Tensor) -> Tensor:
+    """x with its last dimension contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """The tensors' strides over B, H and S in units of `align` elements: 8 where all are multiples of it, else 1.
+
+    A kernel multiplies them by `align` again and so knows that whole rows can be read 16 bytes at a time, without being
+    compiled anew for other strides.
+    """
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
+    align = 1 if any(stride % 8 for stride in strides) else 8
+    return align, [stride // align for stride in strides]
