@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.mlstm.launch_triton import Launch, kept_states, rows
+from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
 from torchstorm.kernels.mlstm.maximum import maximum_backward
 from torchstorm.kernels.mlstm.tiles import Tiles, pick
 
@@ -43,27 +43,32 @@ def forward(
         tiles: launches to use in place of the ones for this head and dtype.
 
     Returns:
-        h like v; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined for sigmoid gates;
+        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined for sigmoid gates;
         and the states that backward starts from, flat.
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
-    h = torch.empty_like(launch.v)
+    h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
-    states = launch.v.new_empty(launch.num_kept, dtype=torch.float32)
-    if not launch.num_heads:
-        return h, C, n, m, launch.per_token(), launch.per_token(), states
-    if not launch.num_tokens:
+    den = launch.per_token()
+    if not launch.num_heads or not launch.num_tokens:
         for end, start in ((C, C0), (n, n0), (m, m0)):
             end.zero_() if start is None else end.copy_(start)
-        return h, C, n, m, launch.per_token(), launch.per_token(), states
+        return h, C, n, m, den, torch.empty_like(den), empty_states(q, v, cu_seqlens, chunk, gate)
     with torch.cuda.device_of(q):
         launch.gates(m)
-        chunks = launch.states(start=(C0, n0), groups=kept_states(launch, states), end=(C, n))
-        den = launch.per_token()
+        chunks = launch.states(start=(C0, n0), end=(C, n))
         launch.outputs(chunks, h, den)
+        states = launch.kept(chunks)
     if launch.sigmoid:
         n.zero_()
     return h, C, n, m, den, launch.floor, states
+
+
+def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str) -> Tensor:
+    """A tensor like the states that `forward` returns, not filled."""
+    B, H, S, d_qk = q.shape
+    num_packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.new_empty(num_kept(B, H, S, num_packed, d_qk, v.shape[-1], q.dtype), dtype=state_dtype(q.dtype))
 
 
 def backward(
@@ -100,8 +105,7 @@ def backward(
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
     dh, h = rows(dh), rows(h)
-    dq, dk, dv = (torch.empty_like(x) for x in (launch.q, launch.k, launch.v))
-    di, df = (torch.empty_like(x) for x in (launch.i, launch.f))
+    dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
     own = None
     if not launch.sigmoid and (dC_end is not None or dm is not None):
@@ -119,26 +123,20 @@ def backward(
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den, floor)
-            before = launch.states_again(kept_states(launch, states))
+            before = launch.states_again(states)
             after, passing = launch.state_gradients(dh, before, dC_end, dC_start)
             q_part = launch.q_gradients(dh, before, dq)
             del before
             sums = launch.k_v_gradients(dh, after, dk, dv)
             launch.gate_gradients(sums, q_part, passing, own, di, df)
-    if C0 is None or dC_start is None:
+    if C0 is None or n0 is None or m0 is None or dC_start is None:
         return dq, dk, dv, di, df, None, None, None
     dC0, dn0 = dC_start
     if launch.sigmoid:
-        dn0.zero_()
-    if m0 is None or own is None and launch.sigmoid:
-        dm0 = None if m0 is None else torch.zeros_like(m0)
-    else:
-        dm0 = (dC0 * C0).sum((-2, -1))
-        if n0 is not None:
-            dm0 = dm0 + (dn0 * n0).sum(-1)
-        if own is not None:
-            dm0 = dm0 + own[2]
-    return dq, dk, dv, di, df, dC0, None if n0 is None else dn0, dm0
+        return dq, dk, dv, di, df, dC0, torch.zeros_like(n0), torch.zeros_like(m0)
+    # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
+    dm0 = (dC0 * C0).sum((-2, -1)) + (dn0 * n0).sum(-1)
+    return dq, dk, dv, di, df, dC0, dn0, dm0 if own is None else dm0 + own[2]
 
 
 def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:

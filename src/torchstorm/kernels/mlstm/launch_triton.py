@@ -52,14 +52,12 @@ class Launch:
         self.scale = self.DK**-0.5
         self.tiles = tiles
         self.group = group_tokens(self.DK, self.DV)
-        self.state_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+        self.state_dtype = state_dtype(q.dtype)
         self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
-        self.num_kept = self.num_slots(self.group) * self.H * (self.DK * self.DV + self.DK)
         self.u = self.frame = self.floor = self.inverse = self.d_den = self.i
 
     def num_slots(self, span: int) -> int:
-        """At most how many spans of so many tokens the sequences have; no look at cu_seqlens."""
-        return self.S // span + self.N if self.packed else self.B * -(-self.S // span)
+        return num_slots(self.B, self.S, self.N if self.packed else None, span)
 
     def slots(self, span: int) -> Tensor | None:
         """The sequence of each slot; None where it follows from the slot's number."""
@@ -94,38 +92,47 @@ class Launch:
             HAS_START=self.m0 is not None, PACKED=self.packed, BLOCK=_GATE_BLOCK, num_warps=4,
         )  # fmt: skip
 
-    def states(self, *, start: tuple[Tensor | None, Tensor | None], groups: States, end: States) -> States:
-        """The states at every chunk, at every group of chunks and at the end."""
-        chunk = self.tiles.chunk
-        chunks = self.new_chunk_states(chunk)
-        self._walk(self.tiles.states, chunk, _given(start), groups, chunks, end)
-        return chunks
+    def states(self, *, start: tuple[Tensor | None, Tensor | None], end: States) -> States:
+        """The states at every chunk; fills end."""
+        return self._walk(self.tiles.states, self.tiles.chunk, _given(start), end, by_group=False)
 
-    def states_again(self, groups: States) -> States:
+    def states_again(self, kept: Tensor) -> States:
         """The states at every chunk of the backward pass, from those at every group."""
-        chunk = self.tiles.chunk_backward
-        chunks = self.new_chunk_states(chunk)
-        self._walk(self.tiles.states_backward, chunk, groups, None, chunks, None)
-        return chunks
+        num = self.num_slots(self.group) * self.H
+        C, n = kept.split([num * self.DK * self.DV, kept.numel() - num * self.DK * self.DV])
+        start = C, n.view(torch.float32)
+        return self._walk(self.tiles.states_backward, self.tiles.chunk_backward, start, None, by_group=True)
 
-    def _walk(
-        self, tile: Tile, chunk: int, start: States | None, groups: States | None, chunks: States, end: States | None
-    ) -> None:
-        """Whole sequences from `start`, filling groups, chunks and end; or without groups, each from its own start."""
-        by_group = groups is None
+    def kept(self, chunks: States) -> Tensor:
+        """The states at every group of chunks, flat: all C, then all n, whose fp32 is laid out as numbers of C's type."""
+        chunk = self.tiles.chunk
+        if self.cu is None:
+            parts = [x.unflatten(0, (self.B, -1, self.H))[:, :: self.group // chunk] for x in chunks]
+        else:
+            sequence, first = self.slots(self.group), self.cu[:-1]
+            slot = torch.arange(self.num_slots(self.group), device=self.cu.device)
+            group = slot - (first // self.group)[sequence] - sequence
+            at = (first // chunk)[sequence] + sequence + group * (self.group // chunk)
+            at = at.clamp(max=self.num_slots(chunk) - 1)  # a slot that holds no group
+            parts = [x.unflatten(0, (-1, self.H))[at] for x in chunks]
+        return torch.cat([parts[0].flatten(), parts[1].flatten().view(self.state_dtype)])
+
+    def _walk(self, tile: Tile, chunk: int, start: States | None, end: States | None, *, by_group: bool) -> States:
+        """The states at every chunk: whole sequences from `start`, or each group from its own start."""
         align, strides = _strides(self.k, self.v)
+        chunks = self.new_chunk_states(chunk)
         num_walks = self.num_slots(self.group) if by_group else self.N
         start_C, start_n = start or (None, None)
-        group_C, group_n = groups or (None, None)
         end_C, end_n = end or (None, None)
         states_kernel[(num_walks * self.H * self._num_tiles(tile),)](
-            self.k, self.v, self.u, self.frame, self.m0, start_C, start_n, group_C, group_n, *chunks, end_C, end_n,
-            self.cu, self.slots(self.group) if by_group else None, *strides, self.S, self.H, DK=self.DK, DV=self.DV,
-            SIGMOID=self.sigmoid, BY_GROUP=by_group, STORE_CHUNKS=True, STORE_GROUPS=not by_group,
-            STORE_END=end is not None, HAS_STATE=start is not None, HAS_START=self.m0 is not None, PACKED=self.packed,
-            CHUNK=chunk, GROUP=self.group, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align,
-            PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            self.k, self.v, self.u, self.frame, self.m0, start_C, start_n, *chunks, end_C, end_n, self.cu,
+            self.slots(self.group) if by_group else None, *strides, self.S, self.H, DK=self.DK, DV=self.DV,
+            SIGMOID=self.sigmoid, BY_GROUP=by_group, STORE_END=end is not None, HAS_STATE=start is not None,
+            HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, GROUP=self.group, BLOCK_K=tile.block_k,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
+        return chunks
 
     def outputs(self, chunks: States, h: Tensor, den: Tensor) -> None:
         """Fills h and den."""
@@ -221,11 +228,20 @@ class Launch:
         return -(-self.DK // tile.block_k) * -(-self.DV // tile.block_v)
 
 
-def kept_states(launch: Launch, states: Tensor) -> States:
-    """C and n of every group of chunks, as views of the flat tensor that is kept."""
-    num = launch.num_slots(launch.group) * launch.H
-    C, n = states.split([num * launch.DK * launch.DV, num * launch.DK])
-    return C, n
+def num_slots(B: int, S: int, num_packed: int | None, span: int) -> int:
+    """At most how many spans of so many tokens the sequences have, whatever the packed ones' lengths."""
+    return B * -(-S // span) if num_packed is None else S // span + num_packed
+
+
+def num_kept(B: int, H: int, S: int, num_packed: int | None, d_qk: int, d_v: int, dtype: torch.dtype) -> int:
+    """How many numbers of type `state_dtype` the states kept for the backward pass are."""
+    slots = num_slots(B, S, num_packed, group_tokens(d_qk, d_v))
+    return slots * H * (d_qk * d_v + d_qk * (torch.float32.itemsize // state_dtype(dtype).itemsize))
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the states at chunks are kept in: bf16 for bf16; fp32 for fp16 too, whose range a sum may leave."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _given(start: tuple[Tensor | None, Tensor | None]) -> States | None:

@@ -25,13 +25,12 @@ _STRIDES_Q_DH = ["q_b", "q_h", "q_s", "dh_b", "dh_h", "dh_s"]
 
 
 @triton.jit(do_not_specialize=["S", "H", *_STRIDES_K_V])
-def states_kernel(k, v, u, m, m0, start_C, start_n, group_C, group_n, chunk_C, chunk_n, end_C, end_n, cu,
-                  sequence_of_group, k_b, k_h, k_s, v_b, v_h, v_s, S, H, DK: tl.constexpr, DV: tl.constexpr,
-                  SIGMOID: tl.constexpr, BY_GROUP: tl.constexpr, STORE_CHUNKS: tl.constexpr, STORE_GROUPS: tl.constexpr,
-                  STORE_END: tl.constexpr, HAS_STATE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end_n, cu, sequence_of_group,
+                  k_b, k_h, k_s, v_b, v_h, v_s, S, H, DK: tl.constexpr, DV: tl.constexpr,
+                  SIGMOID: tl.constexpr, BY_GROUP: tl.constexpr, STORE_END: tl.constexpr, HAS_STATE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
                   CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
                   ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """States at the start of chunks, of groups of chunks, and at the end.
+    """States at the start of every chunk, and at the end.
 
     Grid: (N * H, or group slots * H where BY_GROUP) * K tiles * V tiles. The walk begins at start_C, start_n (HAS_STATE:
     one a sequence, or one a group), else at zero. HAS_START: m0 was given.
@@ -54,7 +53,6 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, group_C, group_n, chunk_C, c
     if first >= length and BY_GROUP:
         return
     chunk_slot = first_slot(n, begin, S, CHUNK, PACKED)
-    group_slot = first_slot(n, begin, S, GROUP, PACKED)
 
     dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -74,26 +72,18 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, group_C, group_n, chunk_C, c
         C = tl.load(start_C + walk_head * (DK * DV) + at_state, mask=in_state, other=0.0).to(tl.float32)
         if not SIGMOID:
             norm = tl.load(start_n + walk_head * DK + dim_k, mask=in_k, other=0.0).to(tl.float32)
+    # A chunk's end and decay are read one chunk ahead, so that no program waits for one number; and what a round hands to
+    # the next is always made in it, or Triton does not pipeline the loop.
     frame = frame_before(m, m0, n * H + head, first, HAS_START)
-    if last > first:
-        next_frame = tl.load(m + tl.minimum(first + CHUNK, length) - 1)
-    else:
-        next_frame = frame
+    frame_end = tl.load(m + tl.minimum(first + CHUNK, length) - 1, mask=length > 0, other=0.0)
+    decay = weight(frame - frame_end)
     for at in range(first, last, CHUNK):
-        frame_end = next_frame
-        # One chunk ahead, so that no program waits for one number.
-        next_frame = tl.load(m + tl.minimum(at + 2 * CHUNK, length) - 1)
-        if STORE_GROUPS:
-            if at % GROUP == 0:
-                state = (group_slot + at // GROUP) * H + head
-                tl.store(group_C + state * (DK * DV) + at_state, C, mask=in_state)
-                if tile_v == 0 and not SIGMOID:
-                    tl.store(group_n + state * DK + dim_k, norm, mask=in_k)
-        if STORE_CHUNKS:
-            state = (chunk_slot + at // CHUNK) * H + head
-            tl.store(chunk_C + state * (DK * DV) + at_state, C.to(chunk_C.dtype.element_ty), mask=in_state)
-            if tile_v == 0 and not SIGMOID:
-                tl.store(chunk_n + state * DK + dim_k, norm, mask=in_k)
+        next_end = tl.load(m + tl.minimum(at + 2 * CHUNK, length) - 1)
+        next_decay = weight(frame_end - next_end)
+        state = (chunk_slot + at // CHUNK) * H + head
+        tl.store(chunk_C + state * (DK * DV) + at_state, C.to(chunk_C.dtype.element_ty), mask=in_state)
+        if tile_v == 0 and not SIGMOID:
+            tl.store(chunk_n + state * DK + dim_k, norm, mask=in_k)
         token = at + tl.arange(0, CHUNK)
         inside = token < length
         k_t = tl.load(k_row + token.to(tl.int64)[None, :] * (k_s * ALIGN) + dim_k[:, None],
@@ -101,12 +91,12 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, group_C, group_n, chunk_C, c
         v_tile = tl.load(v_row + token.to(tl.int64)[:, None] * (v_s * ALIGN) + dim_v[None, :],
                          mask=inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         own = tl.where(inside, weight(tl.load(u + token, mask=inside, other=0.0) - frame_end), 0.0)
-        decay = weight(frame - frame_end)
         weighed = k_t.to(tl.float32) * own[None, :]
         if not SIGMOID:
             norm = norm * decay + tl.sum(weighed, 1)
         C = tl.dot(weighed.to(v_tile.dtype), v_tile, C * decay, input_precision=PRECISION)
-        frame = frame_end
+        frame_end = next_end
+        decay = next_decay
     if STORE_END:
         tl.store(end_C + walk_head * (DK * DV) + at_state, C, mask=in_state)
         if tile_v == 0 and not SIGMOID:
@@ -155,18 +145,17 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
             dn = tl.load(end_dn + n_head * DK + dim_k, mask=in_k, other=0.0).to(tl.float32)
     num_chunks = tl.cdiv(length, CHUNK)
     frame_start = frame_before(m, m0, n_head, 0, HAS_START)
-    frame_end = frame_start
-    if length > 0:
-        frame_end = tl.load(m + length - 1)
+    # As in states_kernel: one chunk ahead.
+    at = (num_chunks - 1) * CHUNK
+    frame = tl.where(at > 0, tl.load(m + at - 1, mask=at > 0, other=0.0), frame_start)
+    decay = weight(frame - tl.load(m + length - 1, mask=length > 0, other=0.0))
     for back in range(0, num_chunks):
         at = (num_chunks - 1 - back) * CHUNK
-        if at > 0:
-            frame = tl.load(m + at - 1)
-        else:
-            frame = frame_start
+        before_it = at - CHUNK
+        next_frame = tl.where(before_it > 0, tl.load(m + before_it - 1, mask=before_it > 0, other=0.0), frame_start)
+        next_decay = weight(next_frame - frame)
         state = (chunk_slot + at // CHUNK) * H + head
         tl.store(chunk_dC + state * (DK * DV) + at_state, dC.to(chunk_dC.dtype.element_ty), mask=in_state)
-        decay = weight(frame - frame_end)
         C = tl.load(chunk_C + state * (DK * DV) + at_state, mask=in_state, other=0.0).to(tl.float32)
         part = tl.sum(tl.sum(C * dC, 1), 0)
         if tile_v == 0 and not SIGMOID:
@@ -187,7 +176,8 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
             dn = dn * decay + tl.sum(weighed * to_den[None, :], 1)
             weighed *= tl.load(inverse + gates + token, mask=inside, other=0.0)[None, :]
         dC = dot_weighed(weighed, dh_tile, dC * decay, PRECISION)
-        frame_end = frame
+        frame = next_frame
+        decay = next_decay
     if STORE_START:
         tl.store(start_dC + n_head * (DK * DV) + at_state, dC, mask=in_state)
         if tile_v == 0 and not SIGMOID:
