@@ -9,6 +9,7 @@ Each message says what was asked, what was found, the limit and the way out, wit
     ├── DataError          (ValueError)           training text that is missing, empty, unreadable or too short
     ├── ConfigError        (ValueError)           options that contradict each other or name something unknown
     ├── CheckpointError    (ValueError)           a checkpoint that is missing, incomplete or of another model
+    ├── ShapeError         (ValueError)           tensors whose sizes, dtypes or devices do not fit together
     ├── PlanError          (ValueError)           a plan or trace that cannot be read or does not fit
     ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory within a step, which must be repeated
     ├── UnsupportedError   (NotImplementedError)  something that cannot be done exactly, so it is not done
@@ -89,6 +90,10 @@ class ConfigError(TorchstormError, ValueError):
 
 class CheckpointError(TorchstormError, ValueError):
     """A checkpoint is missing, incomplete, damaged or belongs to another model."""
+
+
+class ShapeError(TorchstormError, ValueError):
+    """Tensors do not fit an operation or each other in their sizes, dtypes or devices."""
 
 
 class PlanError(TorchstormError, ValueError):

@@ -1,0 +1,214 @@
+"""torch.ops.torchstorm.mlstm_forward and mlstm_backward: the mLSTM as operators of PyTorch.
+
+A variant here is a module whose `forward`, `backward` and `empty_states` take and return what those of `chunkwise` do.
+It is imported when it is first used. Nothing of a shape depends on data, so torch.compile sees both as single nodes.
+
+The backward operator has a gradient too, for gradients of gradients: it goes through `chunkwise.differentiable`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.mlstm import chunkwise
+
+IMPLEMENTATIONS = {
+    "chunkwise": "torchstorm.kernels.mlstm.chunkwise",
+    "triton-chunkwise": "torchstorm.kernels.mlstm.chunkwise_triton",
+}
+# Of the operators' arguments: q, k, v, i, f, C0, n0, m0, and the gradients of h, C, n, m.
+_NUM_INPUTS = 8
+_NUM_OUTPUTS = 4
+
+
+@torch.library.custom_op("torchstorm::mlstm_forward", mutates_args=())
+def mlstm_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int | None,
+    gate: str,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m (B, H, S) and states, which backward wants."""
+    outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
+    h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
+    return h, C, n, m, den, row_m, states
+
+
+@mlstm_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int | None,
+    gate: str,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    B, H, S, K = q.shape
+    V = v.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = _wide_empty(q, (N, H, K, V)), _wide_empty(q, (N, H, K)), _wide_empty(q, (N, H))
+    per_row = _wide_empty(q, (B, H, S)), _wide_empty(q, (B, H, S))
+    states: Tensor = _implementation(variant).empty_states(q, v, cu_seqlens, chunk, gate)
+    return v.new_empty((B, H, S, V)), *state, *per_row, states
+
+
+@torch.library.custom_op("torchstorm::mlstm_backward", mutates_args=())
+def mlstm_backward(
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    dm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    den: Tensor,
+    row_m: Tensor,
+    states: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    chunk: int | None,
+    gate: str,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, i, f, C0, n0, m0; those of an absent initial state are empty."""
+    grads = _implementation(variant).backward(
+        *(dh, dC, dn, dm, q, k, v, i, f, C0, n0, m0, cu_seqlens, h, den, row_m, states, C, n, m, chunk, gate)
+    )
+    dq, dk, dv, di, df, dC0, dn0, dm0 = (
+        _wide_empty(q, (0,)) if x is None else grad.contiguous()
+        for x, grad in zip((q, k, v, i, f, C0, n0, m0), grads, strict=True)
+    )
+    return dq, dk, dv, di, df, dC0, dn0, dm0
+
+
+@mlstm_backward.register_fake
+def _(
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    dm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    den: Tensor,
+    row_m: Tensor,
+    states: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    chunk: int | None,
+    gate: str,
+    variant: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, di, df, dC0, dn0, dm0 = (
+        _wide_empty(q, (0,)) if x is None else x.new_empty(x.shape) for x in (q, k, v, i, f, C0, n0, m0)
+    )
+    return dq, dk, dv, di, df, dC0, dn0, dm0
+
+
+def _implementation(variant: str) -> Any:
+    return import_module(IMPLEMENTATIONS[variant])
+
+
+def _wide_empty(like: Tensor, size: tuple[int, ...]) -> Tensor:
+    return like.new_empty(size, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, chunk, gate, variant = inputs
+    h, C, n, m, den, row_m, states = output
+    ctx.save_for_backward(*tensors, h, den, row_m, states, C, n, m)
+    ctx.options = chunk, gate, variant
+    ctx.mark_non_differentiable(den, row_m, states)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, dm: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    if dh is None:
+        h = saved[_NUM_INPUTS + 1]
+        dh = torch.zeros_like(h)
+    grads = mlstm_backward(dh, dC, dn, dm, *saved, *ctx.options)
+    given = (None if x is None else grad for x, grad in zip(saved[:_NUM_INPUTS], grads, strict=True))
+    return *given, None, None, None, None
+
+
+def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    # The four gradients, the inputs and cu_seqlens. What forward made is a function of these, and computed again.
+    ctx.save_for_backward(*inputs[: _NUM_OUTPUTS + _NUM_INPUTS + 1])
+    ctx.chunk, ctx.gate = inputs[-3:-1]
+    ctx.num_others = len(inputs) - _NUM_OUTPUTS - _NUM_INPUTS
+    ctx.set_materialize_grads(False)
+
+
+def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Differentiates what `mlstm_backward` computes, through a forward pass that autograd sees."""
+    *tensors, cu_seqlens = ctx.saved_tensors
+    further = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A view of its own for each, so that what one of them was made from stays out of the others' gradients.
+        own: list[Any] = [
+            None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors
+        ]
+        grads, inputs = own[:_NUM_OUTPUTS], own[_NUM_OUTPUTS:]
+        q, k, v, i, f, C0, n0, m0 = inputs
+        outputs = chunkwise.differentiable(q, k, v, i, f, C0, n0, m0, cu_seqlens, ctx.chunk, ctx.gate)
+        reached = [(x, dx) for x, dx in zip(outputs, grads, strict=True) if dx is not None and x.requires_grad]
+        first = torch.autograd.grad(
+            [x for x, _ in reached],
+            [x for x in inputs if x is not None],
+            [dx for _, dx in reached],
+            create_graph=True,
+            materialize_grads=True,
+        )
+        given = [grad for x, grad in zip(inputs, grads_of_grads, strict=True) if x is not None]
+        wanted = [(x, dx) for x, dx in zip(first, given, strict=True) if dx is not None]
+        second = iter(
+            torch.autograd.grad(
+                [x for x, _ in wanted],
+                [x for x in own if x is not None],
+                [dx for _, dx in wanted],
+                create_graph=further,
+                materialize_grads=True,
+            )
+        )
+    return *(None if x is None else next(second) for x in own), *[None] * ctx.num_others
+
+
+mlstm_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+mlstm_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)

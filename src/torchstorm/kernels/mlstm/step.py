@@ -1,0 +1,58 @@
+"""The mLSTM one token at a time, for generation: the state that a prefill left goes in, the next one comes out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ShapeError
+from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
+from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, advance, zero_state
+
+
+def mlstm_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: MLSTMState | None = None,
+    *,
+    gate: Gate = "exp",
+) -> tuple[Tensor, MLSTMState]:
+    """Takes one token, as `mlstm` takes a sequence of one, and goes on exactly where that one left off.
+
+    Args:
+        q, k: query and key (B, H, d_qk), in float32, float16, bfloat16 or float64.
+        v: value (B, H, d_v), of the same dtype.
+        i, f: gate pre-activations (B, H), of the same dtype or float32.
+        state: C (B, H, d_qk, d_v), n (B, H, d_qk), m (B, H), from `mlstm(..., return_state=True)` or the last step.
+            None before the first token.
+        gate: "exp" or "sigmoid", the input gate.
+
+    Returns:
+        (h (B, H, d_v) in v's dtype, the next state in float32, or float64 for float64 inputs), both new tensors.
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit.
+        ConfigError: there is no such gate.
+    """
+    if q.dim() != 3 or v.dim() != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
+        raise ShapeError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: one token is q, k (B, H, d_qk) and v "
+            "(B, H, d_v). For sequences call mlstm."
+        )
+    if i.shape != q.shape[:2] or f.shape != q.shape[:2]:
+        raise ShapeError(
+            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both gates are {tuple(q.shape[:2])}."
+        )
+    check_gate(gate)
+    check_together(q, k, v, i, f)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if state is None:
+        state = zero_state(q, v, wide)
+    else:
+        check_state(state, q, v, q.shape[0])
+        state = MLSTMState(*(x.to(wide) for x in state))
+    h, after = advance(q.to(wide), k.to(wide), v.to(wide), i.to(wide), f.to(wide), state, gate)
+    return h.to(v.dtype), after
