@@ -43,8 +43,8 @@ def forward(
         tiles: launches to use in place of the ones for this head and dtype.
 
     Returns:
-        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined for sigmoid gates;
-        and the states that backward starts from, flat.
+        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined
+        for sigmoid gates; and the states that backward starts from, flat.
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
     h = v.new_empty(v.shape)
@@ -129,14 +129,16 @@ def backward(
             del before
             sums = launch.k_v_gradients(dh, after, dk, dv)
             launch.gate_gradients(sums, q_part, passing, own, di, df)
-    if C0 is None or n0 is None or m0 is None or dC_start is None:
+    if C0 is None or dC_start is None:
         return dq, dk, dv, di, df, None, None, None
-    dC0, dn0 = dC_start
+    dC0 = dC_start[0]
     if launch.sigmoid:
-        return dq, dk, dv, di, df, dC0, torch.zeros_like(n0), torch.zeros_like(m0)
+        dn0, dm0 = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
+        return dq, dk, dv, di, df, dC0, dn0, dm0
+    assert n0 is not None, "a state of exponential gates has C, n and m"
     # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
-    dm0 = (dC0 * C0).sum((-2, -1)) + (dn0 * n0).sum(-1)
-    return dq, dk, dv, di, df, dC0, dn0, dm0 if own is None else dm0 + own[2]
+    dm0 = (dC0 * C0).sum((-2, -1)) + (dC_start[1] * n0).sum(-1)
+    return dq, dk, dv, di, df, dC0, dC_start[1], dm0 if own is None else dm0 + own[2]
 
 
 def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Backward: one program a chunk and head. The gradient of log f is never one runni
 subtract large numbers: it is put together chunk by chunk of what passes over each token.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -70,14 +70,15 @@ def gates_kernel(i, f, m0, cu, u, m, floor, m_T, S, H, SIGMOID: tl.constexpr, HA
 
 @triton.jit(do_not_specialize=["S", "H", "num_tokens", "num_q_tiles", "num_state_tiles"])
 def gate_gradients_kernel(i, f, row_sum, column_sum, k_own, q_part, k_part, passing, own_i, own_f, cu,
-                          sequence_of_slot, di, df, S, H, num_tokens, num_q_tiles, num_state_tiles, SIGMOID: tl.constexpr,
-                          HAS_OWN: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+                          sequence_of_slot, di, df, S, H, num_tokens, num_q_tiles, num_state_tiles,
+                          SIGMOID: tl.constexpr, HAS_OWN: tl.constexpr, PACKED: tl.constexpr,
+                          CHUNK: tl.constexpr):  # fmt: skip
     """di and df of one chunk. Grid: slots * H.
 
-    row_sum, column_sum: of the chunk's own tile of gradients to D, without its diagonal; k_own: with it. q_part: q . the part of dq that came from states
-    before the chunk, num_q_tiles sheets of num_tokens to be added up. k_part: k . the part of dk that came from states
-    after it. passing: what goes from the state before to the state after, num_state_tiles parts a slot and head.
-    own_i, own_f: gradients to i and f along m's own path.
+    row_sum, column_sum: of the chunk's own tile of gradients to D, without its diagonal; k_own: column sums with it.
+    q_part: q . the part of dq that came from states before the chunk, num_q_tiles sheets of num_tokens to be added up.
+    k_part: k . the part of dk that came from states after it. passing: what goes from the state before to the state
+    after, num_state_tiles parts a slot and head. own_i, own_f: gradients to i and f along m's own path.
     """
     slot_head = tl.program_id(0).to(tl.int64)
     _, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, CHUNK, PACKED)

@@ -8,7 +8,7 @@ dh enters every matrix product as it came, and 1 / N the fp32 weights: dh / N ro
 dk and dv are computed from the transposed tile itself, never from a transposed accumulator.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -122,7 +122,7 @@ _STRIDES_K_V = ["q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "
 
 @triton.jit(do_not_specialize=["S", "H", "scale", *_STRIDES_K_V])
 def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, dk, dv, row_sum, column_sum, k_own,
-                         k_part,                         cu, sequence_of_slot, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dh_b, dh_h, dh_s,
+                         k_part, cu, sequence_of_slot, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dh_b, dh_h, dh_s,
                          dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, S, H, scale, DK: tl.constexpr, DV: tl.constexpr,
                          SIGMOID: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
                          BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip

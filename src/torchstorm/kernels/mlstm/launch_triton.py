@@ -61,10 +61,11 @@ class Launch:
 
     def slots(self, span: int) -> Tensor | None:
         """The sequence of each slot; None where it follows from the slot's number."""
-        if self.cu is None:
-            return None
-        first = self.cu[:-1] // span + torch.arange(self.N, device=self.cu.device)
-        slot = torch.arange(self.num_slots(span), device=self.cu.device)
+        return None if self.cu is None else self._sequences(self.cu, span)
+
+    def _sequences(self, cu: Tensor, span: int) -> Tensor:
+        first = cu[:-1] // span + torch.arange(self.N, device=cu.device)
+        slot = torch.arange(self.num_slots(span), device=cu.device)
         return (torch.searchsorted(first, slot, right=True) - 1).int()
 
     def per_token(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,13 +105,13 @@ class Launch:
         return self._walk(self.tiles.states_backward, self.tiles.chunk_backward, start, None, by_group=True)
 
     def kept(self, chunks: States) -> Tensor:
-        """The states at every group of chunks, flat: all C, then all n, whose fp32 is laid out as numbers of C's type."""
+        """The states at every group of chunks, flat: all C, then all n, fp32 whose bytes are seen as C's type."""
         chunk = self.tiles.chunk
         if self.cu is None:
             parts = [x.unflatten(0, (self.B, -1, self.H))[:, :: self.group // chunk] for x in chunks]
         else:
-            sequence, first = self.slots(self.group), self.cu[:-1]
-            slot = torch.arange(self.num_slots(self.group), device=self.cu.device)
+            first, slot = self.cu[:-1], torch.arange(self.num_slots(self.group), device=self.cu.device)
+            sequence = self._sequences(self.cu, self.group)
             group = slot - (first // self.group)[sequence] - sequence
             at = (first // chunk)[sequence] + sequence + group * (self.group // chunk)
             at = at.clamp(max=self.num_slots(chunk) - 1)  # a slot that holds no group
@@ -200,9 +201,10 @@ class Launch:
         row_sum, column_sum, own, part = (self.per_token() for _ in range(4))
         k_v_gradients_kernel[(self.num_slots(chunk) * self.H,)](
             self.q, self.k, self.v, dh, self.u, self.frame, self.inverse, self.d_den, *after, dk, dv, row_sum,
-            column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV,
-            SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v,
-            ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK,
+            DV=self.DV, SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
         return row_sum, column_sum, own, part
 

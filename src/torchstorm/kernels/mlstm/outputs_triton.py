@@ -5,7 +5,7 @@ maximum: nothing is rescaled. Weights multiply q.k in fp32, before the product i
 Multiply-adds a token: d_qk d_v for the state, d_qk CHUNK for q.k in every V tile, d_v CHUNK for what k carries.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton

@@ -6,12 +6,12 @@ cu[n] // SPAN + n: always room enough for its spans, so that the host can bound 
 without reading cu. Some slots then hold no span; their start lies at or past the sequence's end.
 
 The gates live in one frame for a whole sequence. With F the running sum of log f: u = i - F and M = max(m_0, running
-max of u), so that m = F + M, the weight of token j at row t is e^(u_j - M_t), and a state at the start of a chunk weighs
-e^(M_prev - M_t). F grows with the sequence, so u and M are float64, in units of ln 2; a tile of weights takes their
+max of u), so that m = F + M, the weight of token j at row t is e^(u_j - M_t), and that of a state before token s is
+e^(M_{s-1} - M_t). F grows with the sequence, so u and M are float64, in units of ln 2; a tile of weights takes their
 difference in two fp32 parts, exact where it matters, which costs three additions beside one exponential.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -87,7 +87,7 @@ def dot_state(x, state, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_weighed(weighed, tile, acc, PRECISION: tl.constexpr):
-    """acc + weighed @ tile for fp32 weights of any size: rounded to the tile's type, or kept in fp32 where that is fp16."""
+    """acc + weighed @ tile for fp32 weights of any size: rounded to its type, but kept in fp32 where that is fp16."""
     if tile.dtype == tl.float16:
         acc = tl.dot(weighed, tile.to(tl.float32), acc, input_precision=PRECISION)
     else:

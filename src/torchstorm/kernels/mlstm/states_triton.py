@@ -1,11 +1,11 @@
 """The states of the mLSTM and their gradients: two walks over the chunks of a sequence.
 
 A program keeps one (BLOCK_K, BLOCK_V) tile of C in fp32 registers, and n beside it, and walks the chunks; what it
-writes at each chunk is what the parallel kernels read. Traffic of a walk: k and v (or q and dh) once a tile of the other
-dimension, mostly from L2; one state a chunk written, d_qk d_v / CHUNK numbers a token.
+writes at each chunk is what the parallel kernels read. Traffic of a walk: k and v (or q and dh) once a tile of the
+other dimension, mostly from L2; one state a chunk written, d_qk d_v / CHUNK numbers a token.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
 import triton
@@ -27,13 +27,14 @@ _STRIDES_Q_DH = ["q_b", "q_h", "q_s", "dh_b", "dh_h", "dh_s"]
 @triton.jit(do_not_specialize=["S", "H", *_STRIDES_K_V])
 def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end_n, cu, sequence_of_group,
                   k_b, k_h, k_s, v_b, v_h, v_s, S, H, DK: tl.constexpr, DV: tl.constexpr,
-                  SIGMOID: tl.constexpr, BY_GROUP: tl.constexpr, STORE_END: tl.constexpr, HAS_STATE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr,
+                  SIGMOID: tl.constexpr, BY_GROUP: tl.constexpr, STORE_END: tl.constexpr, HAS_STATE: tl.constexpr,
+                  HAS_START: tl.constexpr, PACKED: tl.constexpr,
                   CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
                   ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """States at the start of every chunk, and at the end.
 
-    Grid: (N * H, or group slots * H where BY_GROUP) * K tiles * V tiles. The walk begins at start_C, start_n (HAS_STATE:
-    one a sequence, or one a group), else at zero. HAS_START: m0 was given.
+    Grid: (N * H, or group slots * H where BY_GROUP) * K tiles * V tiles. The walk begins at start_C, start_n
+    (HAS_STATE: one a sequence, or one a group), else at zero. HAS_START: m0 was given.
     """
     tiles_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
     tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -72,8 +73,8 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end
         C = tl.load(start_C + walk_head * (DK * DV) + at_state, mask=in_state, other=0.0).to(tl.float32)
         if not SIGMOID:
             norm = tl.load(start_n + walk_head * DK + dim_k, mask=in_k, other=0.0).to(tl.float32)
-    # A chunk's end and decay are read one chunk ahead, so that no program waits for one number; and what a round hands to
-    # the next is always made in it, or Triton does not pipeline the loop.
+    # A chunk's end and decay are read one chunk ahead, so that no program waits for one number; and what a round
+    # hands to the next is always made in it, or Triton does not pipeline the loop.
     frame = frame_before(m, m0, n * H + head, first, HAS_START)
     frame_end = tl.load(m + tl.minimum(first + CHUNK, length) - 1, mask=length > 0, other=0.0)
     decay = weight(frame - frame_end)

@@ -49,7 +49,12 @@ def group_tokens(d_qk: int, d_v: int) -> int:
 
 
 def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
-    """The launches for a head of these sizes; `chunk` where the caller named one (a power of two from 16 to 256)."""
+    """The launches for a head of these sizes.
+
+    chunk: what the caller named: taken down to a power of two from 16 to 256, and for fp32 and fp16 to what fits.
+    """
+    if chunk is not None:
+        chunk = min(256, max(16, 1 << (chunk.bit_length() - 1)))
     k, v = _block(d_qk), _block(d_v)
     if dtype == torch.bfloat16:
         own = chunk or 128
