@@ -109,10 +109,10 @@ def backward(
     dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
     own = None
     if not launch.sigmoid and (dC_end is not None or dm is not None):
-        d_max = _or_zero(dm, m)
+        d_max = _or_zero(dm, m).double()
         if dC_end is not None:
             # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
-            d_max = d_max - (dC_end[0] * C).sum((-2, -1)) - (dC_end[1] * n).sum(-1)
+            d_max = d_max - (dC_end[0].double() * C).sum((-2, -1)) - (dC_end[1].double() * n).sum(-1)
         own = maximum_backward(d_max, i, f, m0, cu_seqlens)
     dC_start = None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
     if not launch.num_heads or not launch.num_tokens:
@@ -137,8 +137,9 @@ def backward(
         return dq, dk, dv, di, df, dC0, dn0, dm0
     assert n0 is not None, "a state of exponential gates has C, n and m"
     # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
-    dm0 = (dC0 * C0).sum((-2, -1)) + (dC_start[1] * n0).sum(-1)
-    return dq, dk, dv, di, df, dC0, dC_start[1], dm0 if own is None else dm0 + own[2]
+    dm0 = (dC0.double() * C0).sum((-2, -1)) + (dC_start[1].double() * n0).sum(-1)
+    dm0 = dm0 if own is None else dm0 + own[2]
+    return dq, dk, dv, di, df, dC0, dC_start[1], dm0.float()
 
 
 def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:

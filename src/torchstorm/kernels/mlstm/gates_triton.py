@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchstorm.kernels.mlstm.spans_triton import sequence_span, slot_span
+from torchstorm.kernels.mlstm.spans_triton import rounded, sequence_span, slot_span
 
 
 @triton.jit
@@ -23,6 +23,11 @@ def _larger(a, b):
 @triton.jit
 def _log_sigmoid(x):
     return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["S", "H"])
@@ -78,7 +83,7 @@ def gate_gradients_kernel(i, f, row_sum, column_sum, k_own, q_part, k_part, pass
     row_sum, column_sum: of the chunk's own tile of gradients to D, without its diagonal; k_own: column sums with it.
     q_part: q . the part of dq that came from states before the chunk, num_q_tiles sheets of num_tokens to be added up.
     k_part: k . the part of dk that came from states after it. passing: what goes from the state before to the state
-    after, num_state_tiles parts a slot and head. own_i, own_f: gradients to i and f along m's own path.
+    after, num_state_tiles parts a slot and head. own_i, own_f: gradients to i and f along m's own path, float64.
     """
     slot_head = tl.program_id(0).to(tl.int64)
     _, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, CHUNK, PACKED)
@@ -96,14 +101,15 @@ def gate_gradients_kernel(i, f, row_sum, column_sum, k_own, q_part, k_part, pass
         sheet += num_tokens
     d_log_f += tl.cumsum(from_before, 0, reverse=True)
     d_log_f += tl.cumsum(tl.load(k_part + at - 1, mask=inside & (token > start), other=0.0), 0)
+    over_all = tl.full((), 0.0, tl.float64)
     for tile in range(0, num_state_tiles):
-        d_log_f += tl.load(passing + slot_head * num_state_tiles + tile)
-    d_log_i = tl.load(k_own + at, mask=inside, other=0.0) + tl.load(k_part + at, mask=inside, other=0.0)
+        over_all += tl.load(passing + slot_head * num_state_tiles + tile)
+    d_f = (d_log_f.to(tl.float64) + over_all) * _sigmoid(-tl.load(f + at, mask=inside, other=0.0).to(tl.float64))
+    d_i = (tl.load(k_own + at, mask=inside, other=0.0) + tl.load(k_part + at, mask=inside, other=0.0)).to(tl.float64)
     if SIGMOID:
-        d_log_i *= tl.sigmoid(-tl.load(i + at, mask=inside, other=0.0).to(tl.float32))
-    d_log_f *= tl.sigmoid(-tl.load(f + at, mask=inside, other=0.0).to(tl.float32))
+        d_i *= _sigmoid(-tl.load(i + at, mask=inside, other=0.0).to(tl.float64))
     if HAS_OWN:
-        d_log_f += tl.load(own_f + at, mask=inside, other=0.0)
-        d_log_i += tl.load(own_i + at, mask=inside, other=0.0)
-    tl.store(di + at, d_log_i.to(di.dtype.element_ty), mask=inside)
-    tl.store(df + at, d_log_f.to(df.dtype.element_ty), mask=inside)
+        d_f += tl.load(own_f + at, mask=inside, other=0.0)
+        d_i += tl.load(own_i + at, mask=inside, other=0.0)
+    tl.store(di + at, rounded(d_i.to(tl.float32), di), mask=inside)
+    tl.store(df + at, rounded(d_f.to(tl.float32), df), mask=inside)

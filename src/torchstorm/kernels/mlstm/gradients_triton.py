@@ -1,7 +1,7 @@
 """The gradients of the mLSTM's inputs from the states and their gradients; one program a chunk, or one of its tiles.
 
 In one chunk, with rows t, columns j <= t and weights w_tj = e^(u_j - M_t), per row N = max(|den|, floor):
-    S_tj = q_t.k_j scaled;  G_tj = w_tj (dh_t.v_j / N_t + d_den_t);  dD_tj = G_tj S_tj
+    S_tj = q_t.k_j scaled;  G_tj = w_tj (dh_t.v_j + d_den_t) / N_t;  dD_tj = G_tj S_tj
     dq_t = sum_j G_tj k_j + from the state before;  dk_j = sum_t G_tj q_t + from the gradient to the state after
     dv_j = sum_t w_tj S_tj / N_t dh_t + likewise
 dh enters every matrix product as it came, and 1 / N the fp32 weights: dh / N rounded to fp16 would leave its range.
@@ -14,13 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchstorm.kernels.mlstm.spans_triton import dot_state, dot_weighed, frame_before, slot_span, split, weight
+from torchstorm.kernels.mlstm.spans_triton import (
+    dot_state,
+    dot_weighed,
+    frame_before,
+    rounded,
+    slot_span,
+    split,
+    weight,
+)
 
 
 @triton.jit(do_not_specialize=["S", "H", "h_b", "h_h", "h_s", "dh_b", "dh_h", "dh_s"])
 def denominator_kernel(h, dh, den, floor, inverse, d_den, h_b, h_h, h_s, dh_b, dh_h, dh_s, S, H, DV: tl.constexpr,
                        ROWS: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """inverse = 1 / N and d_den = -sign(den) (dh.h) / N where |den| is the larger. Grid: B * H * row tiles."""
+    """inverse = 1 / N and d_den = -sign(den) dh.h where |den| is the larger. Grid: B * H * row tiles."""
     tiles = tl.cdiv(S, ROWS)
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles // H
@@ -39,9 +47,8 @@ def denominator_kernel(h, dh, den, floor, inverse, d_den, h_b, h_h, h_s, dh_b, d
     at = (row * H + head) * S + token
     total = tl.load(den + at, mask=inside, other=1.0)
     least = tl.load(floor + at, mask=inside, other=1.0)
-    own = 1.0 / tl.maximum(tl.abs(total), least)
-    to_den = tl.where(total > 0, -product, product) * own
-    tl.store(inverse + at, own, mask=inside)
+    to_den = tl.where(total > 0, -product, product)
+    tl.store(inverse + at, tl.div_rn(1.0, tl.maximum(tl.abs(total), least)), mask=inside)
     tl.store(d_den + at, tl.where(tl.abs(total) > least, to_den, 0.0), mask=inside)
 
 
@@ -100,9 +107,9 @@ def q_gradients_kernel(q, k, v, dh, u, m, m0, inverse, d_den, chunk_C, chunk_n, 
     if not SIGMOID:
         own = tl.load(inverse + gates + token, mask=inside, other=0.0)
         to_den = tl.load(d_den + gates + token, mask=inside, other=0.0)
-        product = product * own[:, None] + to_den[:, None]
+        product = (product + to_den[:, None]) * own[:, None]
         norm = tl.load(chunk_n + slot_head * DK + dim_k, mask=in_k, other=0.0)
-        acc = acc * own[:, None] + to_den[:, None] * norm[None, :]
+        acc = (acc + to_den[:, None] * norm[None, :]) * own[:, None]
     acc *= before[:, None]
     q_tile = tl.load(q_row + token.to(tl.int64)[:, None] * (q_s * ALIGN) + dim_k[None, :], mask=in_q, other=0.0)
     tl.store(q_part + tile_k.to(tl.int64) * num_tokens + gates + token, tl.sum(q_tile.to(tl.float32) * acc, 1),
@@ -112,7 +119,7 @@ def q_gradients_kernel(q, k, v, dh, u, m, m0, inverse, d_den, chunk_C, chunk_n, 
     product = tl.where(seen, tl.exp2(exponent), 0.0) * (product * scale)
     k_tile = tl.load(k_row + token.to(tl.int64)[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=in_q, other=0.0)
     acc = dot_weighed(product, k_tile, acc, PRECISION)
-    tl.store(dq_row + token.to(tl.int64)[:, None] * (dq_s * ALIGN) + dim_k[None, :], acc.to(dq.dtype.element_ty),
+    tl.store(dq_row + token.to(tl.int64)[:, None] * (dq_s * ALIGN) + dim_k[None, :], rounded(acc, dq),
              mask=in_q)  # fmt: skip
 
 
@@ -184,7 +191,7 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
     else:
         inverse_row = tl.load(inverse + gates + token, mask=inside, other=0.0)
         to_den = tl.load(d_den + gates + token, mask=inside, other=0.0)
-        d_product = d_product * inverse_row[None, :] + to_den[None, :]
+        d_product = (d_product + to_den[None, :]) * inverse_row[None, :]
         row_column = product * d_product
         product *= inverse_row[None, :]
         d_product *= weights
@@ -210,7 +217,7 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         acc *= after[:, None]
         dh_tile = tl.load(dh_row + at[:, None] * (dh_s * ALIGN) + dim_v[None, :], mask=in_tile, other=0.0)
         acc = dot_weighed(product, dh_tile, acc, PRECISION)
-        tl.store(dv_row + at[:, None] * (dv_s * ALIGN) + dim_v[None, :], acc.to(dv.dtype.element_ty), mask=in_tile)
+        tl.store(dv_row + at[:, None] * (dv_s * ALIGN) + dim_v[None, :], rounded(acc, dv), mask=in_tile)
 
     part = tl.zeros((CHUNK,), tl.float32)
     for tile_k in range(0, tiles_k):
@@ -233,5 +240,5 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         part += tl.sum(k_tile.to(tl.float32) * acc, 1)
         q_tile = tl.load(q_row + at[:, None] * (q_s * ALIGN) + dim_k[None, :], mask=in_tile, other=0.0)
         acc = dot_weighed(d_product, q_tile, acc, PRECISION)
-        tl.store(dk_row + at[:, None] * (dk_s * ALIGN) + dim_k[None, :], acc.to(dk.dtype.element_ty), mask=in_tile)
+        tl.store(dk_row + at[:, None] * (dk_s * ALIGN) + dim_k[None, :], rounded(acc, dk), mask=in_tile)
     tl.store(k_part + gates + token, part, mask=inside)

@@ -51,7 +51,7 @@ class Launch:
         self.m0 = None if self.sigmoid or m0 is None else m0.float().contiguous()
         self.scale = self.DK**-0.5
         self.tiles = tiles
-        self.group = group_tokens(self.DK, self.DV)
+        self.group = tiles.group
         self.state_dtype = state_dtype(q.dtype)
         self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
         self.u = self.frame = self.floor = self.inverse = self.d_den = self.i
@@ -167,7 +167,7 @@ class Launch:
         tile, chunk = self.tiles.state_gradients, self.tiles.chunk_backward
         align, strides = _strides(self.q, dh)
         after = self.new_chunk_states(chunk)
-        passing = self.q.new_empty((after[0].shape[0], self._num_tiles(tile)), dtype=torch.float32)
+        passing = self.q.new_empty((after[0].shape[0], self._num_tiles(tile)), dtype=torch.float64)
         end_dC, end_dn = end or (None, None)
         start_dC, start_dn = start or (None, None)
         state_gradients_kernel[(self.num_heads * self._num_tiles(tile),)](

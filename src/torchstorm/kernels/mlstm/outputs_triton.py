@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchstorm.kernels.mlstm.spans_triton import dot_state, frame_before, slot_span, split, weight
+from torchstorm.kernels.mlstm.spans_triton import dot_state, frame_before, rounded, slot_span, split, weight
 
 _STRIDES = ["q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "h_b", "h_h", "h_s"]
 
@@ -79,8 +79,10 @@ def outputs_kernel(q, k, v, u, m, floor, m0, chunk_C, chunk_n, h, den, cu, seque
     exponent = (u_high[None, :] - frame_high[:, None]) + (u_low[None, :] - frame_low[:, None])
     seen = (token[:, None] >= token[None, :]) & inside[:, None]
     product = tl.where(seen, tl.exp2(exponent), 0.0) * (product * scale)
-    total += tl.sum(product, 1)
-    acc = tl.dot(product.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    # den sums the rounded weights that the numerator has: where one token outweighs the rest, both err alike.
+    carried = product.to(v_tile.dtype)
+    total += tl.sum(carried.to(tl.float32), 1)
+    acc = tl.dot(carried, v_tile, acc, input_precision=PRECISION)
 
     # The chunk's tokens before these rows: all of them inside and seen.
     for other_start in range(chunk_start, start, ROWS):
@@ -100,12 +102,17 @@ def outputs_kernel(q, k, v, u, m, floor, m0, chunk_C, chunk_n, h, den, cu, seque
         exponent = (u_high[None, :] - frame_high[:, None]) + (u_low[None, :] - frame_low[:, None])
         # Rows past the end have a frame of 0, in which a weight can be infinite.
         product = tl.where(inside[:, None], tl.exp2(exponent), 0.0) * (product * scale)
-        total += tl.sum(product, 1)
-        acc = tl.dot(product.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        carried = product.to(v_tile.dtype)
+        total += tl.sum(carried.to(tl.float32), 1)
+        acc = tl.dot(carried, v_tile, acc, input_precision=PRECISION)
 
     if not SIGMOID:
-        acc *= (1.0 / tl.maximum(tl.abs(total), tl.load(floor + gates + token, mask=inside, other=1.0)))[:, None]
+        divisor = tl.maximum(tl.abs(total), tl.load(floor + gates + token, mask=inside, other=1.0))
+        if h.dtype.element_ty == tl.float32:
+            acc = tl.div_rn(acc, tl.broadcast_to(divisor[:, None], (ROWS, BLOCK_V)))
+        else:
+            acc *= (1.0 / divisor)[:, None]
         if tile_v == 0:
             tl.store(den + gates + token, total, mask=inside)
-    tl.store(h_row + token.to(tl.int64)[:, None] * (h_s * ALIGN) + dim_v[None, :], acc.to(h.dtype.element_ty),
+    tl.store(h_row + token.to(tl.int64)[:, None] * (h_s * ALIGN) + dim_v[None, :], rounded(acc, h),
              mask=inside[:, None] & in_v[None, :])  # fmt: skip

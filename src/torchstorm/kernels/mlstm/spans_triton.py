@@ -93,3 +93,11 @@ def dot_weighed(weighed, tile, acc, PRECISION: tl.constexpr):
     else:
         acc = tl.dot(weighed.to(tile.dtype), tile, acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def rounded(x, pointer):
+    """fp32 x in the type that pointer points at; past fp16's range its largest number, not infinity."""
+    if pointer.dtype.element_ty == tl.float16:
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(pointer.dtype.element_ty)

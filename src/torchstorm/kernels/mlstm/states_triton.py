@@ -92,10 +92,10 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end
         v_tile = tl.load(v_row + token.to(tl.int64)[:, None] * (v_s * ALIGN) + dim_v[None, :],
                          mask=inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         own = tl.where(inside, weight(tl.load(u + token, mask=inside, other=0.0) - frame_end), 0.0)
-        weighed = k_t.to(tl.float32) * own[None, :]
+        weighed = (k_t.to(tl.float32) * own[None, :]).to(v_tile.dtype)
         if not SIGMOID:
-            norm = norm * decay + tl.sum(weighed, 1)
-        C = tl.dot(weighed.to(v_tile.dtype), v_tile, C * decay, input_precision=PRECISION)
+            norm = norm * decay + tl.sum(weighed.to(tl.float32), 1)
+        C = tl.dot(weighed, v_tile, C * decay, input_precision=PRECISION)
         frame_end = next_end
         decay = next_decay
     if STORE_END:
@@ -113,8 +113,10 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
                            PRECISION: tl.constexpr):  # fmt: skip
     """Gradients to the state at the end of each chunk and at the start, from last to first. Grid: N * H * K * V tiles.
 
-    inverse: 1 / max(|den|, floor), d_den: the gradient to den, both fp32 (B, H, S); unused where SIGMOID.
-    passing: this tile's part of decay * <state, gradient to the next state>, one a slot, head and tile.
+    inverse: 1 / max(|den|, floor), d_den: the gradient to den without that factor, fp32 (B, H, S), not for SIGMOID.
+    passing: this tile's part of decay * <state, gradient to the next state>, one float64 a slot, head and tile. Where
+    the final m comes from an early token, what it passes back to the gates cancels most of this: hence float64, and
+    summed in it where states are fp32.
     """
     tiles_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
     tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -157,11 +159,14 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
         next_decay = weight(next_frame - frame)
         state = (chunk_slot + at // CHUNK) * H + head
         tl.store(chunk_dC + state * (DK * DV) + at_state, dC.to(chunk_dC.dtype.element_ty), mask=in_state)
-        C = tl.load(chunk_C + state * (DK * DV) + at_state, mask=in_state, other=0.0).to(tl.float32)
-        part = tl.sum(tl.sum(C * dC, 1), 0)
+        C = tl.load(chunk_C + state * (DK * DV) + at_state, mask=in_state, other=0.0)
+        if C.dtype == tl.float32:
+            part = tl.sum(tl.sum(C.to(tl.float64) * dC, 1), 0)
+        else:
+            part = tl.sum(tl.sum(C.to(tl.float32) * dC, 1), 0).to(tl.float64)
         if tile_v == 0 and not SIGMOID:
             tl.store(chunk_dn + state * DK + dim_k, dn, mask=in_k)
-            part += tl.sum(tl.load(chunk_n + state * DK + dim_k, mask=in_k, other=0.0) * dn, 0)
+            part += tl.sum(tl.load(chunk_n + state * DK + dim_k, mask=in_k, other=0.0).to(tl.float64) * dn, 0)
         tl.store(passing + (state * tiles_k + tile_k) * tiles_v + tile_v, part * decay)
         token = at + tl.arange(0, CHUNK)
         inside = token < length
@@ -173,9 +178,9 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
         before = tl.where(inside, before * scale, 0.0)
         weighed = q_t.to(tl.float32) * before[None, :]
         if not SIGMOID:
+            weighed *= tl.load(inverse + gates + token, mask=inside, other=0.0)[None, :]
             to_den = tl.load(d_den + gates + token, mask=inside, other=0.0)
             dn = dn * decay + tl.sum(weighed * to_den[None, :], 1)
-            weighed *= tl.load(inverse + gates + token, mask=inside, other=0.0)[None, :]
         dC = dot_weighed(weighed, dh_tile, dC * decay, PRECISION)
         frame = next_frame
         decay = next_decay

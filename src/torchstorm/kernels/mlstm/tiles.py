@@ -29,10 +29,12 @@ class Tiles:
     """All launches for one head size and dtype.
 
     Attributes:
+        group: tokens from one state kept for the backward pass to the next; whole chunks.
         chunk, chunk_backward: tokens from one stored state to the next, powers of two. The backward pass computes its
             own states, so that its chunk need not be the forward pass's.
     """
 
+    group: int
     chunk: int
     chunk_backward: int
     states: Tile
@@ -55,12 +57,14 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
     """
     if chunk is not None:
         chunk = min(256, max(16, 1 << (chunk.bit_length() - 1)))
+    group = group_tokens(d_qk, d_v)
     k, v = _block(d_qk), _block(d_v)
     if dtype == torch.bfloat16:
         own = chunk or 128
         back = min(own, 64)
         walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=4, num_stages=3)
         return Tiles(
+            group=group,
             chunk=own,
             chunk_backward=back,
             states=walk,
@@ -80,6 +84,7 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
     own = min(chunk or 64, 64 if dtype == torch.float16 else 32)
     small = Tile(block_k=min(k, 32), block_v=min(v, 32), num_warps=4, num_stages=1)
     return Tiles(
+        group=group,
         chunk=own,
         chunk_backward=min(own, 32),
         states=small,

@@ -1,0 +1,132 @@
+"""Every Triton kernel of the mLSTM, compiled for sm_80 and sm_90 without a GPU: nothing spills, and all of it fits.
+
+A kernel that spills keeps registers in memory and is slow without being wrong, so nothing else would notice. The
+compiler is asked through the launches themselves, with a driver that only says which GPU is meant.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from torchstorm.kernels.mlstm import chunkwise_triton  # noqa: E402
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+# Registers a thread at most, as recorded with Triton 3.6.0: 255 is all there are.
+REGISTERS: dict[str, int] = {}
+
+
+class _NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[tuple[str, Any]]]:
+    """Kernels as they are compiled in place of run, by name."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.fn.__name__, kernel))
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", only_compile)
+    triton.runtime.driver.set_active(_NoDevice(getattr(request, "param", 90)))
+    yield found
+    triton.runtime.driver.reset_active()
+
+
+def _forward_and_backward(
+    B: int,
+    H: int,
+    S: int,
+    d_qk: int,
+    d_v: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gate: str = "exp",
+    state: bool = False,
+    packed: bool = False,
+) -> None:
+    q, k, v, dh = (torch.zeros(B, H, S, d, dtype=dtype) for d in (d_qk, d_qk, d_v, d_v))
+    i, f = torch.zeros(B, H, S), torch.zeros(B, H, S)
+    cu = torch.tensor([0, 1, S], dtype=torch.int32) if packed else None
+    N = 2 if packed else B
+    parts = torch.zeros(N, H, d_qk, d_v), torch.zeros(N, H, d_qk), torch.zeros(N, H)
+    start = parts if state else (None, None, None)
+    h, C, n, m, *kept = chunkwise_triton.forward(q, k, v, i, f, *start, cu, None, gate)
+    chunkwise_triton.backward(dh, *start, q, k, v, i, f, *start, cu, h, *kept, C, n, m, None, gate)
+
+
+def _usage(kernel: Any) -> tuple[int, int]:
+    """Registers a thread and bytes of stack, from the compiled code."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    path = Path(kernel.metadata_group[next(name for name in kernel.metadata_group if name.endswith(".cubin"))])
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"{what}:(\d+)", text) for what in ("REG", "STACK"))
+    assert registers is not None and stack is not None, text
+    return int(registers[1]), int(stack[1])
+
+
+@pytest.mark.parametrize(
+    ("compiled", "d_qk", "d_v", "dtype", "options"),
+    [
+        (90, 64, 64, torch.bfloat16, {}),
+        (90, 128, 256, torch.bfloat16, {}),
+        (90, 256, 512, torch.bfloat16, {"state": True}),
+        (90, 96, 40, torch.bfloat16, {"packed": True, "gate": "sigmoid"}),
+        (90, 128, 128, torch.float16, {}),
+        (90, 128, 128, torch.float32, {}),
+        (80, 128, 256, torch.bfloat16, {}),
+        (80, 64, 64, torch.float16, {"packed": True, "state": True}),
+        (80, 64, 64, torch.float32, {"gate": "sigmoid"}),
+    ],
+    indirect=["compiled"],
+)
+def test_nothing_spills(
+    compiled: list[tuple[str, Any]], d_qk: int, d_v: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    _forward_and_backward(1, 2, 256, d_qk, d_v, dtype=dtype, **options)
+    assert len(compiled) == (8 if options.get("gate") == "sigmoid" else 9)
+    for name, kernel in compiled:
+        registers, stack = _usage(kernel)
+        limit = SHARED_BYTES[kernel.metadata.target.arch]
+        print(f"{name}: {registers} registers, {stack} bytes of stack, {kernel.metadata.shared} shared")
+        assert kernel.metadata.shared <= limit, f"{name}: {kernel.metadata.shared} bytes of shared memory"
+        assert stack == 0, f"{name}: {stack} bytes of stack"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_sizes_compile_nothing_new(compiled: list[tuple[str, Any]], packed: bool) -> None:
+    B = 1 if packed else 2
+    _forward_and_backward(B, 2, 256, 64, 64, packed=packed)
+    first = {id(kernel) for _, kernel in compiled}
+    for S in (1, 77, 1000):
+        _forward_and_backward(1 if packed else 3, 1, S, 64, 64, packed=packed)
+    assert {id(kernel) for _, kernel in compiled} == first
