@@ -32,7 +32,9 @@ CASES = [
     _case("one token", (2, 2, 1, 16, 16)),
     _case("two tokens", (1, 2, 2, 16, 16)),
     _case("groups, tiles, several heads", (1, 2, 50, 40, 24), tiles=SMALL),
-    _case("rows in a longer chunk", (1, 1, 110, 20, 16), tiles=SMALL | {"chunk": 64, "group": 64}),
+    _case(
+        "rows in a longer chunk", (1, 1, 110, 20, 16), tiles=SMALL | {"chunk": 64, "chunk_backward": 32, "group": 64}
+    ),
     _case("the chunk of its own choice", (1, 1, 65, 16, 16), chunk=None),
     _case("sigmoid", (2, 1, 40, 24, 40), gate="sigmoid", tiles=SMALL),
     _case("sigmoid without a state", (1, 1, 20, 16, 16), gate="sigmoid", state=False),
