@@ -1,0 +1,161 @@
+"""The chunkwise mLSTM in Triton: which kernels run, over which grids and buffers, forward and backward.
+
+Forward:  gates -> states at every chunk's start -> outputs, all chunks at once.
+Backward: gates -> states again, from the few that were kept -> 1 / N and the gradient to den -> gradients to the states
+          -> dq, and dk with dv, all chunks at once -> di and df.
+Floors of the forward pass, for T tokens and heads in chunks of L, in bf16: 4 d_qk d_v + L (2 d_qk + d_v) operations
+a token; k and v read for the states, q, k, v read and h written for the outputs, and d_qk d_v / L numbers a token
+written and read as states. On an H200 (4.3 TB/s, some 700 TFLOP/s), T = 2^20, d_qk 128, d_v 256, L 128: 0.8 ms by
+memory, 0.3 ms by tensor cores. Backward moves some three times as much: states again, their gradients, and twice q, k,
+v, dh. A longer chunk saves bytes and costs operations.
+Kept for backward besides inputs and output: den, one number a token, and one state a group of chunks. The states of
+single chunks live within one pass only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
+from torchstorm.kernels.mlstm.maximum import maximum_backward
+from torchstorm.kernels.mlstm.tiles import Tiles, group_tokens, pick
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int | None,
+    gate: str,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs and the final state.
+
+    Args:
+        q, k: (B, H, S, d_qk). v: (B, H, S, d_v). i, f: (B, H, S). fp32, fp16 or bf16, all alike.
+        C0, n0, m0: the state at the start, one a sequence; None for an empty one.
+        cu_seqlens: (N + 1) offsets of packed sequences, B = 1 then; None for B sequences of S tokens.
+        chunk: tokens in a chunk at most, a power of two from 16 to 256; None for what the head's size asks.
+        gate: "exp" or "sigmoid".
+        tiles: launches to use in place of the ones for this head and dtype.
+
+    Returns:
+        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; and for backward den (B, H, S) in fp32, without tokens for
+        sigmoid gates; an empty tensor; and the states to start from, flat.
+    """
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    h = v.new_empty(v.shape)
+    C, n, m = launch.new_state()
+    den, nothing, states = _empty_saved(q, v, cu_seqlens, gate, launch.group)
+    if not launch.num_heads or not launch.num_tokens:
+        for end, start in ((C, C0), (n, n0), (m, m0)):
+            end.zero_() if start is None else end.copy_(start)
+        return h, C, n, m, den, nothing, states
+    with torch.cuda.device_of(q):
+        launch.gates(m)
+        chunks = launch.states(start=(C0, n0), end=(C, n))
+        launch.outputs(chunks, h, den)
+        launch.keep(chunks, states)
+    if launch.sigmoid:
+        n.zero_()
+    return h, C, n, m, den, nothing, states
+
+
+def empty_saved(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like the den, nothing and states that `forward` returns, not filled."""
+    return _empty_saved(q, v, cu_seqlens, gate, group_tokens(q.shape[-1], v.shape[-1]))
+
+
+def _empty_saved(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, gate: str, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, H, S, d_qk = q.shape
+    den, nothing = (q.new_empty(size, dtype=torch.float32) for size in ((B, H, 0 if gate == "sigmoid" else S), (0,)))
+    num_packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    num = num_kept(B, H, S, num_packed, group, d_qk, v.shape[-1], q.dtype, gate)
+    return den, nothing, q.new_empty(num, dtype=state_dtype(q.dtype))
+
+
+def backward(
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    dm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    den: Tensor,
+    nothing: Tensor,
+    states: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    chunk: int | None,
+    gate: str,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to q, k, v, i, f and the state at the start (None where there was none).
+
+    Args:
+        dh, dC, dn, dm: gradients to h and to the final state; None for zeros.
+        the others: as `forward` took and returned them.
+    """
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    dh, h = rows(dh), rows(h)
+    dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
+    dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
+    own = None
+    if not launch.sigmoid and (dC_end is not None or dm is not None):
+        d_max = _or_zero(dm, m).double()
+        if dC_end is not None:
+            # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
+            d_max = d_max - (dC_end[0].double() * C).sum((-2, -1)) - (dC_end[1].double() * n).sum(-1)
+        own = maximum_backward(d_max, i, f, m0, cu_seqlens)
+    dC_start = None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
+    if not launch.num_heads or not launch.num_tokens:
+        if dC_start is not None:
+            for start, end in zip(dC_start, dC_end or (None, None), strict=True):
+                start.zero_() if end is None else start.copy_(end)
+    else:
+        with torch.cuda.device_of(q):
+            launch.gates(None)
+            launch.denominator(h, dh, den)
+            before = launch.states_again(states)
+            after, passing = launch.state_gradients(dh, before, dC_end, dC_start)
+            q_part = launch.q_gradients(dh, before, dq)
+            del before
+            sums = launch.k_v_gradients(dh, after, dk, dv)
+            launch.gate_gradients(sums, q_part, passing, own, di, df)
+    if C0 is None or dC_start is None:
+        return dq, dk, dv, di, df, None, None, None
+    dC0 = dC_start[0]
+    if launch.sigmoid:
+        dn0, dm0 = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
+        return dq, dk, dv, di, df, dC0, dn0, dm0
+    assert n0 is not None, "a state of exponential gates has C, n and m"
+    # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
+    dm0 = (dC0.double() * C0).sum((-2, -1)) + (dC_start[1].double() * n0).sum(-1)
+    dm0 = dm0 if own is None else dm0 + own[2]
+    return dq, dk, dv, di, df, dC0, dC_start[1], dm0.float()
+
+
+def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient.float().contiguous()

@@ -1,0 +1,142 @@
+"""Every Triton kernel of the mLSTM, compiled for sm_80 and sm_90 without a GPU: nothing spills, and all of it fits.
+
+A kernel that spills keeps registers in memory and is slow without being wrong, so nothing else would notice. The
+compiler is asked through the launches themselves, with a driver that only says which GPU is meant.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from torchstorm.kernels.mlstm import chunkwise_triton  # noqa: E402
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+KERNELS = ("gates", "states", "outputs", "gates", "denominator", "states", "state_gradients", "q_gradients",
+           "k_v_gradients", "gate_gradients")  # fmt: skip
+# Registers a thread at most, kernel by kernel as they run, recorded with Triton 3.6.0; 255 is all there are.
+REGISTERS = {
+    (64, 64): (80, 192, 255, 80, 40, 168, 184, 200, 216, 48),
+    (128, 256): (80, 192, 176, 80, 56, 184, 255, 208, 255, 48),
+    (256, 512): (80, 192, 192, 80, 56, 184, 255, 208, 255, 48),
+}
+
+
+class _NoDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return int(self.target.arch)  # kernels are remembered by device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[str, Any]]:
+    """Kernels as they are compiled in place of run, by name."""
+    from triton.runtime.jit import JITFunction
+
+    found: list[tuple[str, Any]] = []
+    run = JITFunction.run
+
+    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.fn.__name__, kernel))
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", only_compile)
+    monkeypatch.setattr(triton.runtime.driver, "_active", _NoDevice(getattr(request, "param", 90)))
+    return found
+
+
+def _forward_and_backward(
+    B: int,
+    H: int,
+    S: int,
+    d_qk: int,
+    d_v: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gate: str = "exp",
+    state: bool = False,
+    packed: bool = False,
+) -> None:
+    q, k, v, dh = (torch.zeros(B, H, S, d, dtype=dtype) for d in (d_qk, d_qk, d_v, d_v))
+    i, f = torch.zeros(B, H, S), torch.zeros(B, H, S)
+    cu = torch.tensor([0, 1, S], dtype=torch.int32) if packed else None
+    N = 2 if packed else B
+    parts = torch.zeros(N, H, d_qk, d_v), torch.zeros(N, H, d_qk), torch.zeros(N, H)
+    start = parts if state else (None, None, None)
+    h, C, n, m, *kept = chunkwise_triton.forward(q, k, v, i, f, *start, cu, None, gate)
+    chunkwise_triton.backward(dh, *start, q, k, v, i, f, *start, cu, h, *kept, C, n, m, None, gate)
+
+
+def _usage(kernel: Any) -> tuple[int, int]:
+    """Registers a thread and bytes of stack, from the compiled code."""
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    path = Path(kernel.metadata_group[next(name for name in kernel.metadata_group if name.endswith(".cubin"))])
+    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"{what}:(\d+)", text) for what in ("REG", "STACK"))
+    assert registers is not None, text
+    assert stack is not None, text
+    return int(registers[1]), int(stack[1])
+
+
+@pytest.mark.parametrize(
+    ("compiled", "d_qk", "d_v", "dtype", "options"),
+    [
+        (90, 64, 64, torch.bfloat16, {}),
+        (90, 128, 256, torch.bfloat16, {}),
+        (90, 256, 512, torch.bfloat16, {}),
+        (90, 96, 40, torch.bfloat16, {"packed": True, "gate": "sigmoid", "state": True}),
+        (90, 128, 128, torch.float16, {}),
+        (90, 128, 128, torch.float32, {}),
+        (80, 128, 256, torch.bfloat16, {}),
+        (80, 64, 64, torch.float16, {"packed": True, "state": True}),
+        (80, 64, 64, torch.float32, {"gate": "sigmoid"}),
+    ],
+    indirect=["compiled"],
+)
+def test_nothing_spills(
+    compiled: list[tuple[str, Any]], d_qk: int, d_v: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    _forward_and_backward(1, 2, 256, d_qk, d_v, dtype=dtype, **options)
+    wanted = [f"{name}_kernel" for name in KERNELS if name != "denominator" or options.get("gate") != "sigmoid"]
+    assert [name for name, _ in compiled] == wanted
+    capability = compiled[0][1].metadata.target.arch
+    recorded = REGISTERS.get((d_qk, d_v)) if capability == 90 and dtype == torch.bfloat16 else None
+    for number, (name, kernel) in enumerate(compiled):
+        registers, stack = _usage(kernel)
+        shared = kernel.metadata.shared
+        print(f"{name}: {registers} registers, {stack} bytes of stack, {shared} of shared memory")
+        assert shared <= SHARED_BYTES[capability], f"{name}: {shared} bytes of shared memory"
+        assert stack == 0, f"{name}: {stack} bytes of stack"
+        if recorded is not None:
+            assert registers <= recorded[number], f"{name}: {registers} registers, recorded {recorded[number]}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_sizes_compile_nothing_new(compiled: list[tuple[str, Any]], packed: bool) -> None:
+    B = 1 if packed else 2
+    _forward_and_backward(B, 2, 256, 64, 64, packed=packed)
+    first = {id(kernel) for _, kernel in compiled}
+    for S in (1, 77, 1000):
+        _forward_and_backward(1 if packed else 3, 1, S, 64, 64, packed=packed)
+    assert {id(kernel) for _, kernel in compiled} == first
