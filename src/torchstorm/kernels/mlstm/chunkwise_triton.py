@@ -51,7 +51,7 @@ def forward(
         h (B, H, S, d_v) in v's dtype; C, n, m in fp32; and for backward den (B, H, S) in fp32, without tokens for
         sigmoid gates; an empty tensor; and the states to start from, flat.
     """
-    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or _pick(q, v, cu_seqlens, chunk))
     h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
     den, nothing, states = _empty_saved(q, v, cu_seqlens, gate, launch.group)
@@ -118,7 +118,7 @@ def backward(
         dh, dC, dn, dm: gradients to h and to the final state; None for zeros.
         the others: as `forward` took and returned them.
     """
-    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
+    launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or _pick(q, v, cu_seqlens, chunk))
     dh, h = rows(dh), rows(h)
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
@@ -155,6 +155,11 @@ def backward(
     dm0 = (dC0.double() * C0).sum((-2, -1)) + (dC_start[1].double() * n0).sum(-1)
     dm0 = dm0 if own is None else dm0 + own[2]
     return dq, dk, dv, di, df, dC0, dC_start[1], dm0.float()
+
+
+def _pick(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None) -> Tiles:
+    num_sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return pick(q.shape[-1], v.shape[-1], q.dtype, chunk, num_sequences * q.shape[1])
 
 
 def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
     """
     tiles_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
     tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    SINGLE: tl.constexpr = tiles_k == 1 and tiles_v == 1
     program = tl.program_id(0).to(tl.int64)
     tile_row = (program % (CHUNK // ROWS)).to(tl.int32)
     slot_head = program // (CHUNK // ROWS)
@@ -175,7 +176,25 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
 
     # Transposed: k's tokens down, q's across.
     product = tl.zeros((ROWS, CHUNK), tl.float32)
-    for tile_k in range(0, tiles_k):
+    d_product = tl.zeros((ROWS, CHUNK), tl.float32)
+    if SINGLE:
+        # Every tile is read once, and all of them before the first is needed.
+        dim_k = tl.arange(0, BLOCK_K)
+        dim_v = tl.arange(0, BLOCK_V)
+        in_k = dim_k < DK
+        in_v = dim_v < DV
+        k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=inside[:, None] & in_k[None, :],
+                         other=0.0)  # fmt: skip
+        q_tile = tl.load(q_row + other_at[:, None] * (q_s * ALIGN) + dim_k[None, :],
+                         mask=other_inside[:, None] & in_k[None, :], other=0.0)  # fmt: skip
+        v_tile = tl.load(v_row + at[:, None] * (v_s * ALIGN) + dim_v[None, :], mask=inside[:, None] & in_v[None, :],
+                         other=0.0)  # fmt: skip
+        dh_tile = tl.load(dh_row + other_at[:, None] * (dh_s * ALIGN) + dim_v[None, :],
+                          mask=other_inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
+        dC = tl.load(dC_row + dim_k[:, None] * DV + dim_v[None, :], mask=in_k[:, None] & in_v[None, :], other=0.0)
+        product = tl.dot(k_tile, tl.trans(q_tile), product, input_precision=PRECISION)
+        d_product = tl.dot(v_tile, tl.trans(dh_tile), d_product, input_precision=PRECISION)
+    for tile_k in range(0, 0 if SINGLE else tiles_k):
         dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         in_k = dim_k < DK
         k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=inside[:, None] & in_k[None, :],
@@ -183,8 +202,7 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         q_t = tl.load(q_row + other_at[None, :] * (q_s * ALIGN) + dim_k[:, None],
                       mask=in_k[:, None] & other_inside[None, :], other=0.0)  # fmt: skip
         product = tl.dot(k_tile, q_t, product, input_precision=PRECISION)
-    d_product = tl.zeros((ROWS, CHUNK), tl.float32)
-    for tile_v in range(0, tiles_v):
+    for tile_v in range(0, 0 if SINGLE else tiles_v):
         dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = dim_v < DV
         v_tile = tl.load(v_row + at[:, None] * (v_s * ALIGN) + dim_v[None, :], mask=inside[:, None] & in_v[None, :],
@@ -222,7 +240,9 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         in_v = dim_v < DV
         in_tile = inside[:, None] & in_v[None, :]
         acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        for tile_k in range(0, tiles_k):
+        if SINGLE:
+            acc = dot_state(k_tile, dC, acc, PRECISION)
+        for tile_k in range(0, 0 if SINGLE else tiles_k):
             dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
             in_k = dim_k < DK
             k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :],
@@ -230,8 +250,9 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
             dC = tl.load(dC_row + dim_k[:, None] * DV + dim_v[None, :], mask=in_k[:, None] & in_v[None, :], other=0.0)
             acc = dot_state(k_tile, dC, acc, PRECISION)
         acc *= after[:, None]
-        dh_tile = tl.load(dh_row + other_at[:, None] * (dh_s * ALIGN) + dim_v[None, :],
-                          mask=other_inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
+        if not SINGLE:
+            dh_tile = tl.load(dh_row + other_at[:, None] * (dh_s * ALIGN) + dim_v[None, :],
+                              mask=other_inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         acc = dot_weighed(product, dh_tile, acc, PRECISION)
         tl.store(dv_row + at[:, None] * (dv_s * ALIGN) + dim_v[None, :], rounded(acc, dv), mask=in_tile)
 
@@ -241,7 +262,9 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         in_k = dim_k < DK
         in_tile = inside[:, None] & in_k[None, :]
         acc = tl.zeros((ROWS, BLOCK_K), tl.float32)
-        for tile_v in range(0, tiles_v):
+        if SINGLE:
+            acc = dot_state(v_tile, tl.trans(dC), acc, PRECISION)
+        for tile_v in range(0, 0 if SINGLE else tiles_v):
             dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
             in_v = dim_v < DV
             v_tile = tl.load(v_row + at[:, None] * (v_s * ALIGN) + dim_v[None, :],
@@ -252,10 +275,11 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         if not SIGMOID:
             acc += tl.load(chunk_dn + slot_head * DK + dim_k, mask=in_k, other=0.0)[None, :]
         acc *= after[:, None]
-        k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=in_tile, other=0.0)
+        if not SINGLE:
+            k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=in_tile, other=0.0)
+            q_tile = tl.load(q_row + other_at[:, None] * (q_s * ALIGN) + dim_k[None, :],
+                             mask=other_inside[:, None] & in_k[None, :], other=0.0)  # fmt: skip
         part += tl.sum(k_tile.to(tl.float32) * acc, 1)
-        q_tile = tl.load(q_row + other_at[:, None] * (q_s * ALIGN) + dim_k[None, :],
-                         mask=other_inside[:, None] & in_k[None, :], other=0.0)  # fmt: skip
         acc = dot_weighed(d_product, q_tile, acc, PRECISION)
         tl.store(dk_row + at[:, None] * (dk_s * ALIGN) + dim_k[None, :], rounded(acc, dk), mask=in_tile)
     tl.store(k_part + gates + token, part, mask=inside)

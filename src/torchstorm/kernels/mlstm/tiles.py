@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,36 +46,30 @@ class Tiles:
     k_v_gradients: Tile
 
 
+_ENOUGH_PROGRAMS = 96  # walks under way at once that fill a large GPU
+
+
 def group_tokens(d_qk: int, d_v: int) -> int:
     """Tokens from one state kept for the backward pass to the next: some 5 % of the inputs' bytes in bf16."""
     return 1024 if d_qk * d_v <= 128 * 256 else 4096
 
 
-def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
+def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None, num_walks: int) -> Tiles:
     """The launches for a head of these sizes.
 
     chunk: what the caller named: taken down to a power of two from 16 to 256, and for fp32 and fp16 to what fits.
+    num_walks: sequences times heads. The tiles are of one of two sets by it, and do not otherwise depend on it.
     """
     if chunk is not None:
         chunk = min(256, max(16, 1 << (chunk.bit_length() - 1)))
     group = group_tokens(d_qk, d_v)
     k, v = _block(d_qk), _block(d_v)
     if dtype == torch.bfloat16:
-        own = chunk or (64 if max(k, v) < 64 else 128)
-        wide = v > 64
-        back = min(own, 128 if wide else 64)
-        walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)
-        return Tiles(
-            group=group,
-            chunk=own,
-            chunk_backward=back,
-            states=replace(walk, block_v=min(v, 64), num_warps=8) if own == 256 else walk,
-            states_backward=walk,
-            state_gradients=walk,
-            outputs=replace(walk, rows=min(own, 64), num_warps=8 if own >= 64 else 4, num_stages=2),
-            q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), rows=min(back, 64), num_warps=8),
-            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), rows=min(back, 64), num_warps=8),
-        )
+        # Tiles narrower than 64 are read past their end on Hopper, by Triton 3.6.
+        k, v = max(k, 64), max(v, 64)
+        if chunk is None and _is_hopper() and (v > 64 or k <= 128):
+            return _tuned(k, v, group, num_walks)
+        return _of_chunk(k, v, group, chunk or 128)
     # fp16 keeps states and weights in fp32, and fp32 multiplies without tensor cores: small tiles.
     own = min(chunk or 64, 64 if dtype == torch.float16 else 32)
     small = Tile(block_k=min(k, 32), block_v=min(v, 32), num_warps=4, num_stages=1)
@@ -88,6 +83,67 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
         outputs=Tile(block_k=min(k, 32), block_v=min(v, 64), rows=min(own, 64), num_warps=4, num_stages=1),
         q_gradients=small,
         k_v_gradients=small,
+    )
+
+
+def _is_hopper() -> bool:
+    """Whether kernels are compiled for sm_90. Triton's interpreter, which has no GPU, runs what an H200 would."""
+    return bool(triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().arch == 90)
+
+
+def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
+    """What was fastest on an H200, of the tiles that spill 64 bytes at most."""
+    if max(k, v) == 64:
+        tile = Tile(block_k=64, block_v=64, num_stages=3)
+        rows = replace(tile, rows=64)
+        return Tiles(
+            group=group,
+            chunk=64,
+            chunk_backward=64,
+            states=tile,
+            outputs=rows,
+            states_backward=tile,
+            state_gradients=replace(tile, num_stages=2),
+            q_gradients=rows,
+            k_v_gradients=replace(rows, num_stages=2),
+        )
+    # A walk is one program a tile: with few of them, large tiles leave most of the GPU idle.
+    walk = Tile(block_k=min(k, 128) if k <= 128 else 64, block_v=min(v, 256), num_warps=8)
+    long = k > 128
+    back = walk
+    if num_walks * (k // walk.block_k) * (v // walk.block_v) < _ENOUGH_PROGRAMS:
+        walk = back = Tile(block_k=64, block_v=min(v, 128))
+        if long:
+            back = replace(walk, num_warps=8, num_stages=3)
+    rows = Tile(block_k=min(k, 128), block_v=64, rows=64)
+    return Tiles(
+        group=group,
+        chunk=128,
+        chunk_backward=128 if long else 64,
+        states=walk,
+        outputs=Tile(block_k=64, block_v=min(v, 128), rows=64, num_stages=3),
+        states_backward=walk,
+        state_gradients=back,
+        q_gradients=Tile(block_k=256, block_v=64, rows=64, num_warps=8) if long else rows,
+        k_v_gradients=Tile(block_k=128, block_v=min(v, 128), rows=64, num_warps=8) if long else rows,
+    )
+
+
+def _of_chunk(k: int, v: int, group: int, chunk: int) -> Tiles:
+    """For a chunk that the caller names, for other GPUs, and for keys far wider than values: nothing spills."""
+    wide = v > 64
+    back = min(chunk, 128 if wide else 64)
+    walk = Tile(block_k=64, block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)
+    return Tiles(
+        group=group,
+        chunk=chunk,
+        chunk_backward=back,
+        states=replace(walk, block_v=64, num_warps=8) if chunk == 256 else walk,
+        states_backward=walk,
+        state_gradients=walk,
+        outputs=replace(walk, rows=min(chunk, 64), num_warps=8 if chunk >= 64 else 4, num_stages=2),
+        q_gradients=Tile(block_k=min(k, 128), block_v=64, rows=min(back, 64), num_warps=8),
+        k_v_gradients=Tile(block_k=64, block_v=64, rows=min(back, 64), num_warps=8),
     )
 
 
