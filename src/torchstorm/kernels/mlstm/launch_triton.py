@@ -149,8 +149,7 @@ class Launch:
             self.slots(self.group) if by_group else None, *strides, self.S, self.H, DK=self.DK, DV=self.DV,
             SIGMOID=self.sigmoid, BY_GROUP=by_group, STORE_END=end is not None, HAS_STATE=start is not None,
             HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, GROUP=self.group, BLOCK_K=tile.block_k,
-            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, **tile.options,
         )  # fmt: skip
         return chunks
 
@@ -163,8 +162,7 @@ class Launch:
             self.q, self.k, self.v, self.u, self.frame, self.floor, self.m0, *chunks, h, den, self.cu,
             self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid,
             HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, ROWS=tile.rows, BLOCK_K=tile.block_k,
-            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, **tile.options,
         )  # fmt: skip
 
     def denominator(self, h: Tensor, dh: Tensor, den: Tensor) -> None:
@@ -194,7 +192,7 @@ class Launch:
             start_dn, passing, self.cu, *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV,
             SIGMOID=self.sigmoid, HAS_END=end is not None, STORE_START=start is not None,
             HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v,
-            ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            ALIGN=align, PRECISION=self.precision, **tile.options,
         )  # fmt: skip
         return after, passing
 
@@ -210,7 +208,7 @@ class Launch:
             self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, self.num_tokens, DK=self.DK, DV=self.DV,
             SIGMOID=self.sigmoid, HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, ROWS=tile_rows,
             BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **tile.options,
         )  # fmt: skip
         return part
 
@@ -227,7 +225,7 @@ class Launch:
             column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, self.num_tokens,
             DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, ROWS=tile_rows,
             BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **tile.options,
         )  # fmt: skip
         return row_sum, column_sum, own, part
 

@@ -16,6 +16,7 @@ class Tile:
         block_k, block_v: tile sizes along d_qk and d_v; powers of two from 16.
         rows: tokens of a chunk that a program of outputs, q_gradients or k_v_gradients has; 0 for all.
         num_warps, num_stages: as Triton means them.
+        most_registers: a thread's; fewer let more programs run side by side. 0 for as many as it takes.
     """
 
     block_k: int
@@ -23,6 +24,12 @@ class Tile:
     rows: int = 0
     num_warps: int = 4
     num_stages: int = 2
+    most_registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """As a launch takes them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers or None}
 
 
 @dataclass(frozen=True, kw_only=True)
