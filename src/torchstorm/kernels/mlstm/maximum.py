@@ -60,7 +60,7 @@ def maximum_backward(
 def _winner(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Token (B, H) that m_T comes from, counted from the start of the row; -1 for m_0."""
     with torch.no_grad():
-        sums_BHS = _prefix_sums(log_f_BHS.double())
+        sums_BHS = prefix_sums(log_f_BHS.double())
         score_BHS = log_i_BHS.double() - sums_BHS  # what comes after j, less what all of the sequence have in common
         token_S = torch.arange(score_BHS.shape[-1], device=score_BHS.device)
         if cu_seqlens is None:
@@ -82,13 +82,13 @@ def _sequence_of(token_S: Tensor, cu_seqlens: Tensor) -> Tensor:
     return found
 
 
-def _prefix_sums(x_BHS: Tensor) -> Tensor:
+def prefix_sums(x_BHS: Tensor) -> Tensor:
     """Inclusive sums along the last dimension, as products with triangles of ones."""
     size = x_BHS.shape[-1]
     if size <= _BLOCK:
         return x_BHS @ x_BHS.new_ones(size, size).triu()
     blocks = F.pad(x_BHS, (0, -size % _BLOCK)).unflatten(-1, (-1, _BLOCK))
     inside = blocks @ x_BHS.new_ones(_BLOCK, _BLOCK).triu()
-    before = F.pad(_prefix_sums(inside[..., -1])[..., :-1], (1, 0))
+    before = F.pad(prefix_sums(inside[..., -1])[..., :-1], (1, 0))
     sums: Tensor = (inside + before[..., None]).flatten(-2)[..., :size]
     return sums

@@ -1,6 +1,6 @@
 """torch.ops.torchstorm.mlstm_forward and mlstm_backward: the mLSTM as operators of PyTorch.
 
-A variant here is a module whose `forward`, `backward` and `empty_states` take and return what those of `chunkwise` do.
+A variant here is a module whose `forward`, `backward` and `empty_saved` take and return what those of `chunkwise` do.
 It is imported when it is first used. Nothing of a shape depends on data, so torch.compile sees both as single nodes.
 
 The backward operator has a gradient too, for gradients of gradients: it goes through `chunkwise.differentiable`.
@@ -40,7 +40,7 @@ def mlstm_forward(
     gate: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m (B, H, S) and states, which backward wants."""
+    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m and states, which backward wants."""
     outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
     h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
     return h, C, n, m, den, row_m, states
@@ -65,9 +65,8 @@ def _(
     V = v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = _wide_empty(q, (N, H, K, V)), _wide_empty(q, (N, H, K)), _wide_empty(q, (N, H))
-    per_row = _wide_empty(q, (B, H, S)), _wide_empty(q, (B, H, S))
-    states: Tensor = _implementation(variant).empty_states(q, v, cu_seqlens, chunk, gate)
-    return v.new_empty((B, H, S, V)), *state, *per_row, states
+    den, row_m, states = _implementation(variant).empty_saved(q, v, cu_seqlens, chunk, gate)
+    return v.new_empty((B, H, S, V)), *state, den, row_m, states
 
 
 @torch.library.custom_op("torchstorm::mlstm_backward", mutates_args=())
