@@ -90,7 +90,7 @@ class Launch:
         m_T = self.q.new_empty(self.num_heads, dtype=torch.float32) if m is None else m
         gates_kernel[(self.num_heads,)](
             self.i, self.f, self.m0, self.cu, self.u, self.frame, self.floor, m_T, self.S, self.H, SIGMOID=self.sigmoid,
-            HAS_START=self.m0 is not None, PACKED=self.packed, BLOCK=_GATE_BLOCK, num_warps=4,
+            HAS_START=self.m0 is not None, PACKED=self.packed, BLOCK=_GATE_BLOCK, num_warps=8,
         )  # fmt: skip
 
     def states(self, *, start: tuple[Tensor | None, Tensor | None], end: States) -> States:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,23 +62,18 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
     if dtype == torch.bfloat16:
         own = chunk or 128
         back = min(own, 64)
-        walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=4, num_stages=3)
+        wide = v > 64
+        walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)
         return Tiles(
             group=group,
             chunk=own,
             chunk_backward=back,
-            states=walk,
+            states=replace(walk, block_v=min(v, 64), num_warps=8) if own == 256 else walk,
             states_backward=walk,
             state_gradients=walk,
-            outputs=Tile(
-                block_k=min(k, 64),
-                block_v=min(v, 128),
-                rows=min(own, 128),
-                num_warps=8 if own >= 128 else 4,
-                num_stages=2,
-            ),
-            q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), num_warps=4, num_stages=2),
-            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), num_warps=4, num_stages=2),
+            outputs=Tile(block_k=min(k, 64), block_v=min(v, 128), rows=min(own, 64), num_warps=4, num_stages=2),
+            q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), num_warps=8 if k > 64 else 4, num_stages=2),
+            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=2),
         )
     # fp16 keeps states and weights in fp32, and fp32 multiplies without tensor cores: small tiles.
     own = min(chunk or 64, 64 if dtype == torch.float16 else 32)
