@@ -20,7 +20,20 @@ from torchstorm.cli import app
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "src" / "torchstorm"
 # In the order of the house: what stands on nothing first.
-ROOMS = ["errors", "sizes", "transfer", "storage", "memory", "plan", "offload", "models", "train", "report", "bench"]
+ROOMS = [
+    "errors",
+    "sizes",
+    "transfer",
+    "storage",
+    "memory",
+    "plan",
+    "offload",
+    "kernels",
+    "models",
+    "train",
+    "report",
+    "bench",
+]
 # Modules shown with all that is public in them: what a user calls, gets back, or writes a tier or a backend against.
 IN_FULL = [
     "offload.session",
@@ -49,6 +62,10 @@ IN_FULL = [
     "storage.loader",
     "storage.choice",
     "storage.ops",
+    "kernels.ladders",
+    "kernels.mlstm.function",
+    "kernels.mlstm.step",
+    "kernels.mlstm.reference",
     "models.gpt",
     "train.config",
     "train.job",
@@ -119,11 +136,15 @@ def _module(name: str) -> list[str]:
     tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
     lines = [f"### torchstorm.{name}", "", *_text(tree)]
     for node in tree.body:
-        if isinstance(node, Documented) and not node.name.startswith("_"):
+        if isinstance(node, Documented) and not node.name.startswith("_") and not _is_overload(node):
             lines += [f"#### {node.name}", "", "```python", _signature(node), "```", "", *_text(node)]
             if isinstance(node, ast.ClassDef):
                 lines += _methods(node)
     return lines
+
+
+def _is_overload(node: Documented) -> bool:
+    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
 
 
 def _methods(node: ast.ClassDef) -> list[str]:

@@ -18,15 +18,13 @@ def error_of(out: Tensor, truth: Tensor, *, scale: float = 0.0) -> float:
     """|out - truth| / max(|truth|, scale), by the norm over all elements; infinite where `out` is not finite.
 
     `scale` is for results in which larger terms cancel: the norm of those terms. Where the truth is beyond what out's
-    dtype can hold, `out` must be so, too, and counts no further.
+    dtype can hold, `out` must be so too, infinite or nearly the largest number, and the element counts no further.
     """
-    most = torch.finfo(out.dtype).max
-    beyond = (truth.abs() > 0.99 * most) & ((out == truth.sign() * torch.inf) | (out.abs() > 0.95 * most))
-    out, truth = out.masked_fill(beyond, 0.0), truth.masked_fill(beyond, 0.0)
+    out, truth = _within_range(out, truth)
     if not out.isfinite().all():
         return float("inf")
-    distance = float((out.double() - truth.double()).norm())
-    size = max(float(truth.double().norm()), scale)
+    distance = float((out - truth).norm())
+    size = max(float(truth.norm()), scale)
     return distance / size if size else (float("inf") if distance else 0.0)
 
 
@@ -50,14 +48,23 @@ def assert_close(
     """
     assert out.shape == truth.shape, f"{name} is {tuple(out.shape)}, but must be {tuple(truth.shape)}"
     assert truth.isfinite().all(), f"the truth of {name} is not finite"
-    assert out.isfinite().all(), f"{name} has {int((~out.isfinite()).sum())} elements that are NaN or infinite"
+    finite = _within_range(out, truth)[0].isfinite()
+    assert finite.all(), f"{name}: {int((~finite).sum())} of {out.numel()} elements are NaN or infinite"
     error = error_of(out, truth, scale=scale)
-    theirs = [error_of(yardstick, truth, scale=scale) for yardstick in yardsticks if yardstick.isfinite().all()]
+    theirs = [error_of(yardstick, truth, scale=scale) for yardstick in yardsticks]
     least = torch.finfo(out.dtype).eps if floor is None else floor
-    allowed = max([least, *(TIMES * their for their in theirs)])
+    allowed = max([least, *(TIMES * their for their in theirs if their < float("inf"))])
     assert error <= allowed, (
         f"{name}: error {error:.2e}, allowed {allowed:.2e}, yardsticks {[f'{e:.2e}' for e in theirs]}"
     )
+
+
+def _within_range(out: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in float64, zeros where the truth is beyond out's dtype and `out` says so."""
+    most = torch.finfo(out.dtype).max
+    out, truth = out.double(), truth.double()
+    beyond = (truth.abs() > 0.99 * most) & (out * truth.sign() > 0.95 * most)
+    return out.masked_fill(beyond, 0.0), truth.masked_fill(beyond, 0.0)
 
 
 def assert_all_close(

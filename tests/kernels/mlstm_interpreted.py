@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from torchstorm.kernels.mlstm import chunkwise_triton
+from torchstorm.kernels.mlstm.op import mlstm_forward
 from torchstorm.kernels.mlstm.reference import MLSTMState, mlstm_reference
 from torchstorm.kernels.mlstm.tiles import Tile, Tiles
 
@@ -140,8 +141,31 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return {"name": case["name"], "seconds": seconds, **found}
 
 
+def check_operator() -> dict[str, Any]:
+    """torch.library.opcheck of the operator: schema, fake implementation, autograd, and tracing with other sizes."""
+    verdicts = {}
+    for name, cu in (("plain", None), ("packed", torch.tensor([0, 5, 20], dtype=torch.int32))):
+        N = 1 if cu is None else 2
+        sizes = (
+            (1, 2, 20, 16),
+            (1, 2, 20, 16),
+            (1, 2, 20, 24),
+            (1, 2, 20),
+            (1, 2, 20),
+            (N, 2, 16, 24),
+            (N, 2, 16),
+            (N, 2),
+        )
+        given = [torch.randn(size, requires_grad=True) for size in sizes]
+        for gate, state in (("exp", given[5:]), ("sigmoid", [given[5], None, None]), ("exp", [None] * 3)):
+            arguments = *given[:5], *state, cu, 16, gate, "triton-chunkwise"
+            verdicts[f"{name}, {gate}, state {state[1] is not None}"] = torch.library.opcheck(mlstm_forward, arguments)
+    return {"name": "operator", "verdicts": verdicts}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mend()
+    print(json.dumps(check_operator()), flush=True)
     for case in json.load(sys.stdin):
         print(json.dumps(run(case)), flush=True)

@@ -44,27 +44,24 @@ def draw(
     V: int,
     *,
     dtype: torch.dtype = torch.float32,
-    gates: str = "normal",
+    gates: str | tuple[str, ...] = "normal",
     state: bool = True,
     lengths: list[int] | None = None,
     device: str = "cpu",
 ) -> Inputs:
-    """Inputs in `dtype`, drawn from the global generator; packed sequences of those lengths where some are given."""
+    """Inputs in `dtype`, drawn from the global generator; packed sequences of those lengths where some are given.
+
+    With several ways to draw gates, each row of the batch has the next one.
+    """
     N = B if lengths is None else len(lengths)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, dtype=torch.float64, device=device)
 
     i, f = normal(B, H, S), normal(B, H, S)
-    i, f = {
-        "normal": (i, f + 2),
-        "forget": (i, f - 30),
-        "remember": (i, f + 30),
-        "shut": (i * 0 - 30, f + 2),
-        "open": (i * 0 + 30, f + 2),
-        "equal": (i * 0 + 1, f * 0 + 1),
-        "wild": (i.tanh() * 30, f * 10),
-    }[gates]
+    ways = (gates,) if isinstance(gates, str) else gates
+    rows = [_gates(ways[row % len(ways)], i[row : row + 1], f[row : row + 1]) for row in range(B)]
+    i, f = (torch.cat(gate) for gate in zip(*rows, strict=True)) if rows else (i, f)
     start = MLSTMState(normal(N, H, K, V), normal(N, H, K), normal(N, H)) if state else None
     loss = normal(B, H, S, V), normal(N, H, K, V), normal(N, H, K), normal(N, H)
     cu_seqlens = None
@@ -72,6 +69,18 @@ def draw(
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
     inputs = Inputs(normal(B, H, S, K), normal(B, H, S, K), normal(B, H, S, V), i, f, start, cu_seqlens, loss)
     return inputs.to(dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _gates(way: str, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    return {
+        "normal": (i, f + 2),
+        "forget": (i, f - 30),
+        "remember": (i, f + 30),
+        "shut": (i * 0 - 30, f + 2),
+        "open": (i * 0 + 30, f + 2),
+        "equal": (i * 0 + 1, f * 0 + 1),
+        "wild": (i.tanh() * 30, f * 10),
+    }[way]
 
 
 def results(
@@ -101,6 +110,15 @@ def results(
     )
     found = {name: x.detach() for name, x in outputs.items()}
     return found | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def by_row(found: dict[str, Tensor], ways: tuple[str, ...] = GATES) -> dict[str, Tensor]:
+    """The same for each row of the batch by itself, so that a large one does not hide a small one."""
+    return {
+        f"{name} of row {row} ({ways[row % len(ways)]})": part
+        for name, x in found.items()
+        for row, part in enumerate(x)
+    }
 
 
 def truth(inputs: Inputs, *, gate: str = "exp", through_state: bool = True) -> dict[str, Tensor]:

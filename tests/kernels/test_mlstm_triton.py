@@ -79,6 +79,12 @@ def results() -> dict[str, Any]:
     return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
 
 
+def test_operator(results: dict[str, Any]) -> None:
+    verdicts = results["operator"]["verdicts"]
+    assert len(verdicts) == 6
+    assert {verdict for found in verdicts.values() for verdict in found.values()} == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])
 def test_no_worse_than_pytorch(results: dict[str, Any], name: str) -> None:
     result = results[name]

@@ -59,7 +59,7 @@ class _Chunk(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """A chunk's scaled q, its k and [v, 1]; how much of each token and of the state before goes into the state after."""
+    """A chunk's scaled q, its k and [v, 1], and the weights of tokens and of the state before in the state after."""
 
     q_BHLK: Tensor
     k_BHLK: Tensor
@@ -69,7 +69,7 @@ class _Tokens(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """A chunk's rows: their weights for its tokens and for the state before it, the former times q . k, h, its divisor."""
+    """A chunk's rows: weights of its tokens and of the state before it; the former times q . k; h and its divisor."""
 
     inside_BHLL: Tensor
     old_BHL1: Tensor

@@ -54,7 +54,7 @@ def forward(
     )
     states = F.pad(states, (0, 0, 0, 0, 0, _num_groups(q_BHSK.shape[2], cu_seqlens, L) - states.shape[2]))
     C_NHKW, m_NH = C_NHKW.to(_state_dtype(q_BHSK)), m_NH.to(_state_dtype(q_BHSK))
-    C, n = (C_NHKW, torch.zeros_like(C_NHKW[..., 0])) if gate == "sigmoid" else (C_NHKW[..., :-1], C_NHKW[..., -1])
+    C, n = (C_NHKW, torch.zeros_like(C_NHKW[..., 0])) if gate == "sigmoid" else _apart(C_NHKW)
     return h_BHSV, C, n, m_NH, *_nothing(q_BHSK), states
 
 
@@ -124,7 +124,7 @@ def backward(
         dm_NH = (0.0 if dm is None else dm.double()) - along_NH
         along_i, along_f, along_m0 = maximum_backward(dm_NH, i_BHS, f_BHS, m0, cu_seqlens)
         di_BHS, df_BHS, dm0_NH = dlog_i + along_i, df_BHS + along_f, dm0_NH + along_m0
-        dC0, dn0 = dC0_NHKW[..., :-1], dC0_NHKW[..., -1]
+        dC0, dn0 = _apart(dC0_NHKW)
     return dq, dk, dv, di_BHS.to(i_BHS.dtype), df_BHS.to(f_BHS.dtype), dC0, dn0, dm0_NH.to(_state_dtype(q_BHSK))
 
 
@@ -147,6 +147,14 @@ def differentiable(
 
 def _state_dtype(q_BHSK: Tensor) -> torch.dtype:
     return torch.float64 if q_BHSK.dtype == torch.float64 else torch.float32
+
+
+def _apart(C_NHKW: Tensor) -> tuple[Tensor, Tensor]:
+    # Copies: what an operator returns may not share memory.
+    C_NHKV, n_NHK = (
+        part.clone(memory_format=torch.contiguous_format) for part in C_NHKW.split([C_NHKW.shape[-1] - 1, 1], -1)
+    )
+    return C_NHKV, n_NHK[..., 0]
 
 
 def _nothing(q_BHSK: Tensor) -> tuple[Tensor, Tensor]:

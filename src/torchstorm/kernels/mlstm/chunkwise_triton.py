@@ -3,8 +3,8 @@
 Forward:  gates -> states at every chunk's start -> outputs, all chunks at once.
 Backward: gates -> states again, from the few that were kept -> 1 / N and the gradient to den -> gradients to the states
           -> dq, and dk with dv, all chunks at once -> di and df.
-Kept for backward besides inputs and output: den and the floor e^-m, one number a token each, and one fp32 state a group
-of chunks. The states of single chunks live within one pass only.
+Kept for backward besides inputs and output: den, one number a token, and one state a group of chunks. The states of
+single chunks live within one pass only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
 from torchstorm.kernels.mlstm.maximum import maximum_backward
-from torchstorm.kernels.mlstm.tiles import Tiles, pick
+from torchstorm.kernels.mlstm.tiles import Tiles, group_tokens, pick
 
 
 def forward(
@@ -43,32 +43,42 @@ def forward(
         tiles: launches to use in place of the ones for this head and dtype.
 
     Returns:
-        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; den (B, H, S) and the floor e^-m (B, H, S) in fp32, undefined
-        for sigmoid gates; and the states that backward starts from, flat.
+        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; and for backward den (B, H, S) in fp32, without tokens for
+        sigmoid gates; an empty tensor; and the states to start from, flat.
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or pick(q.shape[-1], v.shape[-1], q.dtype, chunk))
     h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
-    den = launch.per_token()
+    den, nothing, states = _empty_saved(q, v, cu_seqlens, gate, launch.group)
     if not launch.num_heads or not launch.num_tokens:
         for end, start in ((C, C0), (n, n0), (m, m0)):
             end.zero_() if start is None else end.copy_(start)
-        return h, C, n, m, den, torch.empty_like(den), empty_states(q, v, cu_seqlens, chunk, gate)
+        return h, C, n, m, den, nothing, states
     with torch.cuda.device_of(q):
         launch.gates(m)
         chunks = launch.states(start=(C0, n0), end=(C, n))
         launch.outputs(chunks, h, den)
-        states = launch.kept(chunks)
+        launch.keep(chunks, states)
     if launch.sigmoid:
         n.zero_()
-    return h, C, n, m, den, launch.floor, states
+    return h, C, n, m, den, nothing, states
 
 
-def empty_states(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str) -> Tensor:
-    """A tensor like the states that `forward` returns, not filled."""
+def empty_saved(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like the den, nothing and states that `forward` returns, not filled."""
+    return _empty_saved(q, v, cu_seqlens, gate, group_tokens(q.shape[-1], v.shape[-1]))
+
+
+def _empty_saved(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, gate: str, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
     B, H, S, d_qk = q.shape
+    den, nothing = (q.new_empty(size, dtype=torch.float32) for size in ((B, H, 0 if gate == "sigmoid" else S), (0,)))
     num_packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return q.new_empty(num_kept(B, H, S, num_packed, d_qk, v.shape[-1], q.dtype), dtype=state_dtype(q.dtype))
+    num = num_kept(B, H, S, num_packed, group, d_qk, v.shape[-1], q.dtype, gate)
+    return den, nothing, q.new_empty(num, dtype=state_dtype(q.dtype))
 
 
 def backward(
@@ -87,7 +97,7 @@ def backward(
     cu_seqlens: Tensor | None,
     h: Tensor,
     den: Tensor,
-    floor: Tensor,
+    nothing: Tensor,
     states: Tensor,
     C: Tensor,
     n: Tensor,
@@ -122,7 +132,7 @@ def backward(
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
-            launch.denominator(h, dh, den, floor)
+            launch.denominator(h, dh, den)
             before = launch.states_again(states)
             after, passing = launch.state_gradients(dh, before, dC_end, dC_start)
             q_part = launch.q_gradients(dh, before, dq)

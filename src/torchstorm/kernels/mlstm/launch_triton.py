@@ -10,7 +10,7 @@ from torchstorm.kernels.mlstm.gates_triton import gate_gradients_kernel, gates_k
 from torchstorm.kernels.mlstm.gradients_triton import denominator_kernel, k_v_gradients_kernel, q_gradients_kernel
 from torchstorm.kernels.mlstm.outputs_triton import outputs_kernel
 from torchstorm.kernels.mlstm.states_triton import state_gradients_kernel, states_kernel
-from torchstorm.kernels.mlstm.tiles import Tile, Tiles, group_tokens
+from torchstorm.kernels.mlstm.tiles import Tile, Tiles
 
 States = tuple[Tensor, Tensor]  # C and n
 
@@ -99,24 +99,38 @@ class Launch:
 
     def states_again(self, kept: Tensor) -> States:
         """The states at every chunk of the backward pass, from those at every group."""
-        num = self.num_slots(self.group) * self.H
-        C, n = kept.split([num * self.DK * self.DV, kept.numel() - num * self.DK * self.DV])
-        start = C, n.view(torch.float32)
+        start = self._of_groups(kept)
         return self._walk(self.tiles.states_backward, self.tiles.chunk_backward, start, None, by_group=True)
 
-    def kept(self, chunks: States) -> Tensor:
-        """The states at every group of chunks, flat: all C, then all n, fp32 whose bytes are seen as C's type."""
-        chunk = self.tiles.chunk
-        if self.cu is None:
-            parts = [x.unflatten(0, (self.B, -1, self.H))[:, :: self.group // chunk] for x in chunks]
-        else:
-            first, slot = self.cu[:-1], torch.arange(self.num_slots(self.group), device=self.cu.device)
+    def keep(self, chunks: States, kept: Tensor) -> None:
+        """Fills kept with the states at every group of chunks."""
+        ratio = self.group // self.tiles.chunk
+        if not self.sigmoid and self.H * self.DK % 8:
+            kept.zero_()  # a few numbers are there only to fill up
+        at = valid = None
+        if self.cu is not None:
+            begin, length = self.cu[:-1], self.cu.diff()
             sequence = self._sequences(self.cu, self.group)
-            group = slot - (first // self.group)[sequence] - sequence
-            at = (first // chunk)[sequence] + sequence + group * (self.group // chunk)
-            at = at.clamp(max=self.num_slots(chunk) - 1)  # a slot that holds no group
-            parts = [x.unflatten(0, (-1, self.H))[at] for x in chunks]
-        return torch.cat([parts[0].flatten(), parts[1].flatten().view(self.state_dtype)])
+            slot = torch.arange(self.num_slots(self.group), device=self.cu.device)
+            group = slot - (begin // self.group)[sequence] - sequence
+            valid = group * self.group < length[sequence]
+            at = torch.where(valid, (begin // self.tiles.chunk)[sequence] + sequence + group * ratio, 0)
+        for x, out in list(zip(chunks, self._of_groups(kept), strict=True))[: 1 if self.sigmoid else 2]:
+            x = x.unflatten(0, (-1, self.H))
+            if at is None or valid is None:
+                out.unflatten(0, (self.B, -1)).copy_(x.unflatten(0, (self.B, -1))[:, ::ratio])
+            else:
+                out.copy_(x[at].masked_fill(~valid.view(-1, *[1] * (x.dim() - 1)), 0.0))
+
+    def _of_groups(self, kept: Tensor) -> States:
+        """C and n of every group, as views of the flat tensor: n is fp32, and not there for sigmoid gates."""
+        num = self.num_slots(self.group)
+        size = num * self.H * self.DK * self.DV
+        n, C = kept.split([kept.numel() - size, size])
+        C = C.view(num, self.H, self.DK, self.DV)
+        if self.sigmoid:
+            return C, C  # nobody reads n
+        return C, n.view(torch.float32)[: num * self.H * self.DK].view(num, self.H, self.DK)
 
     def _walk(self, tile: Tile, chunk: int, start: States | None, end: States | None, *, by_group: bool) -> States:
         """The states at every chunk: whole sequences from `start`, or each group from its own start."""
@@ -148,7 +162,7 @@ class Launch:
             num_stages=tile.num_stages,
         )  # fmt: skip
 
-    def denominator(self, h: Tensor, dh: Tensor, den: Tensor, floor: Tensor) -> None:
+    def denominator(self, h: Tensor, dh: Tensor, den: Tensor) -> None:
         """Fills inverse and d_den."""
         if self.sigmoid:
             return
@@ -156,8 +170,8 @@ class Launch:
         align, strides = _strides(h, dh)
         block = min(128, max(16, 1 << (self.DV - 1).bit_length()))
         denominator_kernel[(self.B * self.H * -(-self.S // _DENOMINATOR_ROWS),)](
-            h, dh, den, floor, self.inverse, self.d_den, *strides, self.S, self.H, DV=self.DV, ROWS=_DENOMINATOR_ROWS,
-            BLOCK_V=block, ALIGN=align, num_warps=4,
+            h, dh, den, self.floor, self.inverse, self.d_den, *strides, self.S, self.H, DV=self.DV,
+            ROWS=_DENOMINATOR_ROWS, BLOCK_V=block, ALIGN=align, num_warps=4,
         )  # fmt: skip
 
     def state_gradients(
@@ -235,10 +249,13 @@ def num_slots(B: int, S: int, num_packed: int | None, span: int) -> int:
     return B * -(-S // span) if num_packed is None else S // span + num_packed
 
 
-def num_kept(B: int, H: int, S: int, num_packed: int | None, d_qk: int, d_v: int, dtype: torch.dtype) -> int:
+def num_kept(
+    B: int, H: int, S: int, num_packed: int | None, group: int, d_qk: int, d_v: int, dtype: torch.dtype, gate: str
+) -> int:
     """How many numbers of type `state_dtype` the states kept for the backward pass are."""
-    slots = num_slots(B, S, num_packed, group_tokens(d_qk, d_v))
-    return slots * H * (d_qk * d_v + d_qk * (torch.float32.itemsize // state_dtype(dtype).itemsize))
+    slots = num_slots(B, S, num_packed, group)
+    num_n = 0 if gate == "sigmoid" else -(-slots * H * d_qk // 8) * 8  # so that C begins at a multiple of 16 bytes
+    return slots * H * d_qk * d_v + num_n * (torch.float32.itemsize // state_dtype(dtype).itemsize)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -79,9 +79,11 @@ def outputs_kernel(q, k, v, u, m, floor, m0, chunk_C, chunk_n, h, den, cu, seque
     exponent = (u_high[None, :] - frame_high[:, None]) + (u_low[None, :] - frame_low[:, None])
     seen = (token[:, None] >= token[None, :]) & inside[:, None]
     product = tl.where(seen, tl.exp2(exponent), 0.0) * (product * scale)
-    # den sums the rounded weights that the numerator has: where one token outweighs the rest, both err alike.
     carried = product.to(v_tile.dtype)
-    total += tl.sum(carried.to(tl.float32), 1)
+    if not SIGMOID:
+        size = tl.abs(total) + tl.sum(tl.abs(product), 1)
+        total_carried = total + tl.sum(carried.to(tl.float32), 1)
+        total += tl.sum(product, 1)
     acc = tl.dot(carried, v_tile, acc, input_precision=PRECISION)
 
     # The chunk's tokens before these rows: all of them inside and seen.
@@ -103,10 +105,16 @@ def outputs_kernel(q, k, v, u, m, floor, m0, chunk_C, chunk_n, h, den, cu, seque
         # Rows past the end have a frame of 0, in which a weight can be infinite.
         product = tl.where(inside[:, None], tl.exp2(exponent), 0.0) * (product * scale)
         carried = product.to(v_tile.dtype)
-        total += tl.sum(carried.to(tl.float32), 1)
+        if not SIGMOID:
+            size += tl.sum(tl.abs(product), 1)
+            total_carried += tl.sum(carried.to(tl.float32), 1)
+            total += tl.sum(product, 1)
         acc = tl.dot(carried, v_tile, acc, input_precision=PRECISION)
 
     if not SIGMOID:
+        # den from the rounded weights that the numerator has, so that both err alike where one token outweighs the rest
+        # and backward's dh.v - dh.h cancels; but exact where much of den cancels and it is small.
+        total = tl.where(tl.abs(total_carried) * 4 > size, total_carried, total)
         divisor = tl.maximum(tl.abs(total), tl.load(floor + gates + token, mask=inside, other=1.0))
         if h.dtype.element_ty == tl.float32:
             acc = tl.div_rn(acc, tl.broadcast_to(divisor[:, None], (ROWS, BLOCK_V)))

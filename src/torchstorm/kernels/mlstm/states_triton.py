@@ -92,10 +92,10 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end
         v_tile = tl.load(v_row + token.to(tl.int64)[:, None] * (v_s * ALIGN) + dim_v[None, :],
                          mask=inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         own = tl.where(inside, weight(tl.load(u + token, mask=inside, other=0.0) - frame_end), 0.0)
-        weighed = (k_t.to(tl.float32) * own[None, :]).to(v_tile.dtype)
+        weighed = k_t.to(tl.float32) * own[None, :]
         if not SIGMOID:
-            norm = norm * decay + tl.sum(weighed.to(tl.float32), 1)
-        C = tl.dot(weighed, v_tile, C * decay, input_precision=PRECISION)
+            norm = norm * decay + tl.sum(weighed, 1)
+        C = tl.dot(weighed.to(v_tile.dtype), v_tile, C * decay, input_precision=PRECISION)
         frame_end = next_end
         decay = next_decay
     if STORE_END:

@@ -60,7 +60,7 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
     group = group_tokens(d_qk, d_v)
     k, v = _block(d_qk), _block(d_v)
     if dtype == torch.bfloat16:
-        own = chunk or 128
+        own = chunk or (64 if max(k, v) < 64 else 128)
         back = min(own, 64)
         wide = v > 64
         walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)
@@ -71,7 +71,7 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
             states=replace(walk, block_v=min(v, 64), num_warps=8) if own == 256 else walk,
             states_backward=walk,
             state_gradients=walk,
-            outputs=Tile(block_k=min(k, 64), block_v=min(v, 128), rows=min(own, 64), num_warps=4, num_stages=2),
+            outputs=replace(walk, rows=min(own, 64), num_warps=8 if own >= 64 else 4, num_stages=2),
             q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), num_warps=8 if k > 64 else 4, num_stages=2),
             k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=2),
         )
