@@ -1,6 +1,7 @@
-"""The quadratic Triton kernels of the mLSTM against its definition in float64, in Triton's interpreter on the CPU.
+"""The mLSTM's quadratic Triton kernels, and the ladder up to them, against float64, in Triton's interpreter on the CPU.
 
-The rule is that of test_mlstm_triton.py. Every buffer that a kernel does not fill is NaN.
+The rule is that of test_mlstm_triton.py. Every buffer that a kernel does not fill is NaN. The first rungs do without
+bf16: the interpreter cuts what a GPU rounds, which alone is twice the error of a product in PyTorch.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ EXTREMES = {
 }
 CASES += [
     _case(f"{name}, {dtype}", (1, 1, 36, 16, 16), dtype, gates=gates)
+    for name, gates in EXTREMES.items()
+    for dtype in ("float32", "float16", "bfloat16")
+]
+CASES += [
+    _case(f"{rung}, {dtype}", (2, 2, 70, 40, 144), dtype, rung=rung, transposed=dtype == "float16")
+    for rung in ("matmul_tiles", "qk_v", "causal", "gated")
+    for dtype in ("float32", "float16")
+]
+CASES += [
+    _case(f"gated, {name}, {dtype}", (1, 2, 40, 16, 16), dtype, rung="gated", gates=gates)
     for name, gates in EXTREMES.items()
     for dtype in ("float32", "float16", "bfloat16")
 ]

@@ -85,6 +85,8 @@ def quadratic_outputs_kernel(q, k, v, u, m, floor, m0, start_C, start_n, h, den,
         acc *= before[:, None]
         total *= before
 
+    size = tl.abs(total)
+    total_carried = total
     for first in range(0, start + BLOCK, BLOCK):
         other = first + tl.arange(0, BLOCK)
         inside_other = other < length
@@ -106,12 +108,16 @@ def quadratic_outputs_kernel(q, k, v, u, m, floor, m0, start_C, start_n, h, den,
         # Rows past the end have a frame of 0, in which a weight can be infinite.
         seen = (token[:, None] >= other[None, :]) & inside[:, None]
         product = tl.where(seen, tl.exp2(exponent), 0.0) * (product * scale)
-        # den sums the rounded weights that the numerator has: where one token outweighs the rest, both err alike.
         carried = product.to(v_tile.dtype)
-        total += tl.sum(carried.to(tl.float32), 1)
+        if not SIGMOID:
+            size += tl.sum(tl.abs(product), 1)
+            total_carried += tl.sum(carried.to(tl.float32), 1)
+            total += tl.sum(product, 1)
         acc = tl.dot(carried, v_tile, acc, input_precision=PRECISION)
 
     if not SIGMOID:
+        # As in outputs_kernel: both err alike where one token outweighs the rest, but den is exact where it cancels.
+        total = tl.where(tl.abs(total_carried) * 4 > size, total_carried, total)
         divisor = tl.maximum(tl.abs(total), tl.load(floor + gates + token, mask=inside, other=1.0))
         acc = tl.div_rn(acc, tl.broadcast_to(divisor[:, None], (BLOCK, BLOCK_V)))
         if tile_v == 0:
@@ -124,7 +130,8 @@ def quadratic_outputs_kernel(q, k, v, u, m, floor, m0, start_C, start_n, h, den,
 def outer_sums_kernel(x, y, u, m, m0, inverse, d_den, given_C, given_n, out_C, out_n, cu, x_b, x_h, x_s, y_b, y_h, y_s,
                       S, H, scale, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr, FORWARD: tl.constexpr,
                       HAS_STATE: tl.constexpr, HAS_START: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
-                      BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                      BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr,
+                      PRECISION: tl.constexpr):  # fmt: skip
     """The given state carried from one end to the other, and what all tokens add. Grid: N * H * K tiles * V tiles.
 
     FORWARD: the last state, from the first; x is k and y is v. Else the gradient to the first state, from that to the

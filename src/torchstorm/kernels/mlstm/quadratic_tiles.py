@@ -29,7 +29,9 @@ def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: boo
         states=small_tile,
         outputs=Tile(block_k=min(k, 32), block_v=min(v, 128), num_warps=4, num_stages=1),
         q_gradients=Tile(block_k=min(k, 64), block_v=min(v, 32), num_warps=4, num_stages=1),
-        k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=1),
+        k_v_gradients=Tile(
+            block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=2 if dtype == torch.float32 else 1
+        ),
     )
 
 

@@ -3,9 +3,9 @@
 Forward:  gates -> the state at the end, where tokens are summed once -> outputs.
 Backward: gates -> 1 / N and the gradient to den -> the gradient to the state at the start, where there is one -> dq ->
           dk, dv and sums of dD -> what passes over each block -> di and df.
-Kept for backward besides inputs and output: den and the floor e^-m, one number a token each. No state within the
-sequence is made, and nothing of size S x S is stored. Time grows as S^2: for short sequences, and to see what chunks
-are worth. With `tensor_cores` the same kernels multiply half tiles as they are; without, in fp32 by multiply-add.
+Kept for backward besides inputs and output: den, one number a token. No state within the sequence is made, and nothing
+of size S x S is stored. Time grows as S^2: for short sequences, and to see what chunks are worth. With `tensor_cores`
+the same kernels multiply half tiles as they are; without, in fp32 by multiply-add.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.errors import ShapeError
 from torchstorm.kernels.mlstm.launch_triton import Launch, _strides, rows
 from torchstorm.kernels.mlstm.maximum import maximum_backward
 from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
@@ -107,7 +107,7 @@ class _Launch(Launch):
         self.gate_gradients(sums, q_part, passing, own, di, df)
 
     def _q_gradients(self, dh: Tensor, start: State | None, dq: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Fills dq; returns q . what came from earlier blocks, in sheets, and q . what came from the start (B, H, S)."""
+        """Fills dq; returns q . what came from before each block, in sheets, and q . what came from the start."""
         tile, block = self.tiles.q_gradients, self.tiles.chunk_backward
         align, strides = _strides(self.q, self.k, self.v, dh, dq)
         sheets = -(-self.DK // tile.block_k)
@@ -200,19 +200,19 @@ def forward(
         tiles: launches to use in place of the ones for this head and dtype.
 
     Raises:
-        ConfigError: a chunk was named.
         ShapeError: float64.
     """
-    _check(q, chunk)
+    if q.dtype == torch.float64:
+        raise ShapeError("q is torch.float64, which the Triton kernels do not take: variant='quadratic' does.")
     tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
     launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
     h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
-    den, floor, states = empty_saved(q, v, cu_seqlens, chunk, gate)
+    den, nothing, states = empty_saved(q, v, cu_seqlens, chunk, gate)
     if not launch.num_heads or not launch.num_tokens:
         for end, first in ((C, C0), (n, n0), (m, m0)):
             end.zero_() if first is None else end.copy_(first)
-        return h, C, n, m, den, floor, states
+        return h, C, n, m, den, nothing, states
     start = _state(C0, n0)
     with torch.cuda.device_of(q):
         launch.gates(m)
@@ -220,15 +220,17 @@ def forward(
         launch.rows_of(start, h, den)
     if launch.sigmoid:
         n.zero_()
-    return h, C, n, m, den, launch.floor, states
+    return h, C, n, m, den, nothing, states
 
 
 def empty_saved(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors shaped like the den, floor and states that `forward` returns, not filled; of states there are none."""
-    den, floor = (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
-    return den, floor, q.new_empty((0,), dtype=torch.float32)
+    """Tensors like the den that `forward` returns, not filled, and the two empty ones."""
+    B, H, S, _ = q.shape
+    sizes = (B, H, 0 if gate == "sigmoid" else S), (0,), (0,)
+    den, nothing, states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
+    return den, nothing, states
 
 
 def backward(
@@ -247,7 +249,7 @@ def backward(
     cu_seqlens: Tensor | None,
     h: Tensor,
     den: Tensor,
-    floor: Tensor,
+    nothing: Tensor,
     states: Tensor,
     C: Tensor,
     n: Tensor,
@@ -258,7 +260,7 @@ def backward(
     tensor_cores: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to q, k, v, i, f and the state at the start, as chunkwise_triton's `backward` takes and returns them."""
+    """Gradients to q, k, v, i, f and the state at the start, as chunkwise_triton's `backward` has them."""
     tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
     launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
     dh, h = rows(dh), rows(h)
@@ -280,26 +282,19 @@ def backward(
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
-            launch.denominator(h, dh, den, floor)
+            launch.denominator(h, dh, den)
             if C0 is not None:
                 launch.start_gradients(dh, end, dC0, dn0)
             launch.gradients(dh, _state(C0, n0), end, (dq, dk, dv, di, df), own)
     if C0 is None:
         return dq, dk, dv, di, df, None, None, None
     if launch.sigmoid:
-        none, nothing = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
-        return dq, dk, dv, di, df, dC0, none, nothing
+        no_n, no_m = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
+        return dq, dk, dv, di, df, dC0, no_n, no_m
     assert n0 is not None, "a state of exponential gates has C, n and m"
     # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
     dm0 = (dC0.double() * C0).sum((-2, -1)) + (dn0.double() * n0).sum(-1)
     return dq, dk, dv, di, df, dC0, dn0, (dm0 if own is None else dm0 + own[2]).float()
-
-
-def _check(q: Tensor, chunk: int | None) -> None:
-    if chunk is not None:
-        raise ConfigError(f"chunk={chunk}, but the quadratic form has no chunks: leave it out, or use a chunkwise one.")
-    if q.dtype == torch.float64:
-        raise ShapeError("q is torch.float64, which the Triton kernels do not take: variant='quadratic' does.")
 
 
 def _state(C: Tensor | None, n: Tensor | None) -> State | None:
