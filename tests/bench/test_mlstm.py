@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from torchstorm.bench import mlstm as bench
 from torchstorm.bench import mlstm_cases, mlstm_checks
-from torchstorm.bench.mlstm import MLSTMRow, bench_mlstm
+from torchstorm.bench.mlstm import bench_mlstm
 from torchstorm.bench.mlstm_bars import draw_bars
 from torchstorm.bench.mlstm_cases import MLSTMCase
+from torchstorm.bench.mlstm_rows import MLSTMRow
 from torchstorm.bench.mlstm_ways import PEER, Way, ways_for
 from torchstorm.cli import app
 from torchstorm.errors import ConfigError, StorageError

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchstorm.bench.mlstm_rows import MLSTMRow
 from torchstorm.errors import ConfigError, StorageError
-
-if TYPE_CHECKING:
-    from torchstorm.bench.mlstm import MLSTMRow
 
 _FORWARD, _BACKWARD, _KNOWN, _GRID = "#7fa8d1", "#1f5fa8", "#c2571a", "#dddddd"
 
