@@ -80,6 +80,8 @@ def make(case: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], list[T
         q, k, v, dh = (torch.randn(B, H, S, d).to(dtype) for d in (K, K, V, V))
     i, f = torch.randn(B, H, S) * i_scale + i_mean, torch.randn(B, H, S) * f_scale + f_mean
     start, end = ([torch.randn(N, H, K, V), torch.randn(N, H, K), torch.randn(N, H)] for _ in range(2))
+    if case["nothing_before"]:
+        start[2].fill_(-torch.inf)
     return [q, k, v, i.to(dtype), f.to(dtype)], start, end, dh
 
 

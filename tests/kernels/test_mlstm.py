@@ -213,6 +213,13 @@ def test_zeros_and_shut_gates_give_no_nan(dtype: torch.dtype, gate: str) -> None
     assert not state.C.any()
 
 
+def test_a_state_scaled_by_nothing_is_no_state() -> None:
+    inputs = draw(2, 2, 20, 8, 12)
+    state = inputs.state._replace(m=torch.full((2, 2), -torch.inf))  # type: ignore[union-attr]
+    h = mlstm(*inputs[:5], initial_state=state, chunk=8)  # type: ignore[arg-type]
+    assert torch.equal(h, mlstm(*inputs[:5], chunk=8))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("B", "S"), [(0, 5), (2, 0), (0, 0)])
 def test_nothing_at_all_gives_nothing(gate: str, B: int, S: int) -> None:

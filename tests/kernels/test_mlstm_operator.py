@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from kernels.mlstm_runs import draw
 from torchstorm.kernels import MLSTMState, mlstm, mlstm_step
 from torchstorm.kernels.mlstm.op import mlstm_backward, mlstm_forward
+from torchstorm.kernels.mlstm.reference import Gate
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 DYNAMIC = "test_aot_dispatch_dynamic"
@@ -62,6 +63,17 @@ def test_third_derivatives_are_those_of_the_definition() -> None:
             (grad,) = torch.autograd.grad(value, k, create_graph=True)
             value = (grad * inputs.q).sum()
         found.append(value.detach())
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+def test_the_gradients_of_a_final_state_alone(gate: Gate) -> None:
+    inputs = draw(1, 2, 10, 4, 6, dtype=torch.float64, state=False)
+    found = []
+    for variant in ("chunkwise", "recurrent"):
+        x = [y.clone().requires_grad_() for y in inputs[:5]]  # type: ignore[union-attr]
+        _, state = mlstm(*x, variant=variant, gate=gate, chunk=4 if variant == "chunkwise" else None, return_state=True)
+        found.append(torch.autograd.grad(state.C.sum(), x, materialize_grads=True))
     torch.testing.assert_close(found[0], found[1])
 
 

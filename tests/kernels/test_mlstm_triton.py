@@ -22,8 +22,9 @@ NORMAL = ((0.0, 1.0), (2.0, 1.0))
 
 
 def _case(name: str, shape: tuple[int, ...], dtype: str = "float32", **options: Any) -> dict[str, Any]:
-    usual = {"gate": "exp", "gates": NORMAL, "state": True, "cu": None, "chunk": 16, "tiles": None, "transposed": False}
-    return {"name": name, "shape": shape, "dtype": dtype, **usual, **options}
+    usual = {"gate": "exp", "gates": NORMAL, "state": True, "cu": None, "chunk": 16, "tiles": None}
+    rare = {"transposed": False, "nothing_before": False}
+    return {"name": name, "shape": shape, "dtype": dtype, **usual, **rare, **options}
 
 
 SMALL = {"group": 32, "chunk": 16, "chunk_backward": 16, "block": 16, "rows": 16}
@@ -32,7 +33,9 @@ CASES = [
     _case("one token", (2, 2, 1, 16, 16)),
     _case("two tokens", (1, 2, 2, 16, 16)),
     _case("groups, tiles, several heads", (1, 2, 50, 40, 24), tiles=SMALL),
-    _case("rows in a longer chunk", (1, 1, 110, 20, 16), tiles=SMALL | {"chunk": 64, "group": 64}),
+    _case(
+        "rows in a longer chunk", (1, 1, 110, 20, 16), tiles=SMALL | {"chunk": 64, "chunk_backward": 32, "group": 64}
+    ),
     _case("the chunk of its own choice", (1, 1, 65, 16, 16), chunk=None),
     _case("sigmoid", (2, 1, 40, 24, 40), gate="sigmoid", tiles=SMALL),
     _case("sigmoid without a state", (1, 1, 20, 16, 16), gate="sigmoid", state=False),
@@ -40,6 +43,7 @@ CASES = [
     _case("packed without a state", (1, 1, 50, 16, 16), cu=[0, 16, 50], state=False),
     _case("packed sigmoid", (1, 1, 60, 16, 16), cu=[0, 33, 60, 60], gate="sigmoid", tiles=SMALL),
     _case("rows of (B, S, H, d)", (2, 3, 18, 24, 16), transposed=True),
+    _case("m of -inf at the start", (1, 2, 35, 16, 16), nothing_before=True),
     _case("d 1 and 3", (1, 1, 18, 1, 3)),
     _case("d 192 and 96", (1, 1, 18, 192, 96)),
     _case("d 512 and 16", (1, 1, 18, 512, 16)),

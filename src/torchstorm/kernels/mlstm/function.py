@@ -99,7 +99,7 @@ def mlstm(
     num_rows = _check_sizes(q, k, v, i, f, cu_seqlens)
     check_gate(gate)
     check_together(q, k, v, i, f)
-    chosen = _choose(variant, chunk, q.device)
+    chosen = _choose(variant, chunk, q)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if initial_state is not None:
         check_state(initial_state, q, v, num_rows)
@@ -143,14 +143,15 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, cu_seqle
     return cu_seqlens.shape[0] - 1
 
 
-def _choose(variant: str, chunk: int | None, device: torch.device) -> str:
+def _choose(variant: str, chunk: int | None, q: Tensor) -> str:
     if variant == "auto":
-        variant = "triton-chunkwise" if device.type == "cuda" and _TRITON else "chunkwise"
+        by_triton = _TRITON and q.device.type == "cuda" and q.dtype != torch.float64
+        variant = "triton-chunkwise" if by_triton else "chunkwise"
     if variant not in VARIANTS:
         raise ConfigError(f"variant={variant!r}, but mlstm has {', '.join(map(repr, VARIANTS))} and 'auto'.")
-    if variant.startswith("triton") and device.type != "cuda":
+    if variant.startswith("triton") and q.device.type != "cuda":
         raise DeviceError(
-            f"variant={variant!r} runs on a GPU, but q is on {device}: use variant='chunkwise', or 'auto'."
+            f"variant={variant!r} runs on a GPU, but q is on {q.device}: use variant='chunkwise', or 'auto'."
         )
     if chunk is not None and (variant not in IMPLEMENTATIONS or "quadratic" in variant):
         raise ConfigError(f"chunk={chunk}, but variant={variant!r} has no chunks: leave it out, or use 'chunkwise'.")

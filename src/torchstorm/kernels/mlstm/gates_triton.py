@@ -73,15 +73,16 @@ def gates_kernel(i, f, m0, cu, u, m, floor, m_T, S, H, SIGMOID: tl.constexpr, HA
         tl.store(m_T + n_head, (log_f_sum + frame).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["S", "H", "num_tokens", "num_q_tiles", "num_state_tiles"])
+@triton.jit(do_not_specialize=["S", "H", "num_tokens", "num_row_tiles", "num_q_tiles", "num_state_tiles"])
 def gate_gradients_kernel(i, f, row_sum, column_sum, k_own, q_part, k_part, passing, own_i, own_f, cu,
-                          sequence_of_slot, di, df, S, H, num_tokens, num_q_tiles, num_state_tiles,
+                          sequence_of_slot, di, df, S, H, num_tokens, num_row_tiles, num_q_tiles,
+                          num_state_tiles,
                           SIGMOID: tl.constexpr, HAS_OWN: tl.constexpr, PACKED: tl.constexpr,
                           CHUNK: tl.constexpr):  # fmt: skip
     """di and df of one chunk. Grid: slots * H.
 
-    row_sum, column_sum: of the chunk's own tile of gradients to D, without its diagonal; k_own: column sums with it.
-    q_part: q . the part of dq that came from states before the chunk, num_q_tiles sheets of num_tokens to be added up.
+    row_sum, column_sum: of the chunk's own gradients to D, without the diagonal; k_own: column sums with it. q_part:
+    q . the part of dq that came from states before the chunk. row_sum and q_part are sheets of num_tokens to add up.
     k_part: k . the part of dk that came from states after it. passing: what goes from the state before to the state
     after, num_state_tiles parts a slot and head. own_i, own_f: gradients to i and f along m's own path, float64.
     """
@@ -92,7 +93,11 @@ def gate_gradients_kernel(i, f, row_sum, column_sum, k_own, q_part, k_part, pass
     token = start + tl.arange(0, CHUNK)
     inside = token < length
     at = (row * H + slot_head % H) * S + begin + token
-    over = tl.load(row_sum + at, mask=inside, other=0.0) - tl.load(column_sum + at, mask=inside, other=0.0)
+    over = -tl.load(column_sum + at, mask=inside, other=0.0)
+    sheet = row_sum + at
+    for _ in range(0, num_row_tiles):
+        over += tl.load(sheet, mask=inside, other=0.0)
+        sheet += num_tokens
     d_log_f = tl.cumsum(over, 0, reverse=True)
     from_before = tl.zeros((CHUNK,), tl.float32)
     sheet = q_part + at

@@ -35,8 +35,8 @@ def denominator_kernel(h, dh, den, floor, inverse, d_den, h_b, h_h, h_s, dh_b, d
     head = program // tiles % H
     token = (program % tiles).to(tl.int32) * ROWS + tl.arange(0, ROWS)
     inside = token < S
-    h_row = h + row * (h_b * ALIGN).to(tl.int64) + head * (h_h * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN)
+    h_row = h + (row * h_b + head * h_h) * ALIGN
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN
     product = tl.zeros((ROWS,), tl.float32)
     for first in range(0, DV, BLOCK_V):
         dim = first + tl.arange(0, BLOCK_V)
@@ -60,48 +60,55 @@ _STRIDES_Q = ["q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "dh
 def q_gradients_kernel(q, k, v, dh, u, m, m0, inverse, d_den, chunk_C, chunk_n, dq, q_part, cu, sequence_of_slot,
                        q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dh_b, dh_h, dh_s, dq_b, dq_h, dq_s, S, H, scale,
                        num_tokens, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
-                       HAS_START: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                       BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dq, and q . the part of dq from the state before, one sheet of num_tokens a K tile. Grid: slots * H * K tiles."""
+                       HAS_START: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+                       BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr,
+                       PRECISION: tl.constexpr):  # fmt: skip
+    """dq, and q . the part of dq from the state before, one sheet of num_tokens a K tile.
+
+    Grid: slots * H * tiles of ROWS rows * K tiles.
+    """
     tiles_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
     tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     program = tl.program_id(0).to(tl.int64)
     tile_k = (program % tiles_k).to(tl.int32)
-    slot_head = program // tiles_k
+    tile_row = (program // tiles_k % (CHUNK // ROWS)).to(tl.int32)
+    slot_head = program // (tiles_k * (CHUNK // ROWS))
     head = slot_head % H
     n, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, CHUNK, PACKED)
-    if start >= length:
+    if start + tile_row * ROWS >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN) + begin * (dh_s * ALIGN)
-    dq_row = dq + row * (dq_b * ALIGN).to(tl.int64) + head * (dq_h * ALIGN) + begin * (dq_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN + begin * (dh_s * ALIGN)
+    dq_row = dq + (row * dq_b + head * dq_h) * ALIGN + begin * (dq_s * ALIGN)
     gates = (row * H + head) * S + begin
     C_row = chunk_C + slot_head * (DK * DV)
 
-    token = start + tl.arange(0, CHUNK)
+    token = start + tile_row * ROWS + tl.arange(0, ROWS)
     inside = token < length
+    other = start + tl.arange(0, CHUNK)
+    other_inside = other < length
     dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     in_k = dim_k < DK
     in_q = inside[:, None] & in_k[None, :]
 
-    product = tl.zeros((CHUNK, CHUNK), tl.float32)
-    acc = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+    product = tl.zeros((ROWS, CHUNK), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_K), tl.float32)
     for tile_v in range(0, tiles_v):
         dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = dim_v < DV
         dh_tile = tl.load(dh_row + token.to(tl.int64)[:, None] * (dh_s * ALIGN) + dim_v[None, :],
                           mask=inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
-        v_t = tl.load(v_row + token.to(tl.int64)[None, :] * (v_s * ALIGN) + dim_v[:, None],
-                      mask=in_v[:, None] & inside[None, :], other=0.0)  # fmt: skip
+        v_t = tl.load(v_row + other.to(tl.int64)[None, :] * (v_s * ALIGN) + dim_v[:, None],
+                      mask=in_v[:, None] & other_inside[None, :], other=0.0)  # fmt: skip
         C_t = tl.load(C_row + dim_k[None, :] * DV + dim_v[:, None], mask=in_v[:, None] & in_k[None, :], other=0.0)
         product = tl.dot(dh_tile, v_t, product, input_precision=PRECISION)
         acc = dot_state(dh_tile, C_t, acc, PRECISION)
 
     frame = tl.load(m + gates + token, mask=inside, other=0.0)
     frame_high, frame_low = split(frame)
-    u_high, u_low = split(tl.load(u + gates + token, mask=inside, other=0.0))
+    u_high, u_low = split(tl.load(u + gates + other, mask=other_inside, other=0.0))
     before = weight(frame_before(m + gates, m0, n * H + head, start, HAS_START) - frame) * scale
     before = tl.where(inside, before, 0.0)
     if not SIGMOID:
@@ -115,9 +122,10 @@ def q_gradients_kernel(q, k, v, dh, u, m, m0, inverse, d_den, chunk_C, chunk_n, 
     tl.store(q_part + tile_k.to(tl.int64) * num_tokens + gates + token, tl.sum(q_tile.to(tl.float32) * acc, 1),
              mask=inside)  # fmt: skip
     exponent = (u_high[None, :] - frame_high[:, None]) + (u_low[None, :] - frame_low[:, None])
-    seen = (token[:, None] >= token[None, :]) & inside[:, None]
+    seen = (token[:, None] >= other[None, :]) & inside[:, None]
     product = tl.where(seen, tl.exp2(exponent), 0.0) * (product * scale)
-    k_tile = tl.load(k_row + token.to(tl.int64)[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=in_q, other=0.0)
+    k_tile = tl.load(k_row + other.to(tl.int64)[:, None] * (k_s * ALIGN) + dim_k[None, :],
+                     mask=other_inside[:, None] & in_k[None, :], other=0.0)  # fmt: skip
     acc = dot_weighed(product, k_tile, acc, PRECISION)
     tl.store(dq_row + token.to(tl.int64)[:, None] * (dq_s * ALIGN) + dim_k[None, :], rounded(acc, dq),
              mask=in_q)  # fmt: skip
@@ -127,77 +135,84 @@ _STRIDES_K_V = ["q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "v_b", "v_h", "v_s", "
                 "dk_b", "dk_h", "dk_s", "dv_b", "dv_h", "dv_s"]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["S", "H", "scale", *_STRIDES_K_V])
+@triton.jit(do_not_specialize=["S", "H", "scale", "num_tokens", *_STRIDES_K_V])
 def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, dk, dv, row_sum, column_sum, k_own,
                          k_part, cu, sequence_of_slot, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, dh_b, dh_h, dh_s,
-                         dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, S, H, scale, DK: tl.constexpr, DV: tl.constexpr,
-                         SIGMOID: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                         BLOCK_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dk, dv, sums of dD, and k . the part of dk from the state after. Grid: slots * H.
+                         dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, S, H, scale, num_tokens, DK: tl.constexpr,
+                         DV: tl.constexpr, SIGMOID: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+                         ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALIGN: tl.constexpr,
+                         PRECISION: tl.constexpr):  # fmt: skip
+    """dk, dv, sums of dD, and k . the part of dk from the state after.
 
-    row_sum, column_sum: without the diagonal, of one fp32 tile, so that what they share cancels to its last bits.
+    Grid: slots * H * tiles of ROWS of k's tokens. row_sum, a sheet of num_tokens a tile, and column_sum: without the
+    diagonal, of one fp32 product, so that what they share cancels to its last bits.
     k_own: column sums with the diagonal, which is k . the part of dk from this chunk.
     """
     tiles_k: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
     tiles_v: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
-    slot_head = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    tile_row = (program % (CHUNK // ROWS)).to(tl.int32)
+    slot_head = program // (CHUNK // ROWS)
     head = slot_head % H
     _, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, CHUNK, PACKED)
     if start >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN) + begin * (dh_s * ALIGN)
-    dk_row = dk + row * (dk_b * ALIGN).to(tl.int64) + head * (dk_h * ALIGN) + begin * (dk_s * ALIGN)
-    dv_row = dv + row * (dv_b * ALIGN).to(tl.int64) + head * (dv_h * ALIGN) + begin * (dv_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN + begin * (dh_s * ALIGN)
+    dk_row = dk + (row * dk_b + head * dk_h) * ALIGN + begin * (dk_s * ALIGN)
+    dv_row = dv + (row * dv_b + head * dv_h) * ALIGN + begin * (dv_s * ALIGN)
     gates = (row * H + head) * S + begin
     dC_row = chunk_dC + slot_head * (DK * DV)
 
-    token = start + tl.arange(0, CHUNK)
+    token = start + tile_row * ROWS + tl.arange(0, ROWS)
     inside = token < length
     at = token.to(tl.int64)
+    other = start + tl.arange(0, CHUNK)
+    other_inside = other < length
+    other_at = other.to(tl.int64)
 
     # Transposed: k's tokens down, q's across.
-    product = tl.zeros((CHUNK, CHUNK), tl.float32)
+    product = tl.zeros((ROWS, CHUNK), tl.float32)
     for tile_k in range(0, tiles_k):
         dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         in_k = dim_k < DK
         k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=inside[:, None] & in_k[None, :],
                          other=0.0)  # fmt: skip
-        q_t = tl.load(q_row + at[None, :] * (q_s * ALIGN) + dim_k[:, None], mask=in_k[:, None] & inside[None, :],
-                      other=0.0)  # fmt: skip
+        q_t = tl.load(q_row + other_at[None, :] * (q_s * ALIGN) + dim_k[:, None],
+                      mask=in_k[:, None] & other_inside[None, :], other=0.0)  # fmt: skip
         product = tl.dot(k_tile, q_t, product, input_precision=PRECISION)
-    d_product = tl.zeros((CHUNK, CHUNK), tl.float32)
+    d_product = tl.zeros((ROWS, CHUNK), tl.float32)
     for tile_v in range(0, tiles_v):
         dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = dim_v < DV
         v_tile = tl.load(v_row + at[:, None] * (v_s * ALIGN) + dim_v[None, :], mask=inside[:, None] & in_v[None, :],
                          other=0.0)  # fmt: skip
-        dh_t = tl.load(dh_row + at[None, :] * (dh_s * ALIGN) + dim_v[:, None], mask=in_v[:, None] & inside[None, :],
-                       other=0.0)  # fmt: skip
+        dh_t = tl.load(dh_row + other_at[None, :] * (dh_s * ALIGN) + dim_v[:, None],
+                       mask=in_v[:, None] & other_inside[None, :], other=0.0)  # fmt: skip
         d_product = tl.dot(v_tile, dh_t, d_product, input_precision=PRECISION)
 
     own_u = tl.load(u + gates + token, mask=inside, other=0.0)
     u_high, u_low = split(own_u)
-    frame_high, frame_low = split(tl.load(m + gates + token, mask=inside, other=0.0))
+    frame_high, frame_low = split(tl.load(m + gates + other, mask=other_inside, other=0.0))
     exponent = (u_high[:, None] - frame_high[None, :]) + (u_low[:, None] - frame_low[None, :])
-    seen = (token[:, None] <= token[None, :]) & inside[None, :]
+    seen = (token[:, None] <= other[None, :]) & other_inside[None, :]
     weights = tl.where(seen, tl.exp2(exponent), 0.0) * scale
     product *= weights
     if SIGMOID:
         row_column = product * d_product
         d_product *= weights
     else:
-        inverse_row = tl.load(inverse + gates + token, mask=inside, other=0.0)
-        to_den = tl.load(d_den + gates + token, mask=inside, other=0.0)
+        inverse_row = tl.load(inverse + gates + other, mask=other_inside, other=0.0)
+        to_den = tl.load(d_den + gates + other, mask=other_inside, other=0.0)
         d_product = (d_product + to_den[None, :]) * inverse_row[None, :]
         row_column = product * d_product
         product *= inverse_row[None, :]
         d_product *= weights
     tl.store(k_own + gates + token, tl.sum(row_column, 1), mask=inside)
-    row_column = tl.where(token[:, None] != token[None, :], row_column, 0.0)
-    tl.store(row_sum + gates + token, tl.sum(row_column, 0), mask=inside)
+    row_column = tl.where(token[:, None] != other[None, :], row_column, 0.0)
+    tl.store(row_sum + tile_row.to(tl.int64) * num_tokens + gates + other, tl.sum(row_column, 0), mask=other_inside)
     tl.store(column_sum + gates + token, tl.sum(row_column, 1), mask=inside)
     after = weight(own_u - tl.load(m + gates + tl.minimum(start + CHUNK, length) - 1))
     after = tl.where(inside, after, 0.0)
@@ -206,7 +221,7 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = dim_v < DV
         in_tile = inside[:, None] & in_v[None, :]
-        acc = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_V), tl.float32)
         for tile_k in range(0, tiles_k):
             dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
             in_k = dim_k < DK
@@ -215,16 +230,17 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
             dC = tl.load(dC_row + dim_k[:, None] * DV + dim_v[None, :], mask=in_k[:, None] & in_v[None, :], other=0.0)
             acc = dot_state(k_tile, dC, acc, PRECISION)
         acc *= after[:, None]
-        dh_tile = tl.load(dh_row + at[:, None] * (dh_s * ALIGN) + dim_v[None, :], mask=in_tile, other=0.0)
+        dh_tile = tl.load(dh_row + other_at[:, None] * (dh_s * ALIGN) + dim_v[None, :],
+                          mask=other_inside[:, None] & in_v[None, :], other=0.0)  # fmt: skip
         acc = dot_weighed(product, dh_tile, acc, PRECISION)
         tl.store(dv_row + at[:, None] * (dv_s * ALIGN) + dim_v[None, :], rounded(acc, dv), mask=in_tile)
 
-    part = tl.zeros((CHUNK,), tl.float32)
+    part = tl.zeros((ROWS,), tl.float32)
     for tile_k in range(0, tiles_k):
         dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         in_k = dim_k < DK
         in_tile = inside[:, None] & in_k[None, :]
-        acc = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_K), tl.float32)
         for tile_v in range(0, tiles_v):
             dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
             in_v = dim_v < DV
@@ -238,7 +254,8 @@ def k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, chunk_dC, chunk_dn, 
         acc *= after[:, None]
         k_tile = tl.load(k_row + at[:, None] * (k_s * ALIGN) + dim_k[None, :], mask=in_tile, other=0.0)
         part += tl.sum(k_tile.to(tl.float32) * acc, 1)
-        q_tile = tl.load(q_row + at[:, None] * (q_s * ALIGN) + dim_k[None, :], mask=in_tile, other=0.0)
+        q_tile = tl.load(q_row + other_at[:, None] * (q_s * ALIGN) + dim_k[None, :],
+                         mask=other_inside[:, None] & in_k[None, :], other=0.0)  # fmt: skip
         acc = dot_weighed(d_product, q_tile, acc, PRECISION)
         tl.store(dk_row + at[:, None] * (dk_s * ALIGN) + dim_k[None, :], rounded(acc, dk), mask=in_tile)
     tl.store(k_part + gates + token, part, mask=inside)

@@ -54,6 +54,7 @@ class Launch:
         self.group = tiles.group
         self.state_dtype = state_dtype(q.dtype)
         self.precision = "ieee" if q.dtype == torch.float32 else "tf32"
+        self._slots: dict[int, Tensor] = {}
         self.u = self.frame = self.floor = self.inverse = self.d_den = self.i
 
     def num_slots(self, span: int) -> int:
@@ -61,7 +62,11 @@ class Launch:
 
     def slots(self, span: int) -> Tensor | None:
         """The sequence of each slot; None where it follows from the slot's number."""
-        return None if self.cu is None else self._sequences(self.cu, span)
+        if self.cu is None:
+            return None
+        if span not in self._slots:
+            self._slots[span] = self._sequences(self.cu, span)
+        return self._slots[span]
 
     def _sequences(self, cu: Tensor, span: int) -> Tensor:
         first = cu[:-1] // span + torch.arange(self.N, device=cu.device)
@@ -199,12 +204,13 @@ class Launch:
         align, strides = _strides(self.q, self.k, self.v, dh, dq)
         tiles_k = -(-self.DK // tile.block_k)
         part = self.q.new_empty((tiles_k, self.num_tokens), dtype=torch.float32)
-        q_gradients_kernel[(self.num_slots(chunk) * self.H * tiles_k,)](
+        tile_rows = tile.rows or chunk
+        q_gradients_kernel[(self.num_slots(chunk) * self.H * (chunk // tile_rows) * tiles_k,)](
             self.q, self.k, self.v, dh, self.u, self.frame, self.m0, self.inverse, self.d_den, *before, dq, part,
             self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, self.num_tokens, DK=self.DK, DV=self.DV,
-            SIGMOID=self.sigmoid, HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k,
-            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            SIGMOID=self.sigmoid, HAS_START=self.m0 is not None, PACKED=self.packed, CHUNK=chunk, ROWS=tile_rows,
+            BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         return part
 
@@ -212,13 +218,16 @@ class Launch:
         """Fills dk and dv; returns what `gate_gradients` needs of them."""
         tile, chunk = self.tiles.k_v_gradients, self.tiles.chunk_backward
         align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
-        row_sum, column_sum, own, part = (self.per_token() for _ in range(4))
-        k_v_gradients_kernel[(self.num_slots(chunk) * self.H,)](
+        tile_rows = tile.rows or chunk
+        num_tiles = chunk // tile_rows
+        row_sum = self.q.new_empty((num_tiles, self.num_tokens), dtype=torch.float32)
+        column_sum, own, part = (self.per_token() for _ in range(3))
+        k_v_gradients_kernel[(self.num_slots(chunk) * self.H * num_tiles,)](
             self.q, self.k, self.v, dh, self.u, self.frame, self.inverse, self.d_den, *after, dk, dv, row_sum,
-            column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, DK=self.DK,
-            DV=self.DV, SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, BLOCK_K=tile.block_k,
-            BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            column_sum, own, part, self.cu, self.slots(chunk), *strides, self.S, self.H, self.scale, self.num_tokens,
+            DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid, PACKED=self.packed, CHUNK=chunk, ROWS=tile_rows,
+            BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         return row_sum, column_sum, own, part
 
@@ -236,7 +245,8 @@ class Launch:
         own_i, own_f = (None, None) if own is None else (own[0].contiguous(), own[1].contiguous())
         gate_gradients_kernel[(self.num_slots(chunk) * self.H,)](
             self.i, self.f, *sums[:3], q_part, sums[3], passing, own_i, own_f, self.cu, self.slots(chunk),
-            di, df, self.S, self.H, self.num_tokens, q_part.shape[0], passing.shape[1], SIGMOID=self.sigmoid,
+            di, df, self.S, self.H, self.num_tokens, sums[0].shape[0], q_part.shape[0],
+            passing.shape[1], SIGMOID=self.sigmoid,
             HAS_OWN=own is not None, PACKED=self.packed, CHUNK=chunk, num_warps=1 if chunk <= 64 else 4,
         )  # fmt: skip
 

@@ -35,10 +35,10 @@ def outputs_kernel(q, k, v, u, m, floor, m0, chunk_C, chunk_n, h, den, cu, seque
     start = chunk_start + tile_row * ROWS
     if start >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    h_row = h + row * (h_b * ALIGN).to(tl.int64) + head * (h_h * ALIGN) + begin * (h_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    h_row = h + (row * h_b + head * h_h) * ALIGN + begin * (h_s * ALIGN)
     gates = (row * H + head) * S + begin
     u += gates
     m += gates

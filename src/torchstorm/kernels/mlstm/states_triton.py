@@ -61,8 +61,8 @@ def states_kernel(k, v, u, m, m0, start_C, start_n, chunk_C, chunk_n, end_C, end
     in_v = dim_v < DV
     in_state = in_k[:, None] & in_v[None, :]
     at_state = dim_k[:, None] * DV + dim_v[None, :]
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
     gates = (row * H + head) * S + begin
     u += gates
     m += gates
@@ -135,8 +135,8 @@ def state_gradients_kernel(q, dh, inverse, d_den, m, m0, end_dC, end_dn, chunk_C
     in_v = dim_v < DV
     in_state = in_k[:, None] & in_v[None, :]
     at_state = dim_k[:, None] * DV + dim_v[None, :]
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN) + begin * (dh_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN + begin * (dh_s * ALIGN)
     gates = (row * H + head) * S + begin
     m += gates
 

@@ -13,7 +13,7 @@ class Tile:
 
     Attributes:
         block_k, block_v: tile sizes along d_qk and d_v; powers of two from 16.
-        rows: tokens a program holds at once (the outputs kernel only); 0 for a whole chunk.
+        rows: tokens of a chunk that a program of outputs, q_gradients or k_v_gradients has; 0 for all.
         num_warps, num_stages: as Triton means them.
     """
 
@@ -61,8 +61,8 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
     k, v = _block(d_qk), _block(d_v)
     if dtype == torch.bfloat16:
         own = chunk or (64 if max(k, v) < 64 else 128)
-        back = min(own, 64)
         wide = v > 64
+        back = min(own, 128 if wide else 64)
         walk = Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)
         return Tiles(
             group=group,
@@ -72,8 +72,8 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None) -> Tiles:
             states_backward=walk,
             state_gradients=walk,
             outputs=replace(walk, rows=min(own, 64), num_warps=8 if own >= 64 else 4, num_stages=2),
-            q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), num_warps=8 if k > 64 else 4, num_stages=2),
-            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=2),
+            q_gradients=Tile(block_k=min(k, 128), block_v=min(v, 64), rows=min(back, 64), num_warps=8),
+            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 64), rows=min(back, 64), num_warps=8),
         )
     # fp16 keeps states and weights in fp32, and fp32 multiplies without tensor cores: small tiles.
     own = min(chunk or 64, 64 if dtype == torch.float16 else 32)
