@@ -24,7 +24,8 @@ TILES = {"group": 16, "chunk": 16, "chunk_backward": 16, "block": 16, "rows": 16
 
 def _case(name: str, shape: tuple[int, ...], dtype: str = "float32", **options: Any) -> dict[str, Any]:
     usual = {"gate": "exp", "gates": NORMAL, "state": True, "cu": None, "chunk": None, "tiles": TILES}
-    return {"name": name, "shape": shape, "dtype": dtype, **usual, "transposed": False, "tensor_cores": True, **options}
+    usual |= {"nothing_before": False, "transposed": False, "tensor_cores": True}
+    return {"name": name, "shape": shape, "dtype": dtype, **usual, **options}
 
 
 CASES = [
@@ -32,6 +33,7 @@ CASES = [
     _case("one token", (2, 2, 1, 16, 16)),
     _case("four blocks, tiles, several heads", (1, 2, 50, 40, 24)),
     _case("tiles of their own choice", (1, 1, 70, 40, 80), tiles=None, tensor_cores=False),
+    _case("from a state with m of -inf", (1, 1, 20, 16, 16), nothing_before=True),
     _case("sigmoid", (2, 1, 40, 24, 40), gate="sigmoid"),
     _case("sigmoid without a state", (1, 1, 20, 16, 16), gate="sigmoid", state=False),
     _case("packed", (1, 2, 70, 16, 16), cu=[0, 1, 1, 20, 69, 70]),

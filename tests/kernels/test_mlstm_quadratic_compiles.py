@@ -89,4 +89,4 @@ def test_no_rung_spills(compiled: list[tuple[str, Any]], dtype: torch.dtype) -> 
     assert [name for name, _ in compiled] == ["matmul_tiles_kernel", *["pairs_kernel"] * 3]
     for name, kernel in compiled:
         registers, stack = _usage(kernel)
-        assert stack <= 8, f"{name}: {stack} bytes of stack, {registers} registers"
+        assert stack <= 32, f"{name}: {stack} bytes of stack, {registers} registers"

@@ -59,10 +59,10 @@ def pairs_kernel(q, k, v, u, log_f, h, q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v
     start = (program // tiles_v % tiles_s).to(tl.int32) * BLOCK
     head = program // (tiles_v * tiles_s) % H
     batch = program // (tiles_v * tiles_s) // H
-    q_row = q + batch * (q_b * ALIGN) + head * (q_h * ALIGN)
-    k_row = k + batch * (k_b * ALIGN) + head * (k_h * ALIGN)
-    v_row = v + batch * (v_b * ALIGN) + head * (v_h * ALIGN)
-    h_row = h + batch * (h_b * ALIGN) + head * (h_h * ALIGN)
+    q_row = q + (batch * q_b + head * q_h) * ALIGN
+    k_row = k + (batch * k_b + head * k_h) * ALIGN
+    v_row = v + (batch * v_b + head * v_h) * ALIGN
+    h_row = h + (batch * h_b + head * h_h) * ALIGN
     gates = (batch * H + head) * S
     token = start + tl.arange(0, BLOCK)
     inside = token < S

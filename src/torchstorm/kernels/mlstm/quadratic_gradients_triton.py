@@ -54,11 +54,11 @@ def quadratic_q_gradients_kernel(q, k, v, dh, u, m, m0, inverse, d_den, start_C,
     n, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, BLOCK, PACKED)
     if start >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN) + begin * (dh_s * ALIGN)
-    dq_row = dq + row * (dq_b * ALIGN).to(tl.int64) + head * (dq_h * ALIGN) + begin * (dq_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN + begin * (dh_s * ALIGN)
+    dq_row = dq + (row * dq_b + head * dq_h) * ALIGN + begin * (dq_s * ALIGN)
     gates = (row * H + head) * S + begin
     sheet = tile_k.to(tl.int64) * num_tokens + gates
 
@@ -192,12 +192,12 @@ def quadratic_k_v_gradients_kernel(q, k, v, dh, u, m, inverse, d_den, end_dC, en
     n, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, BLOCK, PACKED)
     if start >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    dh_row = dh + row * (dh_b * ALIGN).to(tl.int64) + head * (dh_h * ALIGN) + begin * (dh_s * ALIGN)
-    dk_row = dk + row * (dk_b * ALIGN).to(tl.int64) + head * (dk_h * ALIGN) + begin * (dk_s * ALIGN)
-    dv_row = dv + row * (dv_b * ALIGN).to(tl.int64) + head * (dv_h * ALIGN) + begin * (dv_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    dh_row = dh + (row * dh_b + head * dh_h) * ALIGN + begin * (dh_s * ALIGN)
+    dk_row = dk + (row * dk_b + head * dk_h) * ALIGN + begin * (dk_s * ALIGN)
+    dv_row = dv + (row * dv_b + head * dv_h) * ALIGN + begin * (dv_s * ALIGN)
     gates = (row * H + head) * S + begin
     m += gates
     inverse += gates

@@ -49,10 +49,10 @@ def quadratic_outputs_kernel(q, k, v, u, m, floor, m0, start_C, start_n, h, den,
     n, row, begin, length, start = slot_span(slot_head // H, cu, sequence_of_slot, S, BLOCK, PACKED)
     if start >= length:
         return
-    q_row = q + row * (q_b * ALIGN).to(tl.int64) + head * (q_h * ALIGN) + begin * (q_s * ALIGN)
-    k_row = k + row * (k_b * ALIGN).to(tl.int64) + head * (k_h * ALIGN) + begin * (k_s * ALIGN)
-    v_row = v + row * (v_b * ALIGN).to(tl.int64) + head * (v_h * ALIGN) + begin * (v_s * ALIGN)
-    h_row = h + row * (h_b * ALIGN).to(tl.int64) + head * (h_h * ALIGN) + begin * (h_s * ALIGN)
+    q_row = q + (row * q_b + head * q_h) * ALIGN + begin * (q_s * ALIGN)
+    k_row = k + (row * k_b + head * k_h) * ALIGN + begin * (k_s * ALIGN)
+    v_row = v + (row * v_b + head * v_h) * ALIGN + begin * (v_s * ALIGN)
+    h_row = h + (row * h_b + head * h_h) * ALIGN + begin * (h_s * ALIGN)
     gates = (row * H + head) * S + begin
     u += gates
     m += gates
@@ -145,8 +145,8 @@ def outer_sums_kernel(x, y, u, m, m0, inverse, d_den, given_C, given_n, out_C, o
     n_head = program // (tiles_v * tiles_k)
     head = n_head % H
     row, begin, length = sequence_span(n_head // H, cu, S, PACKED)
-    x_row = x + row * (x_b * ALIGN).to(tl.int64) + head * (x_h * ALIGN) + begin * (x_s * ALIGN)
-    y_row = y + row * (y_b * ALIGN).to(tl.int64) + head * (y_h * ALIGN) + begin * (y_s * ALIGN)
+    x_row = x + (row * x_b + head * x_h) * ALIGN + begin * (x_s * ALIGN)
+    y_row = y + (row * y_b + head * y_h) * ALIGN + begin * (y_s * ALIGN)
     gates = (row * H + head) * S + begin
     dim_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     dim_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)

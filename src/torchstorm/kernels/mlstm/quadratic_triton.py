@@ -131,7 +131,8 @@ class _Launch(Launch):
         tile, block = self.tiles.k_v_gradients, self.tiles.chunk_backward
         align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
         sheets = max(-(-self.DK // tile.block_k), -(-self.DV // tile.block_v))
-        row_sum, column_sum, k_own, k_part = (self.per_token() for _ in range(4))
+        row_sum = self.q.new_empty((1, self.num_tokens), dtype=torch.float32)  # one sheet, as gate_gradients takes them
+        column_sum, k_own, k_part = (self.per_token() for _ in range(3))
         end_part = None if end is None else self.q.new_empty((sheets, self.num_tokens), dtype=torch.float32)
         num_blocks = -(-self.S // block)
         between = self.q.new_empty((self.num_slots(block) * self.H, num_blocks), dtype=torch.float64)
