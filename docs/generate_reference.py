@@ -66,6 +66,7 @@ IN_FULL = [
     "kernels.mlstm.function",
     "kernels.mlstm.step",
     "kernels.mlstm.reference",
+    "kernels.mlstm.ladder",
     "models.gpt",
     "train.config",
     "train.job",
