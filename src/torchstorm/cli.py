@@ -288,7 +288,8 @@ def mlstm(
         str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")
     ] = None,
     variant: Annotated[
-        str | None, typer.Option(help="Only these, as in triton-quadratic,triton-chunkwise (default: all).")
+        str | None,
+        typer.Option(help="Only these, as in gated,triton-quadratic, even if slow (default: all)."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the rows here, after each of them.")] = None,
     plot: Annotated[

@@ -31,8 +31,8 @@ from torchstorm.train.result import write_json
 from torchstorm.transfer.engine import StreamClock
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SECONDS_A_TIME = 0.2  # how long a time is taken for, where that needs no fewer than these runs
-_FEWEST, _MOST = 3, 30
+_SECONDS_A_TIME = 0.2  # how long a time is taken for
+_FEWEST, _MOST = 3, 30  # runs; fewer where one takes longer than that
 
 
 def bench_mlstm(
@@ -51,7 +51,7 @@ def bench_mlstm(
         device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
         sizes: "small", "target" or "all"; a CPU has small ones only.
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
-        variant_names: some of the ways, with commas between; None for all.
+        variant_names: some of the ways, with commas between; None for all that do not take too long.
         json_path: where the rows go, after each of them.
         plot: where a picture goes; its ending says the format.
         console: where the tables are printed.
@@ -79,7 +79,7 @@ def bench_mlstm(
     for case in cases:
         say(f"\n{case.shape} {chosen_dtype}{_best_known(case, DTYPES[chosen_dtype])}")
         say(HEADER)
-        for row in _rows(case, ways, target, DTYPES[chosen_dtype]):
+        for row in _rows(case, ways, target, DTYPES[chosen_dtype], even_slow=variant_names is not None):
             say(format_row(row))
             rows.append(row)
             _relate_to_peer(rows, row)
@@ -97,7 +97,9 @@ def _best_known(case: MLSTMCase, dtype: torch.dtype) -> str:
     return "" if found is None else f", best known on an H200: {found[0]} ms forward, {found[1]} ms with backward"
 
 
-def _rows(case: MLSTMCase, ways: tuple[Way, ...], device: torch.device, dtype: torch.dtype) -> Iterator[MLSTMRow]:
+def _rows(
+    case: MLSTMCase, ways: tuple[Way, ...], device: torch.device, dtype: torch.dtype, *, even_slow: bool
+) -> Iterator[MLSTMRow]:
     sets = [case.make(device, dtype, seed) for seed in range(case.num_sets(dtype))]
     truth = Truth(sets[0])
     first: dict[bool, float] = {}  # milliseconds, with backward or without
@@ -108,7 +110,7 @@ def _rows(case: MLSTMCase, ways: tuple[Way, ...], device: torch.device, dtype: t
             dtype=str(dtype).removeprefix("torch."),
             best_known_ms=case.best_known_ms(dtype),
         )
-        why_not = way.why_not(case, dtype) if device.type == "cuda" else ""
+        why_not = "" if even_slow or device.type == "cpu" else way.why_not(case, dtype)
         if why_not:
             yield replace(row, note=why_not)
             continue
@@ -192,8 +194,9 @@ def _time_ms(run: Callable[[Inputs], None], sets: list[Inputs], device: torch.de
     first = once()
     synchronize(device)
     seconds = seconds_between(*first)
-    repeats = int(min(_MOST, max(_FEWEST, _SECONDS_A_TIME / max(seconds, 1e-9))))
-    marks = [once() for _ in range(repeats)]
+    repeats = max(_FEWEST, min(_MOST, int(_SECONDS_A_TIME / max(seconds, 1e-9))))
+    # The first of slow runs counts, too: what it lost on the way is little beside it.
+    marks = [first, once()] if seconds > _SECONDS_A_TIME else [once() for _ in range(repeats)]
     synchronize(device)
     return statistics.median(seconds_between(*pair) for pair in marks) * 1e3
 

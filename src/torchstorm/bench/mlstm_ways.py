@@ -21,10 +21,10 @@ PEER = "mlstm_kernels"
 _PEER_KERNEL = "chunkwise--triton_xl_chunk"
 _PEER_CHUNK = 128
 _WORK = {"matmul_tiles": "product", "qk_v": "pairs", "recurrent": "recurrent", "chunkwise": "chunkwise"}
-# What a way may take at most, by a low guess of what a GPU multiplies and adds a second: else it is left out.
+# What a way may take at most, by a low guess of what such kernels do a second on an H200: else it is left out.
 _MOST_SECONDS = 0.6
 _MOST_BYTES = 48 * 2**30
-_FLOPS = {"cores": 20e12, "tensor cores": 150e12}
+_FLOPS = {"cores": 6e12, "tensor cores": 100e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ class Way:
         """Why it is left out at this shape on a GPU; "" where it is not."""
         if self.work in ("chunkwise", "recurrent"):
             return ""
+        needs = case.least_bytes(self.work, dtype, backward=False)
+        if needs > _MOST_BYTES:
+            return f"left out: it needs {needs / 2**30:.0f} GiB, as it stores S x S"
         is_fast = "tensor-cores" in self.name and dtype != torch.float32
         seconds = case.flops(self.work, backward=self.has_backward) / _FLOPS["tensor cores" if is_fast else "cores"]
         if seconds > _MOST_SECONDS:
             return f"left out: it would take some {seconds:.1f} s a time"
-        needs = case.least_bytes(self.work, dtype, backward=False)
-        if needs > _MOST_BYTES:
-            return f"left out: its result alone is {needs / 2**30:.0f} GiB"
         return ""
 
 
