@@ -67,6 +67,7 @@ IN_FULL = [
     "kernels.mlstm.step",
     "kernels.mlstm.reference",
     "kernels.slstm",
+    "kernels.mlstm.ladder",
     "models.gpt",
     "models.xlstm",
     "train.config",

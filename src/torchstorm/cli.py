@@ -334,6 +334,38 @@ def storage(
         )
 
 
+@bench_app.command()
+def mlstm(
+    sizes: Annotated[str, typer.Option(help="small, target (those with times to beat; need a GPU) or all.")] = "small",
+    device: BenchDevice = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(help="Only these, as in gated,triton-quadratic, even if slow (default: all)."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the rows here, after each of them.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bars of milliseconds here, as in FILE.png; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Time the mLSTM's ladder side by side, all of it checked against float64. Exit code 1 if a check of ours fails."""
+    from torchstorm.bench.mlstm import bench_mlstm
+
+    with _told():
+        if not bench_mlstm(
+            device,
+            sizes=sizes,
+            dtype=dtype,
+            variant_names=variant,
+            json_path=json,
+            plot=plot,
+            console=Console(),
+        ):
+            raise typer.Exit(1)
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     """Tells a mistake in one line, and a stop with the way to go on."""

@@ -5,5 +5,6 @@
 
 from torchstorm.kernels.ladders import variants
 from torchstorm.kernels.mlstm import MLSTMState, mlstm, mlstm_step
+from torchstorm.kernels.mlstm.ladder import Rung, mlstm_ladder
 
-__all__ = ["MLSTMState", "mlstm", "mlstm_step", "variants"]
+__all__ = ["MLSTMState", "Rung", "mlstm", "mlstm_ladder", "mlstm_step", "variants"]

@@ -6,7 +6,9 @@ with f_t = sigmoid(f) and i_t = exp(i), kept in range by m_t = max(log f_t + m_{
 n, m and the division. `reference.py` has it to the letter.
 
 Variants, in order of history: "recurrent", token by token, and "quadratic", all pairs at once, PyTorch under autograd;
-"chunkwise", linear in S, PyTorch with a backward pass by hand; "triton-chunkwise", the same on a GPU in Triton kernels.
+"chunkwise", linear in S, PyTorch with a backward pass by hand. In Triton kernels on a GPU: "triton-quadratic", all
+pairs in tiles, and "triton-quadratic-tensor-cores", the same on tensor cores; "triton-chunkwise". `ladder.py` says what
+each of these taught.
 Source: arXiv 2405.04517 and 2503.14376.
 """
 
@@ -153,7 +155,7 @@ def _choose(variant: str, chunk: int | None, q: Tensor) -> str:
         raise DeviceError(
             f"variant={variant!r} runs on a GPU, but q is on {q.device}: use variant='chunkwise', or 'auto'."
         )
-    if chunk is not None and variant not in IMPLEMENTATIONS:
+    if chunk is not None and (variant not in IMPLEMENTATIONS or "quadratic" in variant):
         raise ConfigError(f"chunk={chunk}, but variant={variant!r} has no chunks: leave it out, or use 'chunkwise'.")
     if chunk is not None and chunk < 1:
         raise ConfigError(f"chunk={chunk}, but a chunk has at least 1 token; None lets the variant choose.")

@@ -19,6 +19,8 @@ from torchstorm.kernels.mlstm import chunkwise
 
 IMPLEMENTATIONS = {
     "chunkwise": "torchstorm.kernels.mlstm.chunkwise",
+    "triton-quadratic": "torchstorm.kernels.mlstm.quadratic_triton",
+    "triton-quadratic-tensor-cores": "torchstorm.kernels.mlstm.quadratic_tensor_cores",
     "triton-chunkwise": "torchstorm.kernels.mlstm.chunkwise_triton",
 }
 # Of the operators' arguments: q, k, v, i, f, C0, n0, m0, and the gradients of h, C, n, m.

@@ -1,0 +1,207 @@
+"""The mLSTM's whole ladder side by side: every way timed, and checked against float64, in one run.
+
+A time is shown only where the very tensors that were timed passed their check (`mlstm_checks`). Times are medians of
+device time after a run that warms up, with random inputs that are taken in turn until they have left the cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from torchstorm.bench.cases import bench_device, pick
+from torchstorm.bench.measure import clean, synchronize
+from torchstorm.bench.mlstm_bars import draw_bars, require_picture
+from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase, mlstm_cases
+from torchstorm.bench.mlstm_checks import Check, Truth, check_alone, outputs_and_gradients
+from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, as_json, format_row
+from torchstorm.bench.mlstm_ways import Way, ways_for
+from torchstorm.bench.rows import environment
+from torchstorm.bench.side_by_side import failure
+from torchstorm.errors import ConfigError
+from torchstorm.offload.clock import CpuClock, seconds_between
+from torchstorm.train.result import write_json
+from torchstorm.transfer.engine import StreamClock
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_SECONDS_A_TIME = 0.2  # how long a time is taken for
+_FEWEST, _MOST = 3, 30  # runs; fewer where one takes longer than that
+
+
+def bench_mlstm(
+    device: str | None,
+    *,
+    sizes: str = "small",
+    dtype: str | None = None,
+    variant_names: str | None = None,
+    json_path: Path | None = None,
+    plot: Path | None = None,
+    console: Console,
+) -> bool:
+    """Times and checks every way at every shape, prints a table a shape, and writes what was measured.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        sizes: "small", "target" or "all"; a CPU has small ones only.
+        dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
+        variant_names: some of the ways, with commas between; None for all that do not take too long.
+        json_path: where the rows go, after each of them.
+        plot: where a picture goes; its ending says the format.
+        console: where the tables are printed.
+
+    Returns:
+        Whether every check of ours passed.
+
+    Raises:
+        TorchstormError: the device is not there, a name is not known, or a file cannot be written.
+    """
+    target = bench_device(device)
+    chosen_dtype = dtype or ("bfloat16" if target.type == "cuda" else "float32")
+    if chosen_dtype not in DTYPES:
+        raise ConfigError(f"--dtype {chosen_dtype!r}, but there are {', '.join(DTYPES)}.")
+    cases = mlstm_cases(sizes, target)
+    ways = ways_for(target)
+    if variant_names is not None:
+        names = pick(variant_names, tuple(way.name for way in ways), option="--variant")
+        ways = tuple(way for way in ways if way.name in names)
+    if plot is not None:
+        require_picture(plot)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    rows: list[MLSTMRow] = []
+    ours = {way.name for way in ways if way.is_ours}
+    for case in cases:
+        say(f"\n{case.shape} {chosen_dtype}{_best_known(case, DTYPES[chosen_dtype])}")
+        say(HEADER)
+        for row in _rows(case, ways, target, DTYPES[chosen_dtype], even_slow=variant_names is not None):
+            say(format_row(row))
+            rows.append(row)
+            _relate_to_peer(rows, row)
+            if json_path is not None:
+                record = {"op": "mlstm", **environment(target), "rows": [as_json(one) for one in rows]}
+                write_json(json_path, record)
+        clean(target)
+    if plot is not None:
+        draw_bars(rows, plot, title=f"mLSTM, {chosen_dtype}, {environment(target)['device']}")
+    return not any(row.variant in ours and row.error is not None and not row.checked for row in rows)
+
+
+def _best_known(case: MLSTMCase, dtype: torch.dtype) -> str:
+    found = case.best_known_ms(dtype)
+    return "" if found is None else f", best known on an H200: {found[0]} ms forward, {found[1]} ms with backward"
+
+
+def _rows(
+    case: MLSTMCase, ways: tuple[Way, ...], device: torch.device, dtype: torch.dtype, *, even_slow: bool
+) -> Iterator[MLSTMRow]:
+    sets = [case.make(device, dtype, seed) for seed in range(case.num_sets(dtype))]
+    truth = Truth(sets[0])
+    first: dict[bool, float] = {}  # milliseconds, with backward or without
+    for way in ways:
+        row = MLSTMRow(
+            shape=case.shape,
+            variant=way.name,
+            dtype=str(dtype).removeprefix("torch."),
+            best_known_ms=case.best_known_ms(dtype),
+        )
+        why_not = "" if even_slow or device.type == "cpu" else way.why_not(case, dtype)
+        if why_not:
+            yield replace(row, note=why_not)
+            continue
+        try:
+            row = _measure(row, way, case, sets, truth)
+        except Exception as error:  # this way's result; the others still run
+            yield replace(row, note=failure(error))
+            continue
+        finally:
+            clean(device)
+        took = row.fwdbwd_ms if way.has_backward else row.fwd_ms
+        if took is not None and way.is_whole:
+            row = replace(row, over_first=first.setdefault(way.has_backward, took) / took)
+        yield row
+
+
+def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth: Truth) -> MLSTMRow:
+    """Checks first; what was wrong is not timed, unless it is the peer's."""
+    device, dtype = sets[0]["q"].device, sets[0]["q"].dtype
+    check = _check(way, sets[0], truth)
+    worst = check.worst_gradient
+    row = replace(
+        row,
+        error=check.errors["h"],
+        allowed=check.allowed["h"],
+        gradient=worst,
+        gradient_error=check.errors.get(worst),
+        gradient_allowed=check.allowed.get(worst),
+        checked=not check.wrong,
+    )
+    if check.wrong and way.is_ours:
+        return replace(row, note=_told(check))
+
+    def forward(inputs: Inputs) -> None:
+        with torch.no_grad():
+            way.function(*way.given(inputs))
+
+    def forward_backward(inputs: Inputs) -> None:
+        outputs_and_gradients(way.function, inputs)
+
+    fwd_ms = _time_ms(forward, sets, device)
+    fwdbwd_ms = _time_ms(forward_backward, sets, device) if way.has_backward else None
+    row = replace(row, peer=(fwd_ms, fwdbwd_ms)) if not way.is_ours else row
+    if check.wrong:
+        took = f"took {fwd_ms:.4g} ms forward, {fwdbwd_ms:.4g} ms with backward"
+        return replace(row, fwd_ms=None if "h" in check.wrong else fwd_ms, note=f"{_told(check)}; {took}")
+    longer_s = (fwdbwd_ms or fwd_ms) / 1e3
+    return replace(
+        row,
+        fwd_ms=fwd_ms,
+        fwdbwd_ms=fwdbwd_ms,
+        tflops=case.flops(way.work, backward=way.has_backward) / longer_s / 1e12,
+        gb_per_s=case.least_bytes(way.work, dtype, backward=way.has_backward) / longer_s / 1e9,
+    )
+
+
+def _check(way: Way, inputs: Inputs, truth: Truth) -> Check:
+    if way.reference is None:
+        return truth.check(outputs_and_gradients(way.function, inputs))
+    given = way.given(inputs)
+    with torch.no_grad():
+        return check_alone(way.function(*given), way.reference, given, num_heads=truth.num_heads)
+
+
+def _told(check: Check) -> str:
+    parts = [f"{name} is off by {check.errors[name]:.1%}, allowed {check.allowed[name]:.1%}" for name in check.wrong]
+    return ", ".join(parts)
+
+
+def _time_ms(run: Callable[[Inputs], None], sets: list[Inputs], device: torch.device) -> float:
+    """The median; what ran before has warmed up."""
+    clock = StreamClock(device) if device.type == "cuda" else CpuClock()
+    turns = itertools.cycle(sets)
+
+    def once() -> tuple[object, object]:
+        inputs = next(turns)
+        start = clock.mark()
+        run(inputs)
+        return start, clock.mark()
+
+    first = once()
+    synchronize(device)
+    seconds = seconds_between(*first)
+    repeats = max(_FEWEST, min(_MOST, int(_SECONDS_A_TIME / max(seconds, 1e-9))))
+    # The first of slow runs counts, too: what it lost on the way is little beside it.
+    marks = [first, once()] if seconds > _SECONDS_A_TIME else [once() for _ in range(repeats)]
+    synchronize(device)
+    return statistics.median(seconds_between(*pair) for pair in marks) * 1e3
+
+
+def _relate_to_peer(rows: list[MLSTMRow], row: MLSTMRow) -> None:
+    """Once the peer's row is there, all of its shape have the peer's times."""
+    if row.peer is not None:
+        rows[:] = [replace(one, peer=row.peer) if one.shape == row.shape else one for one in rows]

@@ -1,0 +1,120 @@
+"""How far what was timed is from the truth: outputs and gradients of some heads, against the definition in float64.
+
+The rule is that of the tests: at most twice the error of the same computed plainly, by PyTorch, in the same dtype; and
+never more than a limit, so that nothing passes because plain PyTorch is lost, as it is with bf16 sums of many gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.mlstm import mlstm
+from torchstorm.kernels.mlstm.reference import mlstm_quadratic, mlstm_recurrent
+
+Results = dict[str, Tensor]
+
+_TIMES = 2.0
+_LIMIT = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+_INPUTS = ("q", "k", "v", "i", "f")
+_MOST_PAIRS = 8192  # tokens of which all pairs are held at once, in float64 and for two heads
+_MOST_STEPS = 1024  # tokens that PyTorch takes one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Errors relative to the truth, by the norm over all elements of some heads; infinite for NaN.
+
+    Attributes:
+        errors, allowed: of h and, where there are some, of dq, dk, dv, di and df.
+    """
+
+    errors: Mapping[str, float]
+    allowed: Mapping[str, float]
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What is further off than allowed."""
+        return tuple(name for name, error in self.errors.items() if not error <= self.allowed[name])
+
+    @property
+    def worst_gradient(self) -> str:
+        """The one with the largest error; "" without any."""
+        gradients = {name: error for name, error in self.errors.items() if name != "h"}
+        return max(gradients, key=lambda name: gradients[name], default="")
+
+
+def some_heads(x: Tensor, num_heads: int) -> Tensor:
+    """The last heads of the last sequence, which are furthest in memory."""
+    return x[-1:, -num_heads:]
+
+
+def outputs_and_gradients(compute: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> Results:
+    """h, dq, dk, dv, di and df of `compute(q, k, v, i, f)` for the gradient inputs["dh"]."""
+    leaves = [inputs[name].detach().requires_grad_() for name in _INPUTS]
+    h = compute(*leaves)
+    grads = torch.autograd.grad(h, leaves, inputs["dh"])
+    return {"h": h.detach(), **{f"d{name}": grad for name, grad in zip(_INPUTS, grads, strict=True)}}
+
+
+class Truth:
+    """The whole mLSTM of some heads in float64, and how far from it a result in the inputs' dtype may be.
+
+    Attributes:
+        num_heads: that are looked at: two, of long sequences one.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        seq, dtype = inputs["q"].shape[2], inputs["q"].dtype
+        self.num_heads = 2 if seq <= _MOST_PAIRS else 1
+        here = {name: some_heads(x, self.num_heads) for name, x in inputs.items()}
+        wide = {name: x.double() for name, x in here.items()}
+        self._right = outputs_and_gradients(_quadratic if seq <= _MOST_PAIRS else _chunkwise, wide)
+        plain = [_quadratic, _recurrent] if seq <= _MOST_STEPS else [_quadratic]
+        yardsticks = [outputs_and_gradients(compute, here) for compute in plain]
+        self._allowed = {
+            name: allowed([y[name] for y in yardsticks], right, dtype) for name, right in self._right.items()
+        }
+
+    def check(self, results: Results) -> Check:
+        """Of full tensors, of which only some heads are looked at."""
+        errors = {name: error_of(some_heads(x, self.num_heads), self._right[name]) for name, x in results.items()}
+        return Check(errors=errors, allowed={name: self._allowed[name] for name in results})
+
+
+def check_alone(out: Tensor, reference: Callable[..., Tensor], given: list[Tensor], *, num_heads: int) -> Check:
+    """Of an output without gradients, against a reference of its own."""
+    here = [some_heads(x, num_heads) for x in given]
+    right = reference(*(x.double() for x in here))
+    limit = allowed([reference(*here)], right, out.dtype)
+    return Check(errors={"h": error_of(some_heads(out, num_heads), right)}, allowed={"h": limit})
+
+
+def error_of(out: Tensor, right: Tensor) -> float:
+    """|out - right| / |right|; infinite where `out` is not finite."""
+    if not bool(out.isfinite().all()):
+        return float("inf")
+    distance, size = float((out.double() - right).norm()), float(right.norm())
+    return distance / size if size else distance
+
+
+def allowed(yardsticks: list[Tensor], right: Tensor, dtype: torch.dtype) -> float:
+    """Twice the largest error of the yardsticks, at least the dtype's own and at most the limit."""
+    errors = [error_of(x, right) for x in yardsticks]
+    return min(_LIMIT[dtype], max(torch.finfo(dtype).eps, *(_TIMES * error for error in errors)))
+
+
+def _quadratic(*inputs: Any) -> Tensor:
+    return mlstm_quadratic(*inputs)[0]
+
+
+def _recurrent(*inputs: Any) -> Tensor:
+    return mlstm_recurrent(*inputs)[0]
+
+
+def _chunkwise(*inputs: Any) -> Tensor:
+    return mlstm(*inputs, variant="chunkwise")

@@ -1,0 +1,73 @@
+"""Rows of the mLSTM's bench: what one way took at one shape, as a line of text and as JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLSTMRow:
+    """One way at one shape. A field is None where it was not measured, or where its check failed; `note` says why.
+
+    Attributes:
+        shape: "8x16x8192 128/256": B x H x S and d_qk / d_v.
+        variant: of `mlstm`, a rung of the ladder on the way there, or the peer.
+        dtype: of inputs and outputs.
+        fwd_ms, fwdbwd_ms: median milliseconds of forward without gradients, and of forward and backward.
+        tflops: 1e12 floating-point operations a second of the form's matrix products, in the longer of the two.
+        gb_per_s: 1e9 bytes a second, had all inputs and results been moved once, in the longer of the two.
+        error: of the outputs, against float64; None where they are not finite.
+        gradient_error: of the worst gradient; `gradient` names it.
+        allowed, gradient_allowed: what they may be.
+        over_first: how many times as fast as the first way here that computes the whole mLSTM, in the longer.
+        best_known_ms: forward, and forward and backward, of the fastest that is known on an H200.
+        peer: the same two of the peer, in this run, whatever its check said.
+        checked: whether nothing was further off than allowed.
+        note: what else is to be said.
+    """
+
+    shape: str
+    variant: str
+    dtype: str
+    fwd_ms: float | None = None
+    fwdbwd_ms: float | None = None
+    tflops: float | None = None
+    gb_per_s: float | None = None
+    error: float | None = None
+    allowed: float | None = None
+    gradient: str = ""
+    gradient_error: float | None = None
+    gradient_allowed: float | None = None
+    over_first: float | None = None
+    best_known_ms: tuple[float, float] | None = None
+    peer: tuple[float | None, float | None] | None = None
+    checked: bool = False
+    note: str = ""
+
+
+HEADER = (
+    f"{'variant':<31}{'forward':>12}{'with backward':>15}{'TFLOP/s':>9}{'GB/s':>9}{'x first':>9}{'error':>10}"
+    f"{'gradients':>14}"
+)
+
+
+def format_row(row: MLSTMRow) -> str:
+    """One line of the table under `HEADER`."""
+
+    def cell(value: float | None, form: str, width: int, unit: str = "") -> str:
+        return f"{'-' if value is None else format(value, form) + unit:>{width}}"
+
+    gradient = "-" if row.gradient_error is None else f"{row.gradient_error:.1e} {row.gradient}"
+    return (
+        f"{row.variant:<31}{cell(row.fwd_ms, '.4g', 12, ' ms')}{cell(row.fwdbwd_ms, '.4g', 15, ' ms')}"
+        f"{cell(row.tflops, '.3g', 9)}{cell(row.gb_per_s, '.3g', 9)}{cell(row.over_first, '.3g', 9)}"
+        f"{cell(row.error, '.1e', 10)}{gradient:>14}  {'checked' if row.checked else 'NOT CHECKED'}"
+        f"{'; ' if row.note else ''}{row.note}"
+    )
+
+
+def as_json(row: MLSTMRow) -> dict[str, Any]:
+    """The row as JSON has it, which knows no infinity."""
+    return {name: None if value == math.inf else value for name, value in asdict(row).items()}

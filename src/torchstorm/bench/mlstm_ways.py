@@ -1,0 +1,105 @@
+"""The ways to compute the mLSTM that are timed side by side: the ladder, the forms in PyTorch, and a peer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase
+from torchstorm.kernels.ladders import variants
+from torchstorm.kernels.mlstm import mlstm
+from torchstorm.kernels.mlstm.ladder import mlstm_ladder
+
+PEER = "mlstm_kernels"
+_PEER_KERNEL = "chunkwise--triton_xl_chunk"
+_PEER_CHUNK = 128
+_WORK = {"matmul_tiles": "product", "qk_v": "pairs", "recurrent": "recurrent", "chunkwise": "chunkwise"}
+# What a way may take at most, by a low guess of what such kernels do a second on an H200: else it is left out.
+_MOST_SECONDS = 0.6
+_MOST_BYTES = 48 * 2**30
+_FLOPS = {"cores": 6e12, "tensor cores": 100e12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One row of the bench.
+
+    Attributes:
+        name: of the variant, the rung, or the peer's kernel.
+        function: of the inputs named in `inputs`.
+        reference: of the same inputs, in plain PyTorch; None for the whole mLSTM.
+        work: what it multiplies, as `MLSTMCase.flops` knows it.
+        has_backward: whether it has gradients.
+        is_ours: whether a failed check is our fault.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    inputs: tuple[str, ...] = ("q", "k", "v", "i", "f")
+    reference: Callable[..., Tensor] | None = None
+    work: str = "causal"
+    has_backward: bool = True
+    is_ours: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it computes the mLSTM, or a step on the way there."""
+        return "f" in self.inputs
+
+    def given(self, inputs: Inputs) -> list[Tensor]:
+        """Its own inputs, of all that there are."""
+        return [inputs["k"].mT if name == "k_t" else inputs[name] for name in self.inputs]
+
+    def why_not(self, case: MLSTMCase, dtype: torch.dtype) -> str:
+        """Why it is left out at this shape on a GPU; "" where it is not."""
+        if self.work in ("chunkwise", "recurrent"):
+            return ""
+        needs = case.least_bytes(self.work, dtype, backward=False)
+        if needs > _MOST_BYTES:
+            return f"left out: it needs {needs / 2**30:.0f} GiB, as it stores S x S"
+        is_fast = "tensor-cores" in self.name and dtype != torch.float32
+        seconds = case.flops(self.work, backward=self.has_backward) / _FLOPS["tensor cores" if is_fast else "cores"]
+        if seconds > _MOST_SECONDS:
+            return f"left out: it would take some {seconds:.1f} s a time"
+        return ""
+
+
+def ways_for(device: torch.device) -> tuple[Way, ...]:
+    """All that run on a device, in order of history; the peer last."""
+    if device.type == "cpu":
+        names = [name for name in variants("mlstm") if not name.startswith("triton")]
+        return tuple(
+            Way(name=name, function=partial(mlstm, variant=name), work=_WORK.get(name, "causal")) for name in names
+        )
+    ladder = tuple(
+        Way(
+            name=rung.name,
+            function=rung.function,
+            inputs=rung.inputs,
+            reference=None if rung.has_backward else rung.reference,
+            work="chunkwise" if rung.name.endswith("chunkwise") else _WORK.get(rung.name, "causal"),
+            has_backward=rung.has_backward,
+        )
+        for rung in mlstm_ladder()
+    )
+    return (*ladder, *_peer())
+
+
+def _peer() -> tuple[Way, ...]:
+    if importlib.util.find_spec(PEER) is None:
+        return ()
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        kernel: Any = importlib.import_module(f"{PEER}.torch").get_mlstm_kernel(_PEER_KERNEL)
+        found: Any = kernel(q=q, k=k, v=v, i=i, f=f, chunk_size=_PEER_CHUNK)
+        h: Tensor = found[0] if isinstance(found, tuple) else found
+        return h
+
+    return (Way(name=PEER, function=compute, work="chunkwise", is_ours=False),)

@@ -1,0 +1,54 @@
+"""Which tiles, warps and pipeline stages the quadratic Triton kernels of the mLSTM run with."""
+
+from __future__ import annotations
+
+import torch
+
+from torchstorm.kernels.mlstm.tiles import Tile, Tiles
+
+
+def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: bool) -> Tiles:
+    """The launches for a head of these sizes; `chunk` and `chunk_backward` are the tokens of a block.
+
+    In `outputs` and `q_gradients` the wider side is the one that a program keeps in registers, and the other one the
+    step of its inner products; in `k_v_gradients` both are kept, and one program a tile makes the products anew.
+    """
+    k, v = _block(d_qk), _block(d_v)
+    if tensor_cores and dtype == torch.bfloat16:
+        return _tiles(
+            block=64,
+            states=Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=4, num_stages=2),
+            outputs=Tile(block_k=min(k, 64), block_v=min(v, 256), num_warps=4 if v <= 128 else 8, num_stages=2),
+            q_gradients=Tile(block_k=min(k, 256), block_v=min(v, 64), num_warps=4 if k <= 64 else 8, num_stages=2),
+            k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8, num_stages=2),
+        )
+    # On the CUDA cores, where fp16's weights multiply too: a tile's operands lie in registers.
+    small_tile = Tile(block_k=min(k, 32), block_v=min(v, 32), num_warps=4, num_stages=1)
+    return _tiles(
+        block=32,
+        states=small_tile,
+        outputs=Tile(block_k=min(k, 32), block_v=min(v, 128), num_warps=4, num_stages=1),
+        q_gradients=Tile(block_k=min(k, 64), block_v=min(v, 32), num_warps=4, num_stages=1),
+        k_v_gradients=Tile(
+            block_k=min(k, 64), block_v=min(v, 64), num_warps=8, num_stages=2 if dtype == torch.float32 else 1
+        ),
+    )
+
+
+def _tiles(*, block: int, states: Tile, outputs: Tile, q_gradients: Tile, k_v_gradients: Tile) -> Tiles:
+    return Tiles(
+        group=block,
+        chunk=block,
+        chunk_backward=block,
+        states=states,
+        outputs=outputs,
+        states_backward=states,
+        state_gradients=states,
+        q_gradients=q_gradients,
+        k_v_gradients=k_v_gradients,
+    )
+
+
+def _block(size: int) -> int:
+    """The smallest power of two from 16 that holds `size`."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,308 @@
+"""The quadratic mLSTM in Triton, forward and backward: every row meets every token before it, as in FlashAttention-2.
+
+Forward:  gates -> the state at the end, where tokens are summed once -> outputs.
+Backward: gates -> 1 / N and the gradient to den -> the gradient to the state at the start, where there is one -> dq ->
+          dk, dv and sums of dD -> what passes over each block -> di and df.
+Kept for backward besides inputs and output: den, one number a token. No state within the sequence is made, and nothing
+of size S x S is stored. Time grows as S^2: for short sequences, and to see what chunks are worth. With `tensor_cores`
+the same kernels multiply half tiles as they are; without, in fp32 by multiply-add.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ShapeError
+from torchstorm.kernels.mlstm.launch_triton import Launch, _strides, rows
+from torchstorm.kernels.mlstm.maximum import maximum_backward
+from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
+    passing_kernel,
+    quadratic_k_v_gradients_kernel,
+    quadratic_q_gradients_kernel,
+)
+from torchstorm.kernels.mlstm.quadratic_outputs_triton import outer_sums_kernel, quadratic_outputs_kernel
+from torchstorm.kernels.mlstm.quadratic_tiles import pick_quadratic
+from torchstorm.kernels.mlstm.tiles import Tiles
+
+State = tuple[Tensor, Tensor]  # C and n
+
+_STEP = 128
+
+
+class _Launch(Launch):
+    """One call's kernels; `tiles.chunk` and `tiles.chunk_backward` are tokens of a block."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        i: Tensor,
+        f: Tensor,
+        m0: Tensor | None,
+        cu_seqlens: Tensor | None,
+        gate: str,
+        tiles: Tiles,
+        *,
+        tensor_cores: bool,
+    ) -> None:
+        super().__init__(q, k, v, i, f, m0, cu_seqlens, gate, tiles)
+        self.tensor_cores = tensor_cores
+        if not tensor_cores:
+            self.precision = "ieee"
+
+    def end_state(self, start: State | None, C: Tensor, n: Tensor) -> None:
+        """Fills C and n, the state at the end."""
+        self._outer_sums(self.k, self.v, self.tiles.chunk, start, C, n, forward=True)
+
+    def start_gradients(self, dh: Tensor, end: State | None, dC: Tensor, dn: Tensor) -> None:
+        """Fills dC and dn, the gradient to the state at the start."""
+        self._outer_sums(self.q, dh, self.tiles.chunk_backward, end, dC, dn, forward=False)
+
+    def _outer_sums(
+        self, x: Tensor, y: Tensor, block: int, given: State | None, C: Tensor, n: Tensor, *, forward: bool
+    ) -> None:
+        tile = self.tiles.states
+        align, strides = _strides(x, y)
+        given_C, given_n = given or (None, None)
+        outer_sums_kernel[(self.num_heads * self._num_tiles(tile),)](
+            x, y, self.u, self.frame, self.m0, self.inverse, self.d_den, given_C, given_n, C, n, self.cu, *strides,
+            self.S, self.H, self.scale, DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid, FORWARD=forward,
+            HAS_STATE=given is not None, HAS_START=self.m0 is not None, PACKED=self.packed, BLOCK=block,
+            BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, PRECISION=self.precision,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    def rows_of(self, start: State | None, h: Tensor, den: Tensor) -> None:
+        """Fills h and den."""
+        tile, block = self.tiles.outputs, self.tiles.chunk
+        align, strides = _strides(self.q, self.k, self.v, h)
+        start_C, start_n = start or (None, None)
+        quadratic_outputs_kernel[(self.num_slots(block) * self.H * -(-self.DV // tile.block_v),)](
+            self.q, self.k, self.v, self.u, self.frame, self.floor, self.m0, start_C, start_n, h, den, self.cu,
+            self.slots(block), *strides, self.S, self.H, self.scale, DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid,
+            HAS_START=self.m0 is not None, HAS_STATE=start is not None, PACKED=self.packed, BLOCK=block,
+            BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align, TENSOR_CORES=self.tensor_cores,
+            PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    def gradients(
+        self,
+        dh: Tensor,
+        start: State | None,
+        end: State | None,
+        grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        own: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Fills dq, dk, dv, di and df; `start` is the state there, `end` the gradient to that, `own` m's own path."""
+        dq, dk, dv, di, df = grads
+        q_part, start_part = self._q_gradients(dh, start, dq)
+        sums, end_part, between = self._k_v_gradients(dh, end, dk, dv)
+        across = None
+        if start is not None and end is not None:
+            across = self._carried(start, end)
+        passing = self._passing(between, start_part, end_part, across)
+        self.gate_gradients(sums, q_part, passing, own, di, df)
+
+    def _q_gradients(self, dh: Tensor, start: State | None, dq: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Fills dq; returns q . what came from before each block, in sheets, and q . what came from the start."""
+        tile, block = self.tiles.q_gradients, self.tiles.chunk_backward
+        align, strides = _strides(self.q, self.k, self.v, dh, dq)
+        sheets = -(-self.DK // tile.block_k)
+        q_part = self.q.new_empty((sheets, self.num_tokens), dtype=torch.float32)
+        start_part = None if start is None else torch.empty_like(q_part)
+        start_C, start_n = start or (None, None)
+        quadratic_q_gradients_kernel[(self.num_slots(block) * self.H * sheets,)](
+            self.q, self.k, self.v, dh, self.u, self.frame, self.m0, self.inverse, self.d_den, start_C, start_n, dq,
+            q_part, start_part, self.cu, self.slots(block), *strides, self.S, self.H, self.scale, self.num_tokens,
+            DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid, HAS_START=self.m0 is not None, HAS_STATE=start is not None,
+            PACKED=self.packed, BLOCK=block, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v, ALIGN=align,
+            TENSOR_CORES=self.tensor_cores, PRECISION=self.precision, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        return q_part, None if start_part is None else start_part.sum(0)
+
+    def _k_v_gradients(
+        self, dh: Tensor, end: State | None, dk: Tensor, dv: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, Tensor]:
+        """Fills dk and dv; returns sums of dD by token, k . what came from the end, and sums of whole tiles."""
+        tile, block = self.tiles.k_v_gradients, self.tiles.chunk_backward
+        align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
+        sheets = max(-(-self.DK // tile.block_k), -(-self.DV // tile.block_v))
+        row_sum = self.q.new_empty((1, self.num_tokens), dtype=torch.float32)  # one sheet, as gate_gradients takes them
+        column_sum, k_own, k_part = (self.per_token() for _ in range(3))
+        end_part = None if end is None else self.q.new_empty((sheets, self.num_tokens), dtype=torch.float32)
+        num_blocks = -(-self.S // block)
+        between = self.q.new_empty((self.num_slots(block) * self.H, num_blocks), dtype=torch.float64)
+        end_dC, end_dn = end or (None, None)
+        quadratic_k_v_gradients_kernel[(self.num_slots(block) * self.H * sheets,)](
+            self.q, self.k, self.v, dh, self.u, self.frame, self.inverse, self.d_den, end_dC, end_dn, dk, dv, row_sum,
+            column_sum, k_own, k_part, end_part, between, self.cu, self.slots(block), *strides, self.S, self.H,
+            self.scale, self.num_tokens, num_blocks, DK=self.DK, DV=self.DV, SIGMOID=self.sigmoid,
+            HAS_END=end is not None, PACKED=self.packed, BLOCK=block, BLOCK_K=tile.block_k, BLOCK_V=tile.block_v,
+            INNER=min(tile.block_k, tile.block_v, 64), TILES=sheets, ALIGN=align, TENSOR_CORES=self.tensor_cores,
+            PRECISION=self.precision, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        if end_part is None:
+            return (row_sum, column_sum, k_own, k_part), None, between
+        from_end = end_part.sum(0)
+        return (row_sum, column_sum, k_own, k_part + from_end.view_as(k_part)), from_end, between
+
+    def _carried(self, start: State, end: State) -> Tensor:
+        """<the state at the start as it is at the end, the gradient to that>, float64 (N, H)."""
+        first = torch.zeros(self.N, self.H, dtype=torch.float64, device=self.q.device)
+        if self.m0 is not None:
+            first = self.m0.double() / torch.log(torch.tensor(2.0, dtype=torch.float64, device=self.q.device))
+        if self.cu is None:
+            last = self.frame[:, :, -1]
+        else:
+            last = self.frame[0].t()[(self.cu[1:].long() - 1).clamp(min=0)]
+            last = torch.where((self.cu[1:] > self.cu[:-1])[:, None], last, first)
+        both = (start[0].double() * end[0]).sum((-2, -1))
+        if not self.sigmoid:
+            both = both + (start[1].double() * end[1]).sum(-1)
+        return both * torch.exp2(first - last)
+
+    def _passing(
+        self, between: Tensor, start_part: Tensor | None, end_part: Tensor | None, across: Tensor | None
+    ) -> Tensor:
+        block = self.tiles.chunk_backward
+        passing = self.q.new_empty((between.shape[0], 1), dtype=torch.float64)
+        passing_kernel[(between.shape[0],)](
+            between, start_part, end_part, across, passing, self.cu, self.slots(block), self.S, self.H,
+            between.shape[1], HAS_STATE=start_part is not None, HAS_END=end_part is not None, PACKED=self.packed,
+            BLOCK=block, STEP=_STEP, num_warps=1,
+        )  # fmt: skip
+        return passing
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk: int | None,
+    gate: str,
+    *,
+    tensor_cores: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs and the final state, as chunkwise_triton's `forward` takes and returns them.
+
+    Args:
+        tensor_cores: multiplies fp16 and bf16 on tensor cores. fp32, which they would round, is never.
+        tiles: launches to use in place of the ones for this head and dtype.
+
+    Raises:
+        ShapeError: float64.
+    """
+    if q.dtype == torch.float64:
+        raise ShapeError("q is torch.float64, which the Triton kernels do not take: variant='quadratic' does.")
+    tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
+    launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
+    h = v.new_empty(v.shape)
+    C, n, m = launch.new_state()
+    den, nothing, states = empty_saved(q, v, cu_seqlens, chunk, gate)
+    if not launch.num_heads or not launch.num_tokens:
+        for end, first in ((C, C0), (n, n0), (m, m0)):
+            end.zero_() if first is None else end.copy_(first)
+        return h, C, n, m, den, nothing, states
+    start = _state(C0, n0)
+    with torch.cuda.device_of(q):
+        launch.gates(m)
+        launch.end_state(start, C, n)
+        launch.rows_of(start, h, den)
+    if launch.sigmoid:
+        n.zero_()
+    return h, C, n, m, den, nothing, states
+
+
+def empty_saved(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like the den that `forward` returns, not filled, and the two empty ones."""
+    B, H, S, _ = q.shape
+    sizes = (B, H, 0 if gate == "sigmoid" else S), (0,), (0,)
+    den, nothing, states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
+    return den, nothing, states
+
+
+def backward(
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    dm: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    C0: Tensor | None,
+    n0: Tensor | None,
+    m0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    den: Tensor,
+    nothing: Tensor,
+    states: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    chunk: int | None,
+    gate: str,
+    *,
+    tensor_cores: bool = False,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients to q, k, v, i, f and the state at the start, as chunkwise_triton's `backward` has them."""
+    tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
+    launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
+    dh, h = rows(dh), rows(h)
+    dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
+    end = None
+    if dC is not None or (dn is not None and not launch.sigmoid):
+        end = _or_zero(dC, C), _or_zero(dn, n)
+    own = None
+    if not launch.sigmoid and (end is not None or dm is not None):
+        d_max = _or_zero(dm, m).double()
+        if end is not None:
+            # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
+            d_max = d_max - (end[0].double() * C).sum((-2, -1)) - (end[1].double() * n).sum(-1)
+        own = maximum_backward(d_max, i, f, m0, cu_seqlens)
+    dC0, dn0 = torch.empty_like(C), torch.empty_like(n)
+    if not launch.num_heads or not launch.num_tokens:
+        for first, last in zip((dC0, dn0), end or (None, None), strict=True):
+            first.zero_() if last is None else first.copy_(last)
+    else:
+        with torch.cuda.device_of(q):
+            launch.gates(None)
+            launch.denominator(h, dh, den)
+            if C0 is not None:
+                launch.start_gradients(dh, end, dC0, dn0)
+            launch.gradients(dh, _state(C0, n0), end, (dq, dk, dv, di, df), own)
+    if C0 is None:
+        return dq, dk, dv, di, df, None, None, None
+    if launch.sigmoid:
+        no_n, no_m = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
+        return dq, dk, dv, di, df, dC0, no_n, no_m
+    assert n0 is not None, "a state of exponential gates has C, n and m"
+    # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
+    dm0 = (dC0.double() * C0).sum((-2, -1)) + (dn0.double() * n0).sum(-1)
+    return dq, dk, dv, di, df, dC0, dn0, (dm0 if own is None else dm0 + own[2]).float()
+
+
+def _state(C: Tensor | None, n: Tensor | None) -> State | None:
+    if C is None:
+        return None
+    return C.float().contiguous(), C if n is None else n.float().contiguous()
+
+
+def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient.float().contiguous()
