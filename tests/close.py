@@ -18,7 +18,8 @@ def error_of(out: Tensor, truth: Tensor, *, scale: float = 0.0) -> float:
     """|out - truth| / max(|truth|, scale), by the norm over all elements; infinite where `out` is not finite.
 
     `scale` is for results in which larger terms cancel: the norm of those terms. Where the truth is beyond what out's
-    dtype can hold, `out` must be so too, infinite or nearly the largest number, and the element counts no further.
+    dtype can hold, `out` must be so too, infinite or nearly the largest number, and the element counts no further. What
+    is smaller than that dtype's normal numbers counts as 0, as GPUs take it.
     """
     out, truth = _within_range(out, truth)
     if not out.isfinite().all():
@@ -61,10 +62,11 @@ def assert_close(
 
 def _within_range(out: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     """Both in float64, zeros where the truth is beyond out's dtype and `out` says so."""
-    most = torch.finfo(out.dtype).max
+    dtype, most = out.dtype, torch.finfo(out.dtype).max
     out, truth = out.double(), truth.double()
     beyond = (truth.abs() > 0.99 * most) & (out * truth.sign() > 0.95 * most)
-    return out.masked_fill(beyond, 0.0), truth.masked_fill(beyond, 0.0)
+    least = torch.finfo(dtype).tiny
+    return tuple(x.masked_fill(beyond | (x.abs() < least), 0.0) for x in (out, truth))  # type: ignore[return-value]
 
 
 def assert_all_close(

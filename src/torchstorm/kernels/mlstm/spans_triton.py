@@ -68,8 +68,9 @@ def frame_before(m, m0, n_head, start, HAS_START: tl.constexpr):
 
 @triton.jit
 def weight(difference):
-    """2^difference as fp32, of a float64 difference that is at most 0."""
-    return tl.exp2(difference.to(tl.float32))
+    """2^difference as fp32, of a float64 difference that is at most 0, to the last bits where it is far below, too."""
+    high, low = split(tl.maximum(difference, -1e30))
+    return tl.exp2(high) * (1.0 + low * 0.6931471805599453)
 
 
 @triton.jit

@@ -102,14 +102,15 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
     """What was fastest on an H200, of the tiles that spill 64 bytes at most."""
     if max(k, v) == 64:
         tile = Tile(block_k=64, block_v=64, num_stages=3)
-        rows = replace(tile, rows=64)
+        # Three programs side by side on a multiprocessor, where one alone waits for memory most of its time.
+        rows = replace(tile, rows=64, most_registers=168)
         return Tiles(
             group=group,
             chunk=64,
             chunk_backward=64,
-            states=tile,
+            states=replace(tile, most_registers=168),
             outputs=rows,
-            states_backward=tile,
+            states_backward=replace(tile, most_registers=128),
             state_gradients=replace(tile, num_stages=2),
             q_gradients=rows,
             k_v_gradients=replace(rows, num_stages=2),
@@ -128,11 +129,12 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
         chunk=128,
         chunk_backward=128 if long else 64,
         states=walk,
-        outputs=Tile(block_k=64, block_v=min(v, 128), rows=64, num_stages=3),
+        # With 4 warps and more than two rounds along d_qk, Triton 3.6 makes it other bits from run to run.
+        outputs=Tile(block_k=64, block_v=min(v, 128), rows=64, num_warps=8 if long else 4, num_stages=3),
         states_backward=walk,
         state_gradients=back,
         q_gradients=Tile(block_k=256, block_v=64, rows=64, num_warps=8) if long else rows,
-        k_v_gradients=Tile(block_k=128, block_v=min(v, 128), rows=64, num_warps=8) if long else rows,
+        k_v_gradients=Tile(block_k=128, block_v=128 if v > 128 else 64, rows=64, num_warps=8) if long else rows,
     )
 
 
