@@ -22,7 +22,7 @@ from torchstorm.bench.mlstm import bench_mlstm
 from torchstorm.bench.mlstm_bars import draw_bars
 from torchstorm.bench.mlstm_cases import MLSTMCase
 from torchstorm.bench.mlstm_rows import MLSTMRow
-from torchstorm.bench.mlstm_ways import PEER, Way, ways_for
+from torchstorm.bench.mlstm_ways import PEER, Way, peers, ways_for
 from torchstorm.cli import app
 from torchstorm.errors import ConfigError, StorageError
 from torchstorm.kernels import mlstm, mlstm_ladder
@@ -53,6 +53,21 @@ def without_normalizer(q: Tensor, *inputs: Tensor) -> Tensor:
     """Right outputs, but no gradient through the normaliser."""
     h = plain(q, *inputs)
     return h + (q.sum() - q.sum().detach())
+
+
+def with_peer(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> None:
+    """Ours, and a peer that is installed: a module of its name, found by the process that it runs in."""
+    package = folder / "installed" / PEER
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "torch.py").write_text(
+        "import os\nfrom torchstorm.kernels import mlstm\n"
+        f"def kernel(q, k, v, i, f, chunk_size):\n    {body}\n"
+        "def get_mlstm_kernel(name):\n    return kernel\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    (peer,) = peers()
+    replaced(monkeypatch, Way(name="ours", function=plain), peer)
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, *ways: Way) -> None:
@@ -104,8 +119,11 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_peer_stands_beside_ours_and_its_mistakes_are_not_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    peer = Way(name=PEER, function=without_normalizer, is_ours=False)
-    replaced(monkeypatch, Way(name="ours", function=plain), peer)
+    with_peer(
+        monkeypatch,
+        tmp_path,
+        "h = mlstm(q, k, v, i, f, variant='quadratic')\n    return h + (q.sum() - q.sum().detach())",
+    )
     passed, (ours, theirs), _ = run(tmp_path)
     assert passed
     assert ours["checked"]
@@ -116,6 +134,17 @@ def test_the_peer_stands_beside_ours_and_its_mistakes_are_not_ours(
     assert "ms with backward" in theirs["note"]
     assert ours["peer"] == theirs["peer"]
     assert ours["peer"][0] == theirs["fwd_ms"]
+
+
+def test_a_peer_that_takes_its_process_down_leaves_the_others_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_peer(monkeypatch, tmp_path, "os.abort()")
+    passed, (ours, theirs), _ = run(tmp_path)
+    assert passed
+    assert ours["checked"]
+    assert theirs["fwd_ms"] is ours["peer"] is None
+    assert "BrokenProcessPool" in theirs["note"]
 
 
 def test_the_peer_is_found_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

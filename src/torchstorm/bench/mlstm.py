@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from torchstorm.bench.mlstm_bars import draw_bars, require_picture
 from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase, mlstm_cases
 from torchstorm.bench.mlstm_checks import Check, Truth, check_alone, outputs_and_gradients
 from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, as_json, format_row
-from torchstorm.bench.mlstm_ways import Way, ways_for
+from torchstorm.bench.mlstm_ways import Way, peers, ways_for
 from torchstorm.bench.rows import environment
 from torchstorm.bench.side_by_side import failure
 from torchstorm.errors import ConfigError
@@ -100,7 +102,7 @@ def _best_known(case: MLSTMCase, dtype: torch.dtype) -> str:
 def _rows(
     case: MLSTMCase, ways: tuple[Way, ...], device: torch.device, dtype: torch.dtype, *, even_slow: bool
 ) -> Iterator[MLSTMRow]:
-    sets = [case.make(device, dtype, seed) for seed in range(case.num_sets(dtype))]
+    sets = _inputs(case, device, dtype)
     truth = Truth(sets[0])
     first: dict[bool, float] = {}  # milliseconds, with backward or without
     for way in ways:
@@ -115,7 +117,7 @@ def _rows(
             yield replace(row, note=why_not)
             continue
         try:
-            row = _measure(row, way, case, sets, truth)
+            row = _measure(row, way, case, sets, truth) if way.is_ours else _apart(row, case, device, dtype)
         except Exception as error:  # this way's result; the others still run
             yield replace(row, note=failure(error))
             continue
@@ -125,6 +127,22 @@ def _rows(
         if took is not None and way.is_whole:
             row = replace(row, over_first=first.setdefault(way.has_backward, took) / took)
         yield row
+
+
+def _inputs(case: MLSTMCase, device: torch.device, dtype: torch.dtype) -> list[Inputs]:
+    return [case.make(device, dtype, seed) for seed in range(case.num_sets(dtype))]
+
+
+def _apart(row: MLSTMRow, case: MLSTMCase, device: torch.device, dtype: torch.dtype) -> MLSTMRow:
+    """`_measure` of the peer that the row names. Raises what it raised, or BrokenProcessPool where it was killed."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_alone, row, case, device, dtype).result()
+
+
+def _alone(row: MLSTMRow, case: MLSTMCase, device: torch.device, dtype: torch.dtype) -> MLSTMRow:
+    (way,) = (way for way in peers() if way.name == row.variant)
+    sets = _inputs(case, device, dtype)
+    return _measure(row, way, case, sets, Truth(sets[0]))
 
 
 def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth: Truth) -> MLSTMRow:

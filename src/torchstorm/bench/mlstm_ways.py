@@ -37,7 +37,8 @@ class Way:
         reference: of the same inputs, in plain PyTorch; None for the whole mLSTM.
         work: what it multiplies, as `MLSTMCase.flops` knows it.
         has_backward: whether it has gradients.
-        is_ours: whether a failed check is our fault.
+        is_ours: whether a failed check is our fault. What is not runs in a process of its own: a compiler that aborts
+            over a peer's kernel takes that one down.
     """
 
     name: str
@@ -89,10 +90,11 @@ def ways_for(device: torch.device) -> tuple[Way, ...]:
         )
         for rung in mlstm_ladder()
     )
-    return (*ladder, *_peer())
+    return (*ladder, *peers())
 
 
-def _peer() -> tuple[Way, ...]:
+def peers() -> tuple[Way, ...]:
+    """What others have, where it is installed."""
     if importlib.util.find_spec(PEER) is None:
         return ()
 
