@@ -6,18 +6,17 @@ compiler is asked through the launches themselves, with a driver that only says 
 
 from __future__ import annotations
 
-import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-from torchstorm.kernels.mlstm import chunkwise_triton  # noqa: E402
+pytest.importorskip("triton")
+from kernels.compiling import SHARED_BYTES, compiled, usage
+from torchstorm.kernels.mlstm import chunkwise_triton
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+__all__ = ["compiled"]  # a fixture
+
 KERNELS = ("gates", "states", "outputs", "gates", "denominator", "states", "state_gradients", "q_gradients",
            "k_v_gradients", "gate_gradients")  # fmt: skip
 # Registers a thread at most, kernel by kernel as they run, recorded with Triton 3.6.0; 255 is all there are.
@@ -28,42 +27,6 @@ REGISTERS = {
 }
 # The fastest tiles spill a little. Bytes of stack a thread, at most: of those tiles, and of all others.
 STACK_BYTES = {(64, 64): 32, (128, 256): 48, (256, 512): 32, (128, 128): 80, (512, 64): 16}
-
-
-class _NoDevice:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return int(self.target.arch)  # kernels are remembered by device
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[str, Any]]:
-    """Kernels as they are compiled in place of run, by name."""
-    from triton.runtime.jit import JITFunction
-
-    found: list[tuple[str, Any]] = []
-    run = JITFunction.run
-
-    def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append((self.fn.__name__, kernel))
-        return kernel
-
-    monkeypatch.setattr(JITFunction, "run", only_compile)
-    monkeypatch.setattr(triton.runtime.driver, "_active", _NoDevice(getattr(request, "param", 90)))
-    return found
 
 
 def _forward_and_backward(
@@ -86,19 +49,6 @@ def _forward_and_backward(
     start = parts if state else (None, None, None)
     h, C, n, m, *kept = chunkwise_triton.forward(q, k, v, i, f, *start, cu, None, gate)
     chunkwise_triton.backward(dh, *start, q, k, v, i, f, *start, cu, h, *kept, C, n, m, None, gate)
-
-
-def _usage(kernel: Any) -> tuple[int, int]:
-    """Registers a thread and bytes of stack, from the compiled code."""
-    import triton.backends.nvidia as nvidia
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    path = Path(kernel.metadata_group[next(name for name in kernel.metadata_group if name.endswith(".cubin"))])
-    text = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    registers, stack = (re.search(rf"{what}:(\d+)", text) for what in ("REG", "STACK"))
-    assert registers is not None, text
-    assert stack is not None, text
-    return int(registers[1]), int(stack[1])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +78,7 @@ def test_registers_shared_memory_and_spills_are_as_recorded(
     capability = compiled[0][1].metadata.target.arch
     recorded = REGISTERS.get((d_qk, d_v)) if capability == 90 and dtype == torch.bfloat16 else None
     for number, (name, kernel) in enumerate(compiled):
-        registers, stack = _usage(kernel)
+        registers, stack = usage(kernel)
         shared = kernel.metadata.shared
         print(f"{name}: {registers} registers, {stack} bytes of stack, {shared} of shared memory")
         assert shared <= SHARED_BYTES[capability], f"{name}: {shared} bytes of shared memory"

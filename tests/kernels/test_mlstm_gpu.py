@@ -57,7 +57,9 @@ def _check(inputs: Inputs, *, gate: str = "exp", chunk: int | None = None, throu
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize("d", [(16, 16), (40, 40), (64, 64), (96, 192), (128, 256), (192, 96), (256, 512), (512, 256)])
 def test_head_sizes(d: tuple[int, int], gate: str, dtype: torch.dtype) -> None:
-    _check(draw(2, 2, 200, *d, dtype=dtype, device="cuda"), gate=gate)
+    # q.n is far from 0 everywhere, so that no single row, whose 1 / |q.n| is huge, makes up the error of all.
+    inputs = draw(2, 2, 200, *d, dtype=dtype, device="cuda")
+    _check(inputs._replace(q=inputs.q.abs(), k=inputs.k.abs()), gate=gate)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

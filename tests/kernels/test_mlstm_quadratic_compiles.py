@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.test_mlstm_compiles import SHARED_BYTES, _usage, compiled
+from kernels.compiling import SHARED_BYTES, compiled, usage
 from torchstorm.kernels.mlstm import ladder_triton, quadratic_triton
 
 __all__ = ["compiled"]  # a fixture
@@ -60,7 +60,7 @@ def test_nothing_spills(compiled: list[tuple[str, Any]], d: tuple[int, int], opt
     assert len(compiled) == 9 - (options.get("gate") == "sigmoid") + options.get("state", False)
     is_chosen_for = compiled[0][1].metadata.target.arch == 90 and options.get("dtype", torch.bfloat16) != torch.float16
     for name, kernel in compiled:
-        registers, stack = _usage(kernel)
+        registers, stack = usage(kernel)
         limit = SHARED_BYTES[kernel.metadata.target.arch]
         assert kernel.metadata.shared <= limit, f"{name}: {kernel.metadata.shared} bytes of shared memory"
         # ptxas puts a few addresses aside where the tiles were not chosen for: not what the loops compute with.
@@ -88,5 +88,5 @@ def test_no_rung_spills(compiled: list[tuple[str, Any]], dtype: torch.dtype) -> 
     ladder_triton.gated(q, k, v, i, f)
     assert [name for name, _ in compiled] == ["matmul_tiles_kernel", *["pairs_kernel"] * 3]
     for name, kernel in compiled:
-        registers, stack = _usage(kernel)
+        registers, stack = usage(kernel)
         assert stack <= 32, f"{name}: {stack} bytes of stack, {registers} registers"

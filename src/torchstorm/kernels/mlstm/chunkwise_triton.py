@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.mlstm.ends import along_maximum, carry_over, end_gradients, start_gradients
 from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
-from torchstorm.kernels.mlstm.maximum import maximum_backward
 from torchstorm.kernels.mlstm.tiles import Tiles, group_tokens, pick
 
 
@@ -56,8 +56,7 @@ def forward(
     C, n, m = launch.new_state()
     den, nothing, states = _empty_saved(q, v, cu_seqlens, gate, launch.group)
     if not launch.num_heads or not launch.num_tokens:
-        for end, start in ((C, C0), (n, n0), (m, m0)):
-            end.zero_() if start is None else end.copy_(start)
+        carry_over((C, n, m), (C0, n0, m0))
         return h, C, n, m, den, nothing, states
     with torch.cuda.device_of(q):
         launch.gates(m)
@@ -121,46 +120,24 @@ def backward(
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or _pick(q, v, cu_seqlens, chunk))
     dh, h = rows(dh), rows(h)
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
-    dC_end = None if dC is None and dn is None else (_or_zero(dC, C), _or_zero(dn, n))
-    own = None
-    if not launch.sigmoid and (dC_end is not None or dm is not None):
-        d_max = _or_zero(dm, m).double()
-        if dC_end is not None:
-            # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
-            d_max = d_max - (dC_end[0].double() * C).sum((-2, -1)) - (dC_end[1].double() * n).sum(-1)
-        own = maximum_backward(d_max, i, f, m0, cu_seqlens)
-    dC_start = None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
+    end = end_gradients(dC, dn, C, n)
+    own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
+    dC0, dn0 = torch.empty_like(C), torch.empty_like(n)
     if not launch.num_heads or not launch.num_tokens:
-        if dC_start is not None:
-            for start, end in zip(dC_start, dC_end or (None, None), strict=True):
-                start.zero_() if end is None else start.copy_(end)
+        carry_over((dC0, dn0), end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den)
             before = launch.states_again(states)
-            after, passing = launch.state_gradients(dh, before, dC_end, dC_start)
+            after, passing = launch.state_gradients(dh, before, end, None if C0 is None else (dC0, dn0))
             q_part = launch.q_gradients(dh, before, dq)
             del before
             sums = launch.k_v_gradients(dh, after, dk, dv)
             launch.gate_gradients(sums, q_part, passing, own, di, df)
-    if C0 is None or dC_start is None:
-        return dq, dk, dv, di, df, None, None, None
-    dC0 = dC_start[0]
-    if launch.sigmoid:
-        dn0, dm0 = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
-        return dq, dk, dv, di, df, dC0, dn0, dm0
-    assert n0 is not None, "a state of exponential gates has C, n and m"
-    # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
-    dm0 = (dC0.double() * C0).sum((-2, -1)) + (dC_start[1].double() * n0).sum(-1)
-    dm0 = dm0 if own is None else dm0 + own[2]
-    return dq, dk, dv, di, df, dC0, dC_start[1], dm0.float()
+    return dq, dk, dv, di, df, *start_gradients(dC0, dn0, (C0, n0, m0), own, sigmoid=launch.sigmoid)
 
 
 def _pick(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None) -> Tiles:
     num_sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return pick(q.shape[-1], v.shape[-1], q.dtype, chunk, num_sequences * q.shape[1])
-
-
-def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient.float().contiguous()

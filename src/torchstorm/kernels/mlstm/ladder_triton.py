@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstorm.kernels.mlstm.launch_triton import _strides, rows
+from torchstorm.kernels.mlstm.launch_triton import rows, strides_of
 from torchstorm.kernels.mlstm.maximum import prefix_sums
 from torchstorm.kernels.mlstm.spans_triton import rounded, split
 
@@ -158,7 +158,7 @@ def _pairs(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, log_f: Tensor | No
     block_v = min(64, max(16, 1 << (DV - 1).bit_length()))
     grid = B * H * -(-S // _BLOCK) * -(-DV // block_v)
     if grid:
-        align, strides = _strides(q, k, v, h)
+        align, strides = strides_of(q, k, v, h)
         with torch.cuda.device_of(q):
             pairs_kernel[(grid,)](
                 q, k, v, u, log_f, h, *strides, S, H, DK**-0.5, DK=DK, DV=DV, CAUSAL=causal, GATED=u is not None,

@@ -6,13 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.mlstm.ends import States, given_state
 from torchstorm.kernels.mlstm.gates_triton import gate_gradients_kernel, gates_kernel
 from torchstorm.kernels.mlstm.gradients_triton import denominator_kernel, k_v_gradients_kernel, q_gradients_kernel
 from torchstorm.kernels.mlstm.outputs_triton import outputs_kernel
 from torchstorm.kernels.mlstm.states_triton import state_gradients_kernel, states_kernel
 from torchstorm.kernels.mlstm.tiles import Tile, Tiles
-
-States = tuple[Tensor, Tensor]  # C and n
 
 _GATE_BLOCK = 1024
 _DENOMINATOR_ROWS = 32
@@ -100,7 +99,7 @@ class Launch:
 
     def states(self, *, start: tuple[Tensor | None, Tensor | None], end: States) -> States:
         """The states at every chunk; fills end."""
-        return self._walk(self.tiles.states, self.tiles.chunk, _given(start), end, by_group=False)
+        return self._walk(self.tiles.states, self.tiles.chunk, given_state(*start), end, by_group=False)
 
     def states_again(self, kept: Tensor) -> States:
         """The states at every chunk of the backward pass, from those at every group."""
@@ -139,7 +138,7 @@ class Launch:
 
     def _walk(self, tile: Tile, chunk: int, start: States | None, end: States | None, *, by_group: bool) -> States:
         """The states at every chunk: whole sequences from `start`, or each group from its own start."""
-        align, strides = _strides(self.k, self.v)
+        align, strides = strides_of(self.k, self.v)
         chunks = self.new_chunk_states(chunk)
         num_walks = self.num_slots(self.group) if by_group else self.N
         start_C, start_n = start or (None, None)
@@ -156,7 +155,7 @@ class Launch:
     def outputs(self, chunks: States, h: Tensor, den: Tensor) -> None:
         """Fills h and den."""
         tile, chunk = self.tiles.outputs, self.tiles.chunk
-        align, strides = _strides(self.q, self.k, self.v, h)
+        align, strides = strides_of(self.q, self.k, self.v, h)
         row_tiles = chunk // tile.rows
         outputs_kernel[(self.num_slots(chunk) * self.H * row_tiles * -(-self.DV // tile.block_v),)](
             self.q, self.k, self.v, self.u, self.frame, self.floor, self.m0, *chunks, h, den, self.cu,
@@ -170,7 +169,7 @@ class Launch:
         if self.sigmoid:
             return
         self.inverse, self.d_den = self.per_token(), self.per_token()
-        align, strides = _strides(h, dh)
+        align, strides = strides_of(h, dh)
         block = min(128, max(16, 1 << (self.DV - 1).bit_length()))
         denominator_kernel[(self.B * self.H * -(-self.S // _DENOMINATOR_ROWS),)](
             h, dh, den, self.floor, self.inverse, self.d_den, *strides, self.S, self.H, DV=self.DV,
@@ -182,7 +181,7 @@ class Launch:
     ) -> tuple[States, Tensor]:
         """Gradients to the state after every chunk, and what passes over each chunk; fills start."""
         tile, chunk = self.tiles.state_gradients, self.tiles.chunk_backward
-        align, strides = _strides(self.q, dh)
+        align, strides = strides_of(self.q, dh)
         after = self.new_chunk_states(chunk)
         passing = self.q.new_empty((after[0].shape[0], self._num_tiles(tile)), dtype=torch.float64)
         end_dC, end_dn = end or (None, None)
@@ -199,7 +198,7 @@ class Launch:
     def q_gradients(self, dh: Tensor, before: States, dq: Tensor) -> Tensor:
         """Fills dq; returns q . the part of it from the state before, one sheet (B, H, S) a K tile."""
         tile, chunk = self.tiles.q_gradients, self.tiles.chunk_backward
-        align, strides = _strides(self.q, self.k, self.v, dh, dq)
+        align, strides = strides_of(self.q, self.k, self.v, dh, dq)
         tiles_k = -(-self.DK // tile.block_k)
         part = self.q.new_empty((tiles_k, self.num_tokens), dtype=torch.float32)
         tile_rows = tile.rows or chunk
@@ -215,7 +214,7 @@ class Launch:
     def k_v_gradients(self, dh: Tensor, after: States, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Fills dk and dv; returns what `gate_gradients` needs of them."""
         tile, chunk = self.tiles.k_v_gradients, self.tiles.chunk_backward
-        align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
+        align, strides = strides_of(self.q, self.k, self.v, dh, dk, dv)
         tile_rows = tile.rows or chunk
         num_tiles = chunk // tile_rows
         row_sum = self.q.new_empty((num_tiles, self.num_tokens), dtype=torch.float32)
@@ -271,19 +270,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def _given(start: tuple[Tensor | None, Tensor | None]) -> States | None:
-    C, n = start
-    if C is None:
-        return None
-    return C.float().contiguous(), C if n is None else n.float().contiguous()
-
-
 def rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
+def strides_of(*tensors: Tensor) -> tuple[int, list[int]]:
     """The tensors' strides over B, H and S in units of `align` elements: 8 where all are multiples of it, else 1.
 
     A kernel multiplies them by `align` again and so knows that whole rows can be read 16 bytes at a time, without being

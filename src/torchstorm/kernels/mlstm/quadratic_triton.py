@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
-from torchstorm.kernels.mlstm.launch_triton import Launch, _strides, rows
-from torchstorm.kernels.mlstm.maximum import maximum_backward
+from torchstorm.kernels.mlstm.ends import States, along_maximum, carry_over, end_gradients, given_state, start_gradients
+from torchstorm.kernels.mlstm.launch_triton import Launch, rows, strides_of
 from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
     passing_kernel,
     quadratic_k_v_gradients_kernel,
@@ -25,8 +25,6 @@ from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
 from torchstorm.kernels.mlstm.quadratic_outputs_triton import outer_sums_kernel, quadratic_outputs_kernel
 from torchstorm.kernels.mlstm.quadratic_tiles import pick_quadratic
 from torchstorm.kernels.mlstm.tiles import Tiles
-
-State = tuple[Tensor, Tensor]  # C and n
 
 _STEP = 128
 
@@ -53,19 +51,19 @@ class _Launch(Launch):
         if not tensor_cores:
             self.precision = "ieee"
 
-    def end_state(self, start: State | None, C: Tensor, n: Tensor) -> None:
+    def end_state(self, start: States | None, C: Tensor, n: Tensor) -> None:
         """Fills C and n, the state at the end."""
         self._outer_sums(self.k, self.v, self.tiles.chunk, start, C, n, forward=True)
 
-    def start_gradients(self, dh: Tensor, end: State | None, dC: Tensor, dn: Tensor) -> None:
+    def start_gradients(self, dh: Tensor, end: States | None, dC: Tensor, dn: Tensor) -> None:
         """Fills dC and dn, the gradient to the state at the start."""
         self._outer_sums(self.q, dh, self.tiles.chunk_backward, end, dC, dn, forward=False)
 
     def _outer_sums(
-        self, x: Tensor, y: Tensor, block: int, given: State | None, C: Tensor, n: Tensor, *, forward: bool
+        self, x: Tensor, y: Tensor, block: int, given: States | None, C: Tensor, n: Tensor, *, forward: bool
     ) -> None:
         tile = self.tiles.states
-        align, strides = _strides(x, y)
+        align, strides = strides_of(x, y)
         given_C, given_n = given or (None, None)
         outer_sums_kernel[(self.num_heads * self._num_tiles(tile),)](
             x, y, self.u, self.frame, self.m0, self.inverse, self.d_den, given_C, given_n, C, n, self.cu, *strides,
@@ -75,10 +73,10 @@ class _Launch(Launch):
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
 
-    def rows_of(self, start: State | None, h: Tensor, den: Tensor) -> None:
+    def rows_of(self, start: States | None, h: Tensor, den: Tensor) -> None:
         """Fills h and den."""
         tile, block = self.tiles.outputs, self.tiles.chunk
-        align, strides = _strides(self.q, self.k, self.v, h)
+        align, strides = strides_of(self.q, self.k, self.v, h)
         start_C, start_n = start or (None, None)
         quadratic_outputs_kernel[(self.num_slots(block) * self.H * -(-self.DV // tile.block_v),)](
             self.q, self.k, self.v, self.u, self.frame, self.floor, self.m0, start_C, start_n, h, den, self.cu,
@@ -91,8 +89,8 @@ class _Launch(Launch):
     def gradients(
         self,
         dh: Tensor,
-        start: State | None,
-        end: State | None,
+        start: States | None,
+        end: States | None,
         grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         own: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
@@ -106,10 +104,10 @@ class _Launch(Launch):
         passing = self._passing(between, start_part, end_part, across)
         self.gate_gradients(sums, q_part, passing, own, di, df)
 
-    def _q_gradients(self, dh: Tensor, start: State | None, dq: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _q_gradients(self, dh: Tensor, start: States | None, dq: Tensor) -> tuple[Tensor, Tensor | None]:
         """Fills dq; returns q . what came from before each block, in sheets, and q . what came from the start."""
         tile, block = self.tiles.q_gradients, self.tiles.chunk_backward
-        align, strides = _strides(self.q, self.k, self.v, dh, dq)
+        align, strides = strides_of(self.q, self.k, self.v, dh, dq)
         sheets = -(-self.DK // tile.block_k)
         q_part = self.q.new_empty((sheets, self.num_tokens), dtype=torch.float32)
         start_part = None if start is None else torch.empty_like(q_part)
@@ -125,11 +123,11 @@ class _Launch(Launch):
         return q_part, None if start_part is None else start_part.sum(0)
 
     def _k_v_gradients(
-        self, dh: Tensor, end: State | None, dk: Tensor, dv: Tensor
+        self, dh: Tensor, end: States | None, dk: Tensor, dv: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, Tensor]:
         """Fills dk and dv; returns sums of dD by token, k . what came from the end, and sums of whole tiles."""
         tile, block = self.tiles.k_v_gradients, self.tiles.chunk_backward
-        align, strides = _strides(self.q, self.k, self.v, dh, dk, dv)
+        align, strides = strides_of(self.q, self.k, self.v, dh, dk, dv)
         sheets = max(-(-self.DK // tile.block_k), -(-self.DV // tile.block_v))
         row_sum = self.q.new_empty((1, self.num_tokens), dtype=torch.float32)  # one sheet, as gate_gradients takes them
         column_sum, k_own, k_part = (self.per_token() for _ in range(3))
@@ -150,7 +148,7 @@ class _Launch(Launch):
         from_end = end_part.sum(0)
         return (row_sum, column_sum, k_own, k_part + from_end.view_as(k_part)), from_end, between
 
-    def _carried(self, start: State, end: State) -> Tensor:
+    def _carried(self, start: States, end: States) -> Tensor:
         """<the state at the start as it is at the end, the gradient to that>, float64 (N, H)."""
         first = torch.zeros(self.N, self.H, dtype=torch.float64, device=self.q.device)
         if self.m0 is not None:
@@ -211,10 +209,9 @@ def forward(
     C, n, m = launch.new_state()
     den, nothing, states = empty_saved(q, v, cu_seqlens, chunk, gate)
     if not launch.num_heads or not launch.num_tokens:
-        for end, first in ((C, C0), (n, n0), (m, m0)):
-            end.zero_() if first is None else end.copy_(first)
+        carry_over((C, n, m), (C0, n0, m0))
         return h, C, n, m, den, nothing, states
-    start = _state(C0, n0)
+    start = given_state(C0, n0)
     with torch.cuda.device_of(q):
         launch.gates(m)
         launch.end_state(start, C, n)
@@ -266,43 +263,16 @@ def backward(
     launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
     dh, h = rows(dh), rows(h)
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
-    end = None
-    if dC is not None or (dn is not None and not launch.sigmoid):
-        end = _or_zero(dC, C), _or_zero(dn, n)
-    own = None
-    if not launch.sigmoid and (end is not None or dm is not None):
-        d_max = _or_zero(dm, m).double()
-        if end is not None:
-            # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
-            d_max = d_max - (end[0].double() * C).sum((-2, -1)) - (end[1].double() * n).sum(-1)
-        own = maximum_backward(d_max, i, f, m0, cu_seqlens)
+    end = end_gradients(dC, None if launch.sigmoid else dn, C, n)
+    own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
     dC0, dn0 = torch.empty_like(C), torch.empty_like(n)
     if not launch.num_heads or not launch.num_tokens:
-        for first, last in zip((dC0, dn0), end or (None, None), strict=True):
-            first.zero_() if last is None else first.copy_(last)
+        carry_over((dC0, dn0), end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den)
             if C0 is not None:
                 launch.start_gradients(dh, end, dC0, dn0)
-            launch.gradients(dh, _state(C0, n0), end, (dq, dk, dv, di, df), own)
-    if C0 is None:
-        return dq, dk, dv, di, df, None, None, None
-    if launch.sigmoid:
-        no_n, no_m = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
-        return dq, dk, dv, di, df, dC0, no_n, no_m
-    assert n0 is not None, "a state of exponential gates has C, n and m"
-    # What is meant by a state is e^m_0 C_0, e^m_0 n_0.
-    dm0 = (dC0.double() * C0).sum((-2, -1)) + (dn0.double() * n0).sum(-1)
-    return dq, dk, dv, di, df, dC0, dn0, (dm0 if own is None else dm0 + own[2]).float()
-
-
-def _state(C: Tensor | None, n: Tensor | None) -> State | None:
-    if C is None:
-        return None
-    return C.float().contiguous(), C if n is None else n.float().contiguous()
-
-
-def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient.float().contiguous()
+            launch.gradients(dh, given_state(C0, n0), end, (dq, dk, dv, di, df), own)
+    return dq, dk, dv, di, df, *start_gradients(dC0, dn0, (C0, n0, m0), own, sigmoid=launch.sigmoid)
