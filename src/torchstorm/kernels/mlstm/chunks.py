@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torchstorm.kernels.mlstm.maximum import final_maximum, prefix_sums
 from torchstorm.kernels.mlstm.reference import Gate
 
+FP16_MAX = torch.finfo(torch.float16).max
 CHUNKS_PER_GROUP = 8
 
 
@@ -79,6 +80,11 @@ class _Output(NamedTuple):
     row_m_BHL: Tensor
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in another dtype. Past fp16's range its largest number, not infinity: a tiny |q.n| makes gradients of 1e7."""
+    return x.clamp(-FP16_MAX, FP16_MAX).to(dtype) if dtype == torch.float16 else x.to(dtype)
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
 
@@ -92,7 +98,7 @@ def forward_rows(rows: Rows, L: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if number % CHUNKS_PER_GROUP == 0:
             states.append(C_BHKW)
         tokens = _tokens(rows, chunk)
-        h.append(_output(rows.gate, chunk, tokens, C_BHKW).h_BHLV.to(rows.v_BHSV.dtype))
+        h.append(rounded(_output(rows.gate, chunk, tokens, C_BHKW).h_BHLV, rows.v_BHSV.dtype))
         C_BHKW = _state_after(tokens, C_BHKW)
     m_BH = C_BHKW.new_zeros(C_BHKW.shape[:2], dtype=torch.float64)
     if rows.gate == "exp":
@@ -233,9 +239,9 @@ def _chunk_backward(
     from_here_BHL = prefix_sums((of_row_BHL - of_column_BHL + read_BHL).flip(-1)).flip(-1)
     before_BHL = F.pad(prefix_sums(written_BHL)[..., :-1], (1, 0))
     return (
-        dq_BHLK.to(rows.q_BHSK.dtype),
-        dk_BHLK.to(rows.k_BHSK.dtype),
-        dv_BHLW[..., : rows.v_BHSV.shape[-1]].to(rows.v_BHSV.dtype),
+        rounded(dq_BHLK, rows.q_BHSK.dtype),
+        rounded(dk_BHLK, rows.k_BHSK.dtype),
+        rounded(dv_BHLW[..., : rows.v_BHSV.shape[-1]], rows.v_BHSV.dtype),
         of_column_BHL + written_BHL,
         from_here_BHL + before_BHL + lives_on_BH1,
         keep_BH11 * dC_BHKW + (out.old_BHL1 * q_BHLK).mT @ dnum_BHLW,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstorm.kernels.mlstm.chunks import CHUNKS_PER_GROUP, Rows, backward_rows, compute_dtype, forward_rows
+from torchstorm.kernels.mlstm.chunks import CHUNKS_PER_GROUP, Rows, backward_rows, compute_dtype, forward_rows, rounded
 from torchstorm.kernels.mlstm.maximum import maximum_backward
 from torchstorm.kernels.mlstm.reference import Gate, packed_offsets
 
@@ -125,7 +125,16 @@ def backward(
         along_i, along_f, along_m0 = maximum_backward(dm_NH, i_BHS, f_BHS, m0, cu_seqlens)
         di_BHS, df_BHS, dm0_NH = dlog_i + along_i, df_BHS + along_f, dm0_NH + along_m0
         dC0, dn0 = _apart(dC0_NHKW)
-    return dq, dk, dv, di_BHS.to(i_BHS.dtype), df_BHS.to(f_BHS.dtype), dC0, dn0, dm0_NH.to(_state_dtype(q_BHSK))
+    return (
+        dq,
+        dk,
+        dv,
+        rounded(di_BHS, i_BHS.dtype),
+        rounded(df_BHS, f_BHS.dtype),
+        dC0,
+        dn0,
+        dm0_NH.to(_state_dtype(q_BHSK)),
+    )
 
 
 def differentiable(
