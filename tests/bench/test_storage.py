@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import mmap
 import os
 import stat
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.data import DataLoader
 
 from torchstorm.bench import loading, storage
 from torchstorm.bench.loading import bench_loading
@@ -114,3 +117,35 @@ def test_what_cannot_be_benched_is_refused(tmp_path: Path) -> None:
         bench(tmp_path, size_bytes=2**60)
     with pytest.raises(StorageError, match="cannot be used"):
         bench(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchs_epoch_leaves_nothing_in_the_page_cache_for_the_next_way(workers: int, tmp_path: Path) -> None:
+    """Pages that a process has mapped stay, whatever it is told; and the next way would read them from memory."""
+    path = tmp_path / "rows"
+    path.write_bytes(os.urandom(16 * MIB))
+    dataset = loading._Mapped(str(path), 0, 16, MIB)
+    numbers = torch.arange(16)
+    with open(path, "r+b") as file:
+        for number in range(16):
+            file.seek(number * MIB)
+            file.write(numbers[number].numpy().tobytes())
+
+    def epoch() -> DataLoader[torch.Tensor]:
+        return DataLoader(dataset, 4, num_workers=workers)
+
+    _, is_right = loading._epoch(epoch, path, torch.device("cpu"), 16)
+    assert is_right
+    loading.drop_cache(path)
+    assert resident_bytes(path) < MIB
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file, in the page cache."""
+    private = {"prot": mmap.PROT_READ | mmap.PROT_WRITE, "flags": mmap.MAP_PRIVATE}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, **private) as pages:
+        first = ctypes.c_char.from_buffer(pages)
+        found = (ctypes.c_ubyte * (len(pages) // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(len(pages)), found) == 0
+        del first
+        return sum(page & 1 for page in found) * mmap.PAGESIZE
