@@ -48,14 +48,12 @@ def test_a_gpt_with_more_memory_is_not_slower_but_for_the_luck_of_the_search() -
     """Where not every choice can be tried, the search at one budget may end nearer to the best than at another: by up
     to half a percent of the step, measured at budgets of 9.9 to 11.2 GiB."""
     trace = gpt_trace(10, tokens=4096, sequences=4)
-    times = [
-        solve(trace, H200, Budget(vram=int(gib * GIB), ram=AMPLE)).forecast.step_ms for gib in (10.2, 10.4, 11, 12, 16)
-    ]
+    times = [solve(trace, H200, Budget(vram=int(gib * GIB), ram=AMPLE)).forecast.step_ms for gib in (10.2, 11, 16)]
     for less, more in itertools.pairwise(times):
         assert more <= less * 1.01
 
 
-@pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("share", [0.4, 0.8])
 def test_where_copies_are_free_only_what_must_moves(share: float) -> None:
     trace = gpt_trace(10)
     kept = all_kept_bytes(trace)
