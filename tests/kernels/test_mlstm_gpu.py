@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from close import assert_all_close
-from kernels.mlstm_runs import GATES, Inputs, draw, results, truth, yardsticks
+from kernels.mlstm_on_gpu import assert_right, by, nan_wherever_nothing_is_written
+from kernels.mlstm_runs import GATES, draw, results
 from torchstorm.kernels import mlstm
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+_check = partial(assert_right, "triton-chunkwise")
+
+
 @pytest.fixture(autouse=True)
-def _nan_wherever_nothing_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    new_empty = Tensor.new_empty
-
-    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        made = new_empty(self, *size, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
-
-
-def _by(variant: str, chunk: int | None = None) -> Callable[..., Any]:
-    return lambda q, k, v, i, f, state, cu_seqlens, gate: mlstm(
-        q, k, v, i, f, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, chunk=chunk, gate=gate,
-        variant=variant,
-    )  # fmt: skip
-
-
-def _check(inputs: Inputs, *, gate: str = "exp", chunk: int | None = None, through_state: bool = True) -> None:
-    """Against float64, with both forms in PyTorch in the same dtype as yardsticks; and the same bits twice."""
-    options = {"gate": gate, "through_state": through_state}
-    found = results(_by("triton-chunkwise", chunk), inputs, **options)
-    again = results(_by("triton-chunkwise", chunk), inputs, **options)
-    for name, x in found.items():
-        assert torch.equal(x, again[name]), f"{name} differs from run to run"
-    if inputs.q.shape[2] <= 1024:
-        right, forms = truth(inputs, **options), ("recurrent", "quadratic")
-    else:
-        right, forms = results(_by("chunkwise"), inputs.to(torch.float64), **options), ("quadratic",)
-    theirs = [] if inputs.q.shape[2] > 8192 else yardsticks(inputs, **options, forms=forms)
-    # fp32 weights pass exp2 with an error of two units in the last place, where PyTorch's may happen to be exact.
-    eps = torch.finfo(inputs.q.dtype).eps
-    floor = max(eps, 8 * torch.finfo(torch.float32).eps) if theirs else 8 * eps
-    assert_all_close(found, right, *theirs, floor=floor)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan_wherever_nothing_is_written(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,8 +83,8 @@ def test_packed_as_separate(dtype: torch.dtype) -> None:
 )
 def test_any_strides(change: Callable[[Tensor], Tensor]) -> None:
     inputs = draw(2, 3, 130, 64, 72, dtype=torch.bfloat16, state=False, device="cuda")
-    plain = results(_by("triton-chunkwise"), inputs)
-    strided = results(lambda *given: _by("triton-chunkwise")(*map(change, given[:5]), *given[5:]), inputs)
+    plain = results(by("triton-chunkwise"), inputs)
+    strided = results(lambda *given: by("triton-chunkwise")(*map(change, given[:5]), *given[5:]), inputs)
     for name, x in strided.items():
         assert torch.equal(x, plain[name]), name
 

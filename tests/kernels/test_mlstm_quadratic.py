@@ -6,14 +6,11 @@ bf16: the interpreter cuts what a GPU rounds, which alone is twice the error of 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kernels.interpreting import interpreted
 
 pytest.importorskip("triton")
 
@@ -72,18 +69,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    script = Path(__file__).with_name("mlstm_quadratic_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore::RuntimeWarning", script],
-        input=json.dumps(CASES),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
+    return interpreted("mlstm_quadratic_interpreted.py", CASES)
 
 
 @pytest.mark.parametrize("name", [case["name"] for case in CASES])

@@ -6,14 +6,11 @@ the same dtype. Every buffer that a kernel does not fill is NaN.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kernels.interpreting import interpreted
 
 pytest.importorskip("triton")
 
@@ -69,18 +66,7 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    root = Path(__file__).parents[2]
-    script = Path(__file__).with_name("mlstm_interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore::RuntimeWarning", script],
-        input=json.dumps(CASES),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
+    return interpreted("mlstm_interpreted.py", CASES)
 
 
 def test_operator(results: dict[str, Any]) -> None:

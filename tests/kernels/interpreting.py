@@ -1,0 +1,25 @@
+"""Cases run in Triton's interpreter, in a process of their own: it is chosen when Triton is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def interpreted(script: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a script beside this file found of each case, by its name: cases as JSON in, a line of JSON for each out."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::RuntimeWarning", here / script],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(here.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {result["name"]: result for result in map(json.loads, done.stdout.splitlines())}
