@@ -9,6 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+EXTREMES = {
+    "all forgotten": ((0.0, 1.0), (-30.0, 1.0)),
+    "none forgotten": ((0.0, 1.0), (30.0, 1.0)),
+    "i near -30": ((-30.0, 1.0), (2.0, 1.0)),
+    "i near 30": ((30.0, 1.0), (2.0, 1.0)),
+    "i from -30 to 30": ((0.0, 12.0), (2.0, 1.0)),
+    "all equal": ((0.0, 0.0), (0.0, 0.0)),
+}
+"""How gates are drawn at their extremes: mean and scale of i, and of f."""
+
 
 def interpreted(script: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     """What a script beside this file found of each case, by its name: cases as JSON in, a line of JSON for each out."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.interpreting import interpreted
+from kernels.interpreting import EXTREMES, interpreted
 
 pytest.importorskip("triton")
 
@@ -49,14 +49,6 @@ CASES = [
     _case("float16", (1, 1, 50, 32, 16), "float16", tiles=SMALL),
     _case("bfloat16 packed sigmoid", (1, 1, 40, 16, 16), "bfloat16", cu=[0, 7, 40], gate="sigmoid"),
 ]
-EXTREMES = {
-    "all forgotten": ((0.0, 1.0), (-30.0, 1.0)),
-    "none forgotten": ((0.0, 1.0), (30.0, 1.0)),
-    "i near -30": ((-30.0, 1.0), (2.0, 1.0)),
-    "i near 30": ((30.0, 1.0), (2.0, 1.0)),
-    "i from -30 to 30": ((0.0, 12.0), (2.0, 1.0)),
-    "all equal": ((0.0, 0.0), (0.0, 0.0)),
-}
 CASES += [
     _case(f"{name}, {dtype}", (1, 1, 24, 16, 16), dtype, gates=gates, tiles=SMALL)
     for name, gates in EXTREMES.items()

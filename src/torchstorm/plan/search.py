@@ -87,6 +87,7 @@ class Search:
         for one in self._classes:
             for number in one.members:
                 self._able[number] = one.seconds < math.inf
+        self._largest_step = 1 << max((len(one.members) for one in self._classes), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
 
     def run(self) -> Schedule:
@@ -194,7 +195,7 @@ class Search:
     def _keeping_more(self, best: Schedule) -> Schedule:
         """As fast with less that moves: the largest are kept first, of those alike the last made, which leave last."""
         most_s = best.seconds * (1 + _SAME)
-        step = 1 << max(len(one.members) for one in self._classes).bit_length() - 1
+        step = self._largest_step
         while step:
             for one in self._by_bytes:
                 while moved := [number for number in one.members if best.choice[number] >= TO_RAM]:
@@ -211,7 +212,7 @@ class Search:
         return best
 
     def _climb(self, best: Schedule, step: int = 0) -> Schedule:
-        step = step or 1 << max(len(one.members) for one in self._classes).bit_length() - 1
+        step = step or self._largest_step
         while step:
             improved = True
             # What fits is looked for to the end, so that an error names the true need however short the time.

@@ -173,15 +173,14 @@ class DirectFile(Backend):
 
     def _read_rows(self, address: int, offsets: Sequence[int], size: int, rows: range) -> list[int]:
         """Asks once for each of some rows, and says how much of it came; why one did not, the patient way tells."""
-        places = np.arange(rows.start, rows.stop)
         ring = self._borrow_ring() if len(rows) > 1 else None
         try:
             if ring is None:
                 views = [memory_view(address + row * size, size) for row in rows]
                 came = [os.preadv(self._direct_fd, [view], offsets[row]) for row, view in zip(rows, views, strict=True)]
             else:
-                wanted = np.array(offsets[rows.start : rows.stop])
-                came = ring.read(self._direct_fd, address + places * size, wanted, size).tolist()
+                places, wanted = address + np.array(rows) * size, np.array(offsets[rows.start : rows.stop])
+                came = ring.read(self._direct_fd, places, wanted, size).tolist()
         except OSError:
             return [0] * len(rows)
         finally:

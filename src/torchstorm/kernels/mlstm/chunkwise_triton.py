@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.mlstm.ends import along_maximum, carry_over, end_gradients, start_gradients
+from torchstorm.kernels.mlstm.ends import along_maximum, carry_over, end_gradients, start_gradients, start_room
 from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
 from torchstorm.kernels.mlstm.tiles import Tiles, group_tokens, pick
 
@@ -122,20 +122,21 @@ def backward(
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     end = end_gradients(dC, dn, C, n)
     own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
-    dC0, dn0 = torch.empty_like(C), torch.empty_like(n)
+    start = start_room(C0, C, n)
     if not launch.num_heads or not launch.num_tokens:
-        carry_over((dC0, dn0), end or (None, None))
+        if start is not None:
+            carry_over(start, end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den)
             before = launch.states_again(states)
-            after, passing = launch.state_gradients(dh, before, end, None if C0 is None else (dC0, dn0))
+            after, passing = launch.state_gradients(dh, before, end, start)
             q_part = launch.q_gradients(dh, before, dq)
             del before
             sums = launch.k_v_gradients(dh, after, dk, dv)
             launch.gate_gradients(sums, q_part, passing, own, di, df)
-    return dq, dk, dv, di, df, *start_gradients(dC0, dn0, (C0, n0, m0), own, sigmoid=launch.sigmoid)
+    return dq, dk, dv, di, df, *start_gradients(start, (C0, n0, m0), own, sigmoid=launch.sigmoid)
 
 
 def _pick(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None) -> Tiles:

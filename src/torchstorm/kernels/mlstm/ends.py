@@ -24,6 +24,11 @@ def carry_over(to: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> None
         x.zero_() if there is None else x.copy_(there)
 
 
+def start_room(C0: Tensor | None, C: Tensor, n: Tensor) -> States | None:
+    """Room for the gradients to an initial state, not filled; None for none."""
+    return None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
+
+
 def end_gradients(dC: Tensor | None, dn: Tensor | None, C: Tensor, n: Tensor) -> States | None:
     """The gradients to the final state, zeros for the one that is None; None where both are."""
     if dC is None and dn is None:
@@ -52,8 +57,7 @@ def along_maximum(
 
 
 def start_gradients(
-    dC0: Tensor,
-    dn0: Tensor,
+    grads: States | None,
     start: tuple[Tensor | None, Tensor | None, Tensor | None],
     own: tuple[Tensor, ...] | None,
     *,
@@ -61,11 +65,12 @@ def start_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients to an initial state, None where there is none. Of a state of sigmoid gates only C counts.
 
-    dC0, dn0: to e^m_0 C_0 and e^m_0 n_0, which is what is meant by a state. own: what `along_maximum` found.
+    grads: to e^m_0 C_0 and e^m_0 n_0, which is what is meant by a state. own: what `along_maximum` found.
     """
     C0, n0, m0 = start
-    if C0 is None:
+    if grads is None or C0 is None:
         return None, None, None
+    dC0, dn0 = grads
     if sigmoid:
         no_n, no_m = (None if x is None else torch.zeros_like(x) for x in (n0, m0))
         return dC0, no_n, no_m

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torchstorm.kernels.mlstm.launch_triton import rows, strides_of
 from torchstorm.kernels.mlstm.maximum import prefix_sums
 from torchstorm.kernels.mlstm.spans_triton import rounded, split
+from torchstorm.kernels.mlstm.tiles import tile_size
 
 _BLOCK = 32
 _LOG2_E = 1.4426950408889634
@@ -155,7 +156,7 @@ def _pairs(q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, log_f: Tensor | No
     B, H, S, DK = q.shape
     DV = v.shape[-1]
     h = v.new_empty(v.shape)
-    block_v = min(64, max(16, 1 << (DV - 1).bit_length()))
+    block_v = min(64, tile_size(DV))
     grid = B * H * -(-S // _BLOCK) * -(-DV // block_v)
     if grid:
         align, strides = strides_of(q, k, v, h)

@@ -11,7 +11,7 @@ from torchstorm.kernels.mlstm.gates_triton import gate_gradients_kernel, gates_k
 from torchstorm.kernels.mlstm.gradients_triton import denominator_kernel, k_v_gradients_kernel, q_gradients_kernel
 from torchstorm.kernels.mlstm.outputs_triton import outputs_kernel
 from torchstorm.kernels.mlstm.states_triton import state_gradients_kernel, states_kernel
-from torchstorm.kernels.mlstm.tiles import Tile, Tiles
+from torchstorm.kernels.mlstm.tiles import Tile, Tiles, tile_size
 
 _GATE_BLOCK = 1024
 _DENOMINATOR_ROWS = 32
@@ -170,7 +170,7 @@ class Launch:
             return
         self.inverse, self.d_den = self.per_token(), self.per_token()
         align, strides = strides_of(h, dh)
-        block = min(128, max(16, 1 << (self.DV - 1).bit_length()))
+        block = min(128, tile_size(self.DV))
         denominator_kernel[(self.B * self.H * -(-self.S // _DENOMINATOR_ROWS),)](
             h, dh, den, self.floor, self.inverse, self.d_den, *strides, self.S, self.H, DV=self.DV,
             ROWS=_DENOMINATOR_ROWS, BLOCK_V=block, ALIGN=align, num_warps=4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchstorm.kernels.mlstm.tiles import Tile, Tiles
+from torchstorm.kernels.mlstm.tiles import Tile, Tiles, tile_size
 
 
 def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: bool) -> Tiles:
@@ -13,7 +13,7 @@ def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: boo
     In `outputs` and `q_gradients` the wider side is the one that a program keeps in registers, and the other one the
     step of its inner products; in `k_v_gradients` both are kept, and one program a tile makes the products anew.
     """
-    k, v = _block(d_qk), _block(d_v)
+    k, v = tile_size(d_qk), tile_size(d_v)
     if tensor_cores and dtype == torch.bfloat16:
         return _tiles(
             block=64,
@@ -47,8 +47,3 @@ def _tiles(*, block: int, states: Tile, outputs: Tile, q_gradients: Tile, k_v_gr
         q_gradients=q_gradients,
         k_v_gradients=k_v_gradients,
     )
-
-
-def _block(size: int) -> int:
-    """The smallest power of two from 16 that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
-from torchstorm.kernels.mlstm.ends import States, along_maximum, carry_over, end_gradients, given_state, start_gradients
+from torchstorm.kernels.mlstm.ends import (
+    States,
+    along_maximum,
+    carry_over,
+    end_gradients,
+    given_state,
+    start_gradients,
+    start_room,
+)
 from torchstorm.kernels.mlstm.launch_triton import Launch, rows, strides_of
 from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
     passing_kernel,
@@ -265,14 +273,15 @@ def backward(
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     end = end_gradients(dC, None if launch.sigmoid else dn, C, n)
     own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
-    dC0, dn0 = torch.empty_like(C), torch.empty_like(n)
+    start = start_room(C0, C, n)
     if not launch.num_heads or not launch.num_tokens:
-        carry_over((dC0, dn0), end or (None, None))
+        if start is not None:
+            carry_over(start, end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den)
-            if C0 is not None:
-                launch.start_gradients(dh, end, dC0, dn0)
+            if start is not None:
+                launch.start_gradients(dh, end, *start)
             launch.gradients(dh, given_state(C0, n0), end, (dq, dk, dv, di, df), own)
-    return dq, dk, dv, di, df, *start_gradients(dC0, dn0, (C0, n0, m0), own, sigmoid=launch.sigmoid)
+    return dq, dk, dv, di, df, *start_gradients(start, (C0, n0, m0), own, sigmoid=launch.sigmoid)

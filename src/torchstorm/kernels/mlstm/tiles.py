@@ -70,7 +70,7 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None, num_walks: 
     if chunk is not None:
         chunk = min(256, max(16, 1 << (chunk.bit_length() - 1)))
     group = group_tokens(d_qk, d_v)
-    k, v = _block(d_qk), _block(d_v)
+    k, v = tile_size(d_qk), tile_size(d_v)
     if dtype == torch.bfloat16:
         # Tiles narrower than 64 are read past their end on Hopper, by Triton 3.6.
         k, v = max(k, 64), max(v, 64)
@@ -99,7 +99,7 @@ def _is_hopper() -> bool:
 
 
 def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
-    """What was fastest on an H200, of the tiles that spill 64 bytes at most."""
+    """What was fastest on an H200, of the tiles that hardly spill."""
     if max(k, v) == 64:
         tile = Tile(block_k=64, block_v=64, num_stages=3)
         # Three programs side by side on a multiprocessor, where one alone waits for memory most of its time.
@@ -116,7 +116,7 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
             k_v_gradients=replace(rows, num_stages=2),
         )
     # A walk is one program a tile: with few of them, large tiles leave most of the GPU idle.
-    walk = Tile(block_k=min(k, 128) if k <= 128 else 64, block_v=min(v, 256), num_warps=8)
+    walk = Tile(block_k=k if k <= 128 else 64, block_v=min(v, 256), num_warps=8)
     long = k > 128
     back = walk
     if num_walks * (k // walk.block_k) * (v // walk.block_v) < _ENOUGH_PROGRAMS:
@@ -156,6 +156,6 @@ def _of_chunk(k: int, v: int, group: int, chunk: int) -> Tiles:
     )
 
 
-def _block(size: int) -> int:
+def tile_size(size: int) -> int:
     """The smallest power of two from 16 that holds `size`."""
     return max(16, 1 << (size - 1).bit_length())
