@@ -321,6 +321,9 @@ def storage(
     ] = None,
     size: Annotated[str, typer.Option(help="Of the file.")] = "1GiB",
     seconds: Annotated[float, typer.Option(min=0.01, help="A row of reads or writes.")] = 1.0,
+    pattern: Annotated[
+        str | None, typer.Option(help="Only these of read, write, randread, randwrite and load, as in randread,load.")
+    ] = None,
     device: BenchDevice = None,
     json: BenchJson = None,
 ) -> None:
@@ -330,13 +333,21 @@ def storage(
 
     with _told():
         bench_storage(
-            directory, device, size_bytes=parse_size(size), seconds=seconds, json_path=json, console=Console()
+            directory,
+            device,
+            patterns=pattern,
+            size_bytes=parse_size(size),
+            seconds=seconds,
+            json_path=json,
+            console=Console(),
         )
 
 
 @bench_app.command()
 def mlstm(
-    sizes: Annotated[str, typer.Option(help="small, target (those with times to beat; need a GPU) or all.")] = "small",
+    sizes: Annotated[
+        str, typer.Option(help="small, target (those with times to beat; need a GPU) or all; or shapes, with commas.")
+    ] = "small",
     device: BenchDevice = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")

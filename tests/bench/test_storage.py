@@ -90,15 +90,36 @@ def test_bytes_that_are_wrong_show_no_rate(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(DirectFile, "read_batch_async", spoiled)
     monkeypatch.setattr(storage, "_SIZES", (MIB,))
     monkeypatch.setattr(storage, "_DEPTHS", (1,))
-    monkeypatch.setattr(storage, "_PATTERNS", {"read": ""})
-    monkeypatch.setattr(storage, "bench_loading", lambda *_, **__: iter(()))
     monkeypatch.setenv("PATH", "")
-    rows, text = bench(tmp_path)
+    rows, text = bench(tmp_path, patterns="read")
     assert "fio: not installed" in text
     assert [(row.way, row.checked, row.bytes_per_s) for row in rows] == [
         ("direct", False, None),
         ("buffered", False, None),
     ]
+
+
+def test_the_disk_alone_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(os.urandom(4096 + 96 * MIB))
+    assert loading.read_rows(path, 4096, 96, MIB) > 0
+    monkeypatch.setattr(DirectFile, "read_rows_async", lambda self, out, offsets: self.read_batch_async([]))
+    with pytest.raises(RuntimeError, match="other bytes"):
+        loading.read_rows(path, 4096, 96, MIB)
+
+
+def test_a_bench_made_in_parts_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SIZES", (MIB,))
+    monkeypatch.setattr(storage, "_DEPTHS", (1,))
+    monkeypatch.setattr(loading, "_RECORDS", (MIB,))
+    monkeypatch.setattr(loading, "_TURNS", 1)
+    monkeypatch.setenv("PATH", "")
+    file = tmp_path / "storage.json"
+    first, _ = bench(tmp_path, patterns="read", json_path=file)
+    second, _ = bench(tmp_path, patterns="load", json_path=file)
+    assert {row.pattern for row in first} == {"read"}
+    assert {row.pattern for row in second} == {"load"}
+    assert [storage.StorageRow(**row) for row in json.loads(file.read_text())["rows"]] == first + second
 
 
 def test_every_loader_gives_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +134,8 @@ def test_every_loader_gives_every_record_once(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_benched_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 64"):
         bench(tmp_path, size_bytes=MIB)
+    with pytest.raises(ConfigError, match="--pattern 'erase'"):
+        bench(tmp_path, patterns="erase")
     with pytest.raises(StorageError, match="name another directory, or a smaller size"):
         bench(tmp_path, size_bytes=2**60)
     with pytest.raises(StorageError, match="cannot be used"):

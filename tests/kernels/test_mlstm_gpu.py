@@ -37,7 +37,10 @@ def test_head_sizes(d: tuple[int, int], gate: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [1, 2, 63, 64, 65, 1000])
 def test_lengths(S: int, dtype: torch.dtype) -> None:
-    _check(draw(1, 3, S, 64, 128, dtype=dtype, device="cuda"))
+    # As above; and heads are many, as the gates' and m_0's gradients are few numbers in which much cancels, so that
+    # those of a head or two are as exact, or not, as luck has it, ours and the yardsticks'.
+    inputs = draw(1, 32 if S <= 65 else 16, S, 64, 128, dtype=dtype, device="cuda")
+    _check(inputs._replace(q=inputs.q.abs(), k=inputs.k.abs()))
 
 
 @pytest.mark.parametrize("S", [8192, 131072])

@@ -34,7 +34,10 @@ def test_head_sizes(d: tuple[int, int], dtype: torch.dtype, variant: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("S", [1, 2, 63, 64, 65, 1000])
 def test_lengths(S: int, dtype: torch.dtype, variant: str) -> None:
-    assert_right(variant, draw(1, 3, S, 64, 128, dtype=dtype, device="cuda"))
+    # As above; and heads are many, as the gates' and m_0's gradients are few numbers in which much cancels, so that
+    # those of a head or two are as exact, or not, as luck has it, ours and the yardsticks'.
+    inputs = draw(1, 32 if S <= 65 else 16, S, 64, 128, dtype=dtype, device="cuda")
+    assert_right(variant, inputs._replace(q=inputs.q.abs(), k=inputs.k.abs()))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
-from torchstorm.bench.rows import environment
+from torchstorm.bench.record import environment
 from torchstorm.models.families import SIZES
 from torchstorm.report.losses import Curve, draw_losses
 from torchstorm.report.picture import check_picture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.layout import Kind
 from torchstorm.storage.loader import NVMeDataLoader
 from torchstorm.storage.volume import Volume
@@ -44,19 +46,17 @@ class _Mapped(Dataset[torch.Tensor]):
         return torch.from_numpy(np.array(self.rows[number]))
 
 
-def bench_loading(
-    path: Path, device: torch.device, *, size_bytes: int, disk_bytes_per_s: float | None = None
-) -> Iterator[dict[str, Any]]:
+def bench_loading(path: Path, device: torch.device, *, size_bytes: int) -> Iterator[dict[str, Any]]:
     """Times whole shuffled epochs, ways in turn, the page cache emptied before each.
 
     Args:
         path: of the volume, which is made and removed again.
         device: where batches are wanted.
         size_bytes: of all records.
-        disk_bytes_per_s: what the disk reads by itself, which loading beside training on a GPU is set against.
 
     Yields:
-        The fields of a `StorageRow`: for each way the median of three epochs.
+        The fields of a `StorageRow`: for each way the median of three epochs. On a GPU also "disk", the same records
+        read in random order into host memory and no further, and "loader-training", which is set against that.
     """
     for record_bytes in _RECORDS:
         num_records = size_bytes // record_bytes
@@ -83,7 +83,7 @@ def bench_loading(
             yield from rows
             if device.type == "cuda":  # pragma: gpu
                 alone = next(row["bytes_per_s"] for row in rows if row["way"] == "loader")
-                yield _beside_training(ways["loader"], path, device, num_records, record_bytes, alone, disk_bytes_per_s)
+                yield from _beside_training(ways["loader"], path, device, start, num_records, record_bytes, alone)
         path.unlink()
 
 
@@ -121,12 +121,12 @@ def _beside_training(  # pragma: gpu
     make: Callable[[], Iterable[Any]],
     path: Path,
     device: torch.device,
+    start_bytes: int,
     num_records: int,
     record_bytes: int,
     alone_bytes_per_s: float,
-    disk_bytes_per_s: float | None,
-) -> dict[str, Any]:
-    """The loader while a network trains on what it brings, for about nine tenths of the time."""
+) -> Iterator[dict[str, Any]]:
+    """The disk alone, and the loader while a network trains on what it brings for nine tenths of the time; in turns."""
     weight = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16).requires_grad_()
 
     def step(rows: torch.Tensor) -> None:
@@ -150,20 +150,50 @@ def _beside_training(  # pragma: gpu
         for _ in range(steps if rows.nbytes == _BATCH_BYTES else 0):
             step(rows)
 
-    seconds, is_right = _epoch(make, path, device, num_records, train)
-    rate = num_records * record_bytes / seconds
-    busy = num_records * record_bytes // _BATCH_BYTES * steps * step_s / seconds
-    own = (disk_bytes_per_s or 0) / 1e9
-    return {
-        "pattern": "load",
-        "block_bytes": record_bytes,
+    disk_s, training_s, is_right = list[float](), list[float](), True
+    for _ in range(_TURNS):
+        disk_s.append(read_rows(path, start_bytes, num_records, record_bytes))
+        seconds, came = _epoch(make, path, device, num_records, train)
+        training_s.append(seconds)
+        is_right &= came
+    fields = {"pattern": "load", "block_bytes": record_bytes}
+    disk_rate, rate = (num_records * record_bytes / statistics.median(each) for each in (disk_s, training_s))
+    yield fields | {"depth": 0, "way": "disk", "bytes_per_s": disk_rate, "checked": True}
+    busy = num_records * record_bytes // _BATCH_BYTES * steps * step_s / statistics.median(training_s)
+    yield fields | {
         "depth": _DEPTH,
         "way": "loader-training",
         "bytes_per_s": rate if is_right else None,
-        "over": rate / disk_bytes_per_s if disk_bytes_per_s else None,
+        "over": rate / disk_rate if is_right else None,
         "checked": is_right,
-        "note": f"the GPU trains for {busy:.0%} of the time; the peer is the disk's own {own:.3f} GB/s",
+        "note": f"the GPU trains for {busy:.0%} of the time",
     }
+
+
+def read_rows(path: Path, start_bytes: int, num_records: int, record_bytes: int) -> float:
+    """Seconds of reading all records in random order into host memory, past the page cache, and doing nothing else.
+
+    Raises:
+        RuntimeError: what came last is not what the file has.
+    """
+    offsets = (start_bytes + np.random.default_rng(0).permutation(num_records) * record_bytes).tolist()
+    at_once = max(1, 8 * _BATCH_BYTES // record_bytes)
+    rows = aligned_empty(min(at_once, num_records) * record_bytes).view(-1, record_bytes)
+    drop_cache(path)
+    file = DirectFile(path, threads=16, read_only=True)
+    try:
+        start = time.perf_counter()
+        for first in range(0, num_records, at_once):
+            some = offsets[first : first + at_once]
+            file.read_rows_async(rows[: len(some)], some).wait()
+        seconds = time.perf_counter() - start
+    finally:
+        file.close()
+    with open(path, "rb") as plain:
+        plain.seek(some[-1])
+        if plain.read(record_bytes) != rows[len(some) - 1].numpy().tobytes():
+            raise RuntimeError(f"{path} at {some[-1]} has other bytes than those read there.")
+    return seconds
 
 
 def _nothing(rows: torch.Tensor) -> None:

@@ -20,16 +20,16 @@ from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.measure import clean, synchronize
-from torchstorm.bench.mlstm_bars import draw_bars, require_picture
+from torchstorm.bench.mlstm_bars import draw_bars
 from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase, mlstm_cases
 from torchstorm.bench.mlstm_checks import Check, Truth, check_alone, outputs_and_gradients
-from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, as_json, format_row
+from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, format_row
 from torchstorm.bench.mlstm_ways import Way, peers, ways_for
-from torchstorm.bench.rows import environment
+from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
 from torchstorm.errors import ConfigError
 from torchstorm.offload.clock import CpuClock, seconds_between
-from torchstorm.train.result import write_json
+from torchstorm.report.picture import check_picture
 from torchstorm.transfer.engine import StreamClock
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -69,29 +69,27 @@ def bench_mlstm(
     if chosen_dtype not in DTYPES:
         raise ConfigError(f"--dtype {chosen_dtype!r}, but there are {', '.join(DTYPES)}.")
     cases = mlstm_cases(sizes, target)
-    ways = ways_for(target)
+    ladder = ways_for(target)
+    ways = ladder
     if variant_names is not None:
         names = pick(variant_names, tuple(way.name for way in ways), option="--variant")
         ways = tuple(way for way in ways if way.name in names)
     if plot is not None:
-        require_picture(plot)
+        check_picture(plot, "--plot")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    rows: list[MLSTMRow] = []
+    record = Record("mlstm", target, MLSTMRow, format_row, path=json_path, say=say)
     ours = {way.name for way in ways if way.is_ours}
     for case in cases:
         say(f"\n{case.shape} {chosen_dtype}{_best_known(case, DTYPES[chosen_dtype])}")
         say(HEADER)
         for row in _rows(case, ways, target, DTYPES[chosen_dtype], even_slow=variant_names is not None):
-            say(format_row(row))
-            rows.append(row)
-            _relate_to_peer(rows, row)
-            if json_path is not None:
-                record = {"op": "mlstm", **environment(target), "rows": [as_json(one) for one in rows]}
-                write_json(json_path, record)
+            row = replace(row, over_first=_over_first(row, ladder, record.all_rows()))
+            _relate_to_peer(record, record.add(row))
         clean(target)
     if plot is not None:
-        draw_bars(rows, plot, title=f"mLSTM, {chosen_dtype}, {environment(target)['device']}")
-    return not any(row.variant in ours and row.error is not None and not row.checked for row in rows)
+        shown = [row for row in record.all_rows() if row.dtype == chosen_dtype]
+        draw_bars(shown, plot, title=f"mLSTM, {chosen_dtype}, {record.device}")
+    return not any(row.variant in ours and row.error is not None and not row.checked for row in record.rows)
 
 
 def _best_known(case: MLSTMCase, dtype: torch.dtype) -> str:
@@ -104,7 +102,6 @@ def _rows(
 ) -> Iterator[MLSTMRow]:
     sets = _inputs(case, device, dtype)
     truth = Truth(sets[0])
-    first: dict[bool, float] = {}  # milliseconds, with backward or without
     for way in ways:
         row = MLSTMRow(
             shape=case.shape,
@@ -123,9 +120,6 @@ def _rows(
             continue
         finally:
             clean(device)
-        took = row.fwdbwd_ms if way.has_backward else row.fwd_ms
-        if took is not None and way.is_whole:
-            row = replace(row, over_first=first.setdefault(way.has_backward, took) / took)
         yield row
 
 
@@ -219,7 +213,24 @@ def _time_ms(run: Callable[[Inputs], None], sets: list[Inputs], device: torch.de
     return statistics.median(seconds_between(*pair) for pair in marks) * 1e3
 
 
-def _relate_to_peer(rows: list[MLSTMRow], row: MLSTMRow) -> None:
+def _over_first(row: MLSTMRow, ladder: tuple[Way, ...], measured: list[MLSTMRow]) -> float | None:
+    """How many times as fast as the first of the ladder that was measured and computes the same."""
+    (own,) = (way for way in ladder if way.name == row.variant)
+    there = {one.variant: one for one in measured if (one.shape, one.dtype) == (row.shape, row.dtype)}
+    there[row.variant] = row
+
+    def took(way: Way) -> float | None:
+        found = there.get(way.name)
+        return None if found is None else found.fwdbwd_ms if own.has_backward else found.fwd_ms
+
+    took_ms = took(own)
+    if not own.is_whole or took_ms is None:
+        return None
+    alike = (way for way in ladder if way.is_whole and way.has_backward == own.has_backward)
+    return next(first_ms for way in alike if (first_ms := took(way)) is not None) / took_ms
+
+
+def _relate_to_peer(record: Record[MLSTMRow], row: MLSTMRow) -> None:
     """Once the peer's row is there, all of its shape have the peer's times."""
     if row.peer is not None:
-        rows[:] = [replace(one, peer=row.peer) if one.shape == row.shape else one for one in rows]
+        record.change(lambda one: replace(one, peer=row.peer) if one.shape == row.shape else one)

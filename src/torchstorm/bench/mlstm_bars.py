@@ -6,28 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torchstorm.bench.mlstm_rows import MLSTMRow
-from torchstorm.errors import ConfigError, StorageError
+from torchstorm.report.picture import GRID, save
 
-_FORWARD, _BACKWARD, _KNOWN, _GRID = "#7fa8d1", "#1f5fa8", "#c2571a", "#dddddd"
-
-
-def require_picture(path: Path) -> None:
-    """Makes sure that a picture can be drawn there, before anything is measured for it.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--plot draws a picture with matplotlib, which is not installed: pip install torchstorm[plot], or leave "
-            "--plot out."
-        ) from error
-    formats = FigureCanvasAgg(Figure()).get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ConfigError(f"--plot {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}.")
+_FORWARD, _BACKWARD, _KNOWN = "#7fa8d1", "#1f5fa8", "#c2571a"
 
 
 def draw_bars(rows: list[MLSTMRow], path: Path, *, title: str) -> None:
@@ -53,12 +34,7 @@ def draw_bars(rows: list[MLSTMRow], path: Path, *, title: str) -> None:
     for panel, shape in zip(panels[:, 0], shapes, strict=True):
         _draw(panel, shape, shown[shape])
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise StorageError(
-            f"--plot {path} cannot be written: {error.strerror or error}. Give a path in a folder that exists."
-        ) from error
+    save(figure, path, "--plot")
 
 
 def _draw(axes: Any, shape: str, rows: list[MLSTMRow]) -> None:
@@ -77,7 +53,7 @@ def _draw(axes: Any, shape: str, rows: list[MLSTMRow]) -> None:
     legend = "forward, and with backward, ms" + (", dashed: best known" if known else "")
     axes.set_xlabel(legend, fontsize=8)
     axes.set_title(shape, fontsize=9, loc="left")
-    axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
+    axes.grid(True, axis="x", color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.margins(x=0.12)
     for side in ("top", "right"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torchstorm.bench.cases import pick
 from torchstorm.errors import ConfigError
 
 Inputs = dict[str, Tensor]
@@ -118,15 +120,16 @@ _BEST_KNOWN_MS = {
 
 
 def mlstm_cases(sizes: str, device: torch.device) -> tuple[MLSTMCase, ...]:
-    """The shapes called "small", "target" or "all".
+    """The shapes called "small", "target" or "all", or some by what they are ("2x4x1000 64/64"), with commas between.
 
     Raises:
         ConfigError: there is no such name, or those shapes need a GPU and the device is none.
     """
-    if sizes not in ("small", "target", "all"):
-        raise ConfigError(f"--sizes {sizes!r}, but there are small, target and all.")
     if device.type == "cpu":
-        if sizes != "small":
+        if sizes in ("target", "all"):
             raise ConfigError(f"--sizes {sizes} has shapes for a GPU, but --device is {device}: --sizes small.")
-        return _SMALL_CPU
-    return {"small": _SMALL_GPU, "target": _TARGET, "all": _SMALL_GPU + _TARGET}[sizes]
+        sets: dict[str, tuple[MLSTMCase, ...]] = {"small": _SMALL_CPU}
+    else:
+        sets = {"small": _SMALL_GPU, "target": _TARGET, "all": _SMALL_GPU + _TARGET}
+    known = sets | {case.shape: (case,) for cases in sets.values() for case in cases}
+    return tuple(itertools.chain(*(known[name] for name in pick(sizes, tuple(known), option="--sizes"))))

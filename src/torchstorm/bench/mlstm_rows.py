@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,7 @@ class MLSTMRow:
         peer: the same two of the peer, in this run, whatever its check said.
         checked: whether nothing was further off than allowed.
         note: what else is to be said.
+        commit: of the code that was measured.
     """
 
     shape: str
@@ -45,6 +44,12 @@ class MLSTMRow:
     peer: tuple[float | None, float | None] | None = None
     checked: bool = False
     note: str = ""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What there is one row for in a file."""
+        return (self.shape, self.variant, self.dtype)
 
 
 HEADER = (
@@ -66,8 +71,3 @@ def format_row(row: MLSTMRow) -> str:
         f"{cell(row.error, '.1e', 10)}{gradient:>14}  {'checked' if row.checked else 'NOT CHECKED'}"
         f"{'; ' if row.note else ''}{row.note}"
     )
-
-
-def as_json(row: MLSTMRow) -> dict[str, Any]:
-    """The row as JSON has it, which knows no infinity."""
-    return {name: None if value == math.inf else value for name, value in asdict(row).items()}

@@ -100,7 +100,8 @@ def peers() -> tuple[Way, ...]:
 
     def compute(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
         kernel: Any = importlib.import_module(f"{PEER}.torch").get_mlstm_kernel(_PEER_KERNEL)
-        found: Any = kernel(q=q, k=k, v=v, i=i, f=f, chunk_size=_PEER_CHUNK)
+        # With gates in bfloat16 its kernels abort Triton 3.6's compiler.
+        found: Any = kernel(q=q, k=k, v=v, i=i.float(), f=f.float(), chunk_size=_PEER_CHUNK)
         h: Tensor = found[0] if isinstance(found, tuple) else found
         return h
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from torchstorm.bench.cases import bench_device
+from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.loading import bench_loading, drop_cache
-from torchstorm.bench.rows import environment
+from torchstorm.bench.record import Record
 from torchstorm.errors import ConfigError, StorageError
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend
 from torchstorm.storage.choice import open_file
 from torchstorm.storage.direct import DirectFile
-from torchstorm.train.result import write_json
 
 MIB = 2**20
 _PATTERNS = {"read": "read", "write": "write", "randread": "random read", "randwrite": "random write"}
+_LOAD = "load"
 _SIZES = (4096, 64 * 1024, MIB, 4 * MIB)
 _DEPTHS = (1, 8)
 _BATCH_BYTES = 64 * MIB
@@ -48,13 +48,15 @@ class StorageRow:
     Attributes:
         pattern: "read", "write", "randread", "randwrite", or "load" for a loader.
         block_bytes: of one request; of one record for a loader.
-        depth: requests under way at once; batches for a loader.
+        depth: requests under way at once; batches for a loader; 0 for its peers.
         way: "fio", "direct", "buffered", "staged", "loader", "torch-0" (workers), ...
         bytes_per_s: moved; None where that was not what it must be.
         cpu_s_per_gb: seconds of all cores of this process (for fio: of fio) per 1e9 bytes; None where others work too.
-        over: rate by that of the peer: fio's of the same row, or the fastest of torch's DataLoaders.
+        over: rate by that of the peer: fio's of the same row, the fastest of torch's DataLoaders, or, for
+            "loader-training", the disk's own ("disk").
         checked: whether the bytes are what they must be.
         note: what else is to be said.
+        commit: of the code that was measured.
     """
 
     pattern: str
@@ -66,12 +68,19 @@ class StorageRow:
     over: float | None = None
     checked: bool = False
     note: str = ""
+    commit: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What there is one row for in a file."""
+        return (self.pattern, self.block_bytes, self.depth, self.way)
 
 
 def bench_storage(
     directory: str | None,
     device: str | None,
     *,
+    patterns: str | None = None,
     size_bytes: int,
     seconds: float,
     json_path: Path | None,
@@ -82,6 +91,8 @@ def bench_storage(
     Args:
         directory: where the file of `size_bytes` is made, and removed again; None for the temporary directory.
         device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        patterns: some of "read", "write", "randread", "randwrite" and "load" (the loader), with commas between; None
+            for all.
         size_bytes: of the file, at least 64 MiB. It should be larger than the disk's own cache.
         seconds: a row takes three times as long, in turns with the other ways.
         json_path: where the rows go.
@@ -94,37 +105,31 @@ def bench_storage(
         raise ConfigError(f"size={format_size(size_bytes)}, but at least {format_size(_BATCH_BYTES)} are needed.")
     target = bench_device(device)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    rows: list[StorageRow] = []
-
-    def add(row: StorageRow) -> None:
-        rows.append(row)
-        say(format_row(row))
-        if json_path is not None:
-            write_json(json_path, {"op": "storage", **environment(target), "rows": [asdict(one) for one in rows]})
-
+    known = (*_PATTERNS, _LOAD)
+    chosen = known if patterns is None else pick(patterns, known, option="--pattern")
+    record = Record("storage", target, StorageRow, format_row, path=json_path, say=say)
     with _room(directory, size_bytes) as path:
         say(f"{path.parent}: {format_size(size_bytes)}, {_TURNS} x {seconds:g} s a row, in turns")
         say(HEADER)
-        fio = _Fio(path, seconds, size_bytes)
-        if fio.why_not:
-            say(f"fio: {fio.why_not}")
-        _fill(path, size_bytes)
-        for pattern in _PATTERNS:
-            for block_bytes in _SIZES:
-                for depth in _DEPTHS:
-                    peer: StorageRow | None = None
-                    for row in _in_turns(fio, path, target, (pattern, block_bytes, depth), seconds, size_bytes):
-                        if row.way == "fio":
-                            peer = row
-                        elif row.bytes_per_s and peer is not None and peer.bytes_per_s:
-                            row = replace(row, over=row.bytes_per_s / peer.bytes_per_s)
-                        add(row)
-        path.unlink()
-        own = [row for row in rows if (row.pattern, row.way) == ("randread", "direct") and row.bytes_per_s]
-        disk_rate = max((row.bytes_per_s or 0 for row in own), default=None)
-        for fields in bench_loading(path, target, size_bytes=size_bytes, disk_bytes_per_s=disk_rate):
-            add(StorageRow(**fields))
-    return rows
+        of_files = [pattern for pattern in _PATTERNS if pattern in chosen]
+        if of_files:
+            fio = _Fio(path, seconds, size_bytes)
+            if fio.why_not:
+                say(f"fio: {fio.why_not}")
+            _fill(path, size_bytes)
+            for case in itertools.product(of_files, _SIZES, _DEPTHS):
+                peer: StorageRow | None = None
+                for row in _in_turns(fio, path, target, case, seconds, size_bytes):
+                    if row.way == "fio":
+                        peer = row
+                    elif row.bytes_per_s and peer is not None and peer.bytes_per_s:
+                        row = replace(row, over=row.bytes_per_s / peer.bytes_per_s)
+                    record.add(row)
+            path.unlink()
+        if _LOAD in chosen:
+            for fields in bench_loading(path, target, size_bytes=size_bytes):
+                record.add(StorageRow(**fields))
+    return record.rows
 
 
 HEADER = f"{'pattern':<10}{'block':>11}{'depth':>6}  {'way':<18}{'rate':>14}{'over peer':>10}{'CPU s/GB':>10}  bytes"

@@ -75,6 +75,11 @@ def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="upper right", frameon=True, framealpha=0.95, edgecolor=GRID, fontsize=9)
+    save(figure, path, option)
+
+
+def save(figure: Any, path: Path, option: str) -> None:
+    """Writes a figure, whatever is drawn in it. Raises StorageError where that cannot be."""
     try:
         figure.savefig(path)
     except OSError as error:
