@@ -273,7 +273,9 @@ def xlstm(
     device: BenchDevice = None,
     disk: BenchDisk = None,
     steps: BenchSteps = 6,
-    shape: Annotated[str | None, typer.Option(help="Only these, as in 8192x4,32768x1 (default: all).")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Only these: contexts, or models at one, as in 8192x4 (default: all).")
+    ] = None,
     json: BenchJson = None,
 ) -> None:
     """Train a 350M xLSTM beside a 350M GPT at 8k and 32k context: tokens/s with everything kept and within half."""

@@ -49,7 +49,12 @@ class ModelAt:
     @property
     def shape(self) -> str:
         """Model, tokens and sequences, as in "xlstm-350m 8192x4"."""
-        return f"{self.model} {self.seq}x{self.batch}"
+        return f"{self.model} {self.context}"
+
+    @property
+    def context(self) -> str:
+        """Tokens and sequences, as in "8192x4"."""
+        return f"{self.seq}x{self.batch}"
 
     @property
     def tokens(self) -> int:
@@ -114,7 +119,7 @@ def bench_xlstm(
         steps: timed steps a row.
         json_path: rows of the same machine and versions that it has already stay, unless they are made anew.
         console: where rows are printed.
-        shape_names: some contexts, as in "8192x4,32768x1"; None for all.
+        shape_names: some contexts, or models at one, as in "8192x4,xlstm-350m 32768x1"; None for all.
 
     Returns:
         Tokens a second of this run's rows.
@@ -124,20 +129,21 @@ def bench_xlstm(
     """
     target = bench_device(device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    cases = ON_A_GPU if target.type == "cuda" else SMALL
-    contexts = tuple(dict.fromkeys(case.shape.split()[1] for case in cases))
-    chosen = contexts if shape_names is None else pick(shape_names, contexts, option="--shape")
+    cases = all_cases = ON_A_GPU if target.type == "cuda" else SMALL
+    if shape_names is not None:
+        known = tuple(dict.fromkeys(name for case in cases for name in (case.shape, case.context)))
+        names = pick(shape_names, known, option="--shape")
+        cases = tuple(case for case in cases if case.shape in names or case.context in names)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     results = Results("xlstm", target, path=json_path, say=say)
     with tempfile.TemporaryDirectory() as spill:
         for case in cases:
-            if case.shape.split()[1] in chosen:
-                _run(case, target, results, disk=disk or spill, steps=steps)
-                clean(target)
+            _run(case, target, results, disk=disk or spill, steps=steps)
+            clean(target)
     found = speeds(results.rows, cases)
     for speed in found:
         results.say(str(speed))
-    results["speeds"] = [asdict(speed) for speed in speeds(results.all_rows(), cases)]
+    results["speeds"] = [asdict(speed) for speed in speeds(results.all_rows(), all_cases)]
     results.write()
     return found
 
@@ -169,7 +175,7 @@ def speeds(rows: list[Row], cases: tuple[ModelAt, ...]) -> list[Speed]:
     found: list[Speed] = []
     gpt: dict[tuple[str, str], float] = {}
     for case in cases:
-        context = case.shape.split()[1]
+        context = case.context
         for row in rows:
             if row.shape != case.shape or row.way not in (ways.UNLIMITED, ways.SESSION):
                 continue
