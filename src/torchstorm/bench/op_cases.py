@@ -1,0 +1,48 @@
+"""What the bench of an operation needs to know of it: inputs at a shape, ways, the definition, and what there is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+Outputs = dict[str, Tensor]
+Way = Callable[[Inputs], Outputs]
+Pass = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """One operation at one shape.
+
+    Attributes:
+        op: its name in `torchstorm.kernels`.
+        shape: for people and for rows, as in "8192x8192x8192".
+        dtype: of the inputs.
+        make: the inputs on a device from a seed, the same every time. Those named "d_NAME" are gradients of the output
+            NAME, and given to no way.
+        ours: the operation by a variant's name.
+        variants: names, in order of history, "auto" among them.
+        reference: the definition in plain PyTorch, in the inputs' dtype: the truth in float64, and otherwise the
+            yardstick, what "over PyTorch" is said of.
+        peers: others' ways by name, as in "torch.compile"; those that are not installed left out.
+        differentiable: inputs that gradients are wanted of; none for forward alone.
+        work: operations or bytes of each pass, each byte counted once.
+        unit: whether `work` counts operations, or bytes that are read or written.
+    """
+
+    op: str
+    shape: str
+    dtype: torch.dtype
+    make: Callable[[torch.device, int], Inputs]
+    ours: Callable[[Inputs, str], Outputs]
+    variants: tuple[str, ...]
+    reference: Way
+    peers: Mapping[str, Way]
+    differentiable: tuple[str, ...] = ()
+    work: Mapping[Pass, float]
+    unit: Literal["FLOP/s", "B/s"]

@@ -1,0 +1,86 @@
+"""The variants of an operation: what each one taught, where it can run, and which is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ConfigError, DeviceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to compute an operation.
+
+    Attributes:
+        name: a value of `variant=`.
+        taught: what was new.
+        costs: time and memory.
+        devices: types of devices that it runs on.
+        dtypes: of the inputs; empty for all that the operation takes.
+        capability: least compute capability of a GPU, as in (9, 0).
+        needs: modules without which it cannot run.
+    """
+
+    name: str
+    taught: str
+    costs: str
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[torch.dtype, ...] = ()
+    capability: tuple[int, int] = (8, 0)
+    needs: tuple[str, ...] = ()
+
+    def why_not(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why it cannot compute in that dtype on that device, as the end of a sentence; "" where it can."""
+        if device.type not in self.devices:
+            return f"it runs on {' or '.join(self.devices)}, not on {device.type}"
+        missing = [module for module in self.needs if find_spec(module) is None]
+        if missing:
+            return f"it needs {', '.join(missing)}, which is not installed"
+        if device.type == "cuda":  # pragma: gpu
+            here = torch.cuda.get_device_capability(device)
+            if here < self.capability:
+                return f"it needs compute capability {self.capability}, and {device} has {here}"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it takes {', '.join(str(each).removeprefix('torch.') for each in self.dtypes)}, not {dtype}"
+        return ""
+
+
+Ladder = tuple[Variant, ...]
+"""Variants in order of history."""
+
+
+def available(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> Ladder:
+    """Those that can run."""
+    return tuple(variant for variant in ladder if not variant.why_not(device, dtype))
+
+
+def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[], str]) -> str:
+    """The name of the variant that is meant.
+
+    Args:
+        op: the operation, for messages.
+        ladder: its variants.
+        variant: as the user gave it.
+        x: an input, whose device and dtype count.
+        auto: what "auto" stands for, here and for these inputs.
+
+    Raises:
+        ConfigError: there is no such variant.
+        DeviceError: it cannot run on x's device, in its dtype, or without something that is not installed.
+    """
+    if variant == "auto":
+        return auto()
+    found = next((each for each in ladder if each.name == variant), None)
+    if found is None:
+        names = ", ".join(repr(each.name) for each in ladder)
+        raise ConfigError(f"variant={variant!r}, but {op} has {names} and 'auto'.")
+    why_not = found.why_not(x.device, x.dtype)
+    if why_not:
+        here = ", ".join(repr(each.name) for each in available(ladder, x.device, x.dtype)) or "none"
+        raise DeviceError(f"variant={variant!r} of {op}: {why_not}. Here there are {here} and 'auto'.")
+    return variant
