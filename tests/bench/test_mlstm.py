@@ -17,14 +17,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from torchstorm.bench import mlstm as bench
-from torchstorm.bench import mlstm_cases, mlstm_checks
+from torchstorm.bench import mlstm_cases, mlstm_checks, timing
 from torchstorm.bench.mlstm import bench_mlstm
-from torchstorm.bench.mlstm_bars import draw_bars
 from torchstorm.bench.mlstm_cases import MLSTMCase
-from torchstorm.bench.mlstm_rows import MLSTMRow
 from torchstorm.bench.mlstm_ways import PEER, Way, peers, ways_for
 from torchstorm.cli import app
-from torchstorm.errors import ConfigError, StorageError
+from torchstorm.errors import ConfigError
 from torchstorm.kernels import mlstm, mlstm_ladder
 
 TINY = MLSTMCase(batch=2, heads=3, seq=9, d_qk=4, d_v=5)
@@ -36,7 +34,7 @@ LONG = MLSTMCase(batch=2, heads=16, seq=32768, d_qk=128, d_v=256)
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlstm_cases, "_SMALL_CPU", (TINY,))
-    monkeypatch.setattr(bench, "_SECONDS_A_TIME", 0.0)
+    monkeypatch.setattr(timing, "_SECONDS_A_TIME", 0.0)
 
 
 def run(tmp_path: Path, **options: Any) -> tuple[bool, list[dict[str, Any]], str]:
@@ -107,7 +105,7 @@ def test_a_bench_made_in_parts_keeps_its_rows_and_relates_to_them(tmp_path: Path
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     times: list[Any] = []
-    monkeypatch.setattr(bench, "_time_ms", lambda *given: times.append(given))
+    monkeypatch.setattr(bench, "median_ms", lambda *given: times.append(given))
     replaced(
         monkeypatch,
         Way(name="wrong", function=without_normalizer),
@@ -313,16 +311,6 @@ def test_the_command_writes_rows_and_a_picture(tmp_path: Path) -> None:
 def test_the_command_fails_where_a_check_of_ours_does(monkeypatch: pytest.MonkeyPatch) -> None:
     replaced(monkeypatch, Way(name="wrong", function=without_normalizer))
     assert CliRunner().invoke(app, ["bench", "mlstm", "--device", "cpu"]).exit_code == 1
-
-
-def test_a_picture_shows_what_was_timed_beside_what_is_known(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    known = MLSTMRow(shape="x", variant="a", dtype="bfloat16", fwd_ms=1.0, fwdbwd_ms=3.0, best_known_ms=(1.5, 4.0))
-    draw_bars([known, MLSTMRow(shape="y", variant="b", dtype="bfloat16", note="failed")], tmp_path / "a.svg", title="t")
-    text = (tmp_path / "a.svg").read_text()
-    assert text.count("<svg") == 1
-    with pytest.raises(StorageError, match="cannot be written"):
-        draw_bars([known], tmp_path / "missing" / "a.png", title="t")
 
 
 def test_without_matplotlib_a_picture_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

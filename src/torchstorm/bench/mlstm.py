@@ -6,9 +6,7 @@ device time after a run that warms up, with random inputs that are taken in turn
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,23 +16,20 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from torchstorm.bench.bars import Panel, draw_bars
 from torchstorm.bench.cases import bench_device, pick
-from torchstorm.bench.measure import clean, synchronize
-from torchstorm.bench.mlstm_bars import draw_bars
+from torchstorm.bench.measure import clean
 from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase, mlstm_cases
 from torchstorm.bench.mlstm_checks import Check, Truth, check_alone, outputs_and_gradients
 from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, format_row
 from torchstorm.bench.mlstm_ways import Way, peers, ways_for
 from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
+from torchstorm.bench.timing import median_ms
 from torchstorm.errors import ConfigError
-from torchstorm.offload.clock import CpuClock, seconds_between
 from torchstorm.report.picture import check_picture
-from torchstorm.transfer.engine import StreamClock
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_SECONDS_A_TIME = 0.2  # how long a time is taken for
-_FEWEST, _MOST = 3, 30  # runs; fewer where one takes longer than that
 
 
 def bench_mlstm(
@@ -88,8 +83,20 @@ def bench_mlstm(
         clean(target)
     if plot is not None:
         shown = [row for row in record.all_rows() if row.dtype == chosen_dtype]
-        draw_bars(shown, plot, title=f"mLSTM, {chosen_dtype}, {record.device}")
+        _draw(shown, plot, title=f"mLSTM, {chosen_dtype}, {record.device}")
     return not any(row.variant in ours and row.error is not None and not row.checked for row in record.rows)
+
+
+def _draw(rows: list[MLSTMRow], path: Path, *, title: str) -> None:
+    panels = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        here = [row for row in rows if row.shape == shape]
+        known = next((row.best_known_ms for row in here if row.best_known_ms is not None), ())
+        bars = [(row.variant, (row.fwd_ms, row.fwdbwd_ms)) for row in here]
+        panels.append(Panel(title=shape, bars=bars, lines=known))
+    draw_bars(
+        panels, path, title=title, legend="forward, and with backward, ms; dashed: best known, where there is one"
+    )
 
 
 def _best_known(case: MLSTMCase, dtype: torch.dtype) -> str:
@@ -163,8 +170,8 @@ def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth
     def forward_backward(inputs: Inputs) -> None:
         outputs_and_gradients(way.function, inputs)
 
-    fwd_ms = _time_ms(forward, sets, device)
-    fwdbwd_ms = _time_ms(forward_backward, sets, device) if way.has_backward else None
+    fwd_ms = median_ms(forward, sets, device)
+    fwdbwd_ms = median_ms(forward_backward, sets, device) if way.has_backward else None
     row = replace(row, peer=(fwd_ms, fwdbwd_ms)) if not way.is_ours else row
     if check.wrong:
         took = f"took {fwd_ms:.4g} ms forward, {fwdbwd_ms:.4g} ms with backward"
@@ -190,27 +197,6 @@ def _check(way: Way, inputs: Inputs, truth: Truth) -> Check:
 def _told(check: Check) -> str:
     parts = [f"{name} is off by {check.errors[name]:.1%}, allowed {check.allowed[name]:.1%}" for name in check.wrong]
     return ", ".join(parts)
-
-
-def _time_ms(run: Callable[[Inputs], None], sets: list[Inputs], device: torch.device) -> float:
-    """The median; what ran before has warmed up."""
-    clock = StreamClock(device) if device.type == "cuda" else CpuClock()
-    turns = itertools.cycle(sets)
-
-    def once() -> tuple[object, object]:
-        inputs = next(turns)
-        start = clock.mark()
-        run(inputs)
-        return start, clock.mark()
-
-    first = once()
-    synchronize(device)
-    seconds = seconds_between(*first)
-    repeats = max(_FEWEST, min(_MOST, int(_SECONDS_A_TIME / max(seconds, 1e-9))))
-    # The first of slow runs counts, too: what it lost on the way is little beside it.
-    marks = [first, once()] if seconds > _SECONDS_A_TIME else [once() for _ in range(repeats)]
-    synchronize(device)
-    return statistics.median(seconds_between(*pair) for pair in marks) * 1e3
 
 
 def _over_first(row: MLSTMRow, ladder: tuple[Way, ...], measured: list[MLSTMRow]) -> float | None:

@@ -1,8 +1,4 @@
-"""How far what was timed is from the truth: outputs and gradients of some heads, against the definition in float64.
-
-The rule is that of the tests: at most twice the error of the same computed plainly, by PyTorch, in the same dtype; and
-never more than a limit, so that nothing passes because plain PyTorch is lost, as it is with bf16 sums of many gates.
-"""
+"""How far what was timed is from the truth: outputs and gradients of some heads, against the definition in float64."""
 
 from __future__ import annotations
 
@@ -13,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.bench.accuracy import allowed, error_of
 from torchstorm.kernels.mlstm import mlstm
 from torchstorm.kernels.mlstm.reference import mlstm_quadratic, mlstm_recurrent
 
 Results = dict[str, Tensor]
 
-_TIMES = 2.0
-_LIMIT = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 _INPUTS = ("q", "k", "v", "i", "f")
 _MOST_PAIRS = 8192  # tokens of which all pairs are held at once, in float64 and for two heads
 _MOST_STEPS = 1024  # tokens that PyTorch takes one by one
@@ -92,20 +87,6 @@ def check_alone(out: Tensor, reference: Callable[..., Tensor], given: list[Tenso
     right = reference(*(x.double() for x in here))
     limit = allowed([reference(*here)], right, out.dtype)
     return Check(errors={"h": error_of(some_heads(out, num_heads), right)}, allowed={"h": limit})
-
-
-def error_of(out: Tensor, right: Tensor) -> float:
-    """|out - right| / |right|; infinite where `out` is not finite."""
-    if not bool(out.isfinite().all()):
-        return float("inf")
-    distance, size = float((out.double() - right).norm()), float(right.norm())
-    return distance / size if size else distance
-
-
-def allowed(yardsticks: list[Tensor], right: Tensor, dtype: torch.dtype) -> float:
-    """Twice the largest error of the yardsticks, at least the dtype's own and at most the limit."""
-    errors = [error_of(x, right) for x in yardsticks]
-    return min(_LIMIT[dtype], max(torch.finfo(dtype).eps, *(_TIMES * error for error in errors)))
 
 
 def _quadratic(*inputs: Any) -> Tensor:

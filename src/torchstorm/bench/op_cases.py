@@ -1,4 +1,4 @@
-"""What the bench of an operation needs to know: inputs at a shape, ways, the definition, and how much there is to do."""
+"""What the bench of an operation needs to know: inputs at a shape, ways, the definition, and how much is to be done."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 Inputs = Mapping[str, Tensor]
 Outputs = dict[str, Tensor]
 Way = Callable[[Inputs], Outputs]
-Pass = Literal["forward", "backward"]
+Pass = Literal["forward", "backward", "both"]
+"""Forward without gradients; the gradients alone, of a forward pass that was made before; both together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,10 @@ class OpCase:
         variants: names, in order of history, "auto" among them.
         reference: the definition in plain PyTorch, in the inputs' dtype: the truth in float64, and otherwise the
             yardstick, what "over PyTorch" is said of.
+        truth: the definition in float64 where `reference` of float64 inputs would not fit; None for that.
         peers: others' ways by name, as in "torch.compile"; those that are not installed left out.
         differentiable: inputs that gradients are wanted of; none for forward alone.
-        work: operations or bytes of each pass, each byte counted once.
+        work: operations or bytes of each pass that is to be timed, each byte counted once.
         unit: whether `work` counts operations, or bytes that are read or written.
     """
 
@@ -46,3 +48,4 @@ class OpCase:
     differentiable: tuple[str, ...] = ()
     work: Mapping[Pass, float]
     unit: Literal["FLOP/s", "B/s"]
+    truth: Way | None = None

@@ -110,14 +110,13 @@ class Record(Generic[R]):
         return list({row.key: row for row in self.older + self.rows}.values())
 
     def write(self) -> None:
-        """Writes all rows; JSON knows no infinity, so that is None there.
+        """Writes all rows.
 
         Raises:
             StorageError: the file cannot be written.
         """
         if self._path is not None:
-            rows = [{k: None if v == math.inf else v for k, v in asdict(row).items()} for row in self.all_rows()]
-            write_json(self._path, {**self._record, "rows": rows})
+            write_json(self._path, {**self._record, "rows": [_as_json(row) for row in self.all_rows()]})
 
     def _read(self) -> list[R]:
         assert self._path is not None
@@ -135,9 +134,15 @@ class Record(Generic[R]):
         if others:
             self._say(f"{self._path} is of another machine or versions ({', '.join(others)}): its rows are replaced.")
             return []
-        needed = {field.name for field in fields(self._row_type) if field.default is MISSING}
-        known = {field.name for field in fields(self._row_type)}
-        return [self._row_type(**row) for row in rows if isinstance(row, dict) and needed <= row.keys() <= known]
+        known = {field.name.rstrip("_"): field for field in fields(self._row_type)}
+        needed = {name for name, field in known.items() if field.default is MISSING}
+        whole = [row for row in rows if isinstance(row, dict) and needed <= row.keys() <= known.keys()]
+        return [self._row_type(**{known[name].name: value for name, value in row.items()}) for row in whole]
+
+
+def _as_json(row: RecordRow) -> dict[str, Any]:
+    """By the names of the fields, without the "_" of those that Python keeps for itself; no infinity, as in JSON."""
+    return {name.rstrip("_"): None if value == math.inf else value for name, value in asdict(row).items()}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

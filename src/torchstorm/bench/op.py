@@ -1,0 +1,245 @@
+"""An operation's ladder side by side: every variant, PyTorch and others' kernels, timed and checked in the same run.
+
+A time is shown only where the very tensors that are timed passed their check against float64. Inputs are random, and
+taken in turn until they have left the cache. The first row of the definition in plain PyTorch is called "reference".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from torchstorm.bench.accuracy import allowed, error_of
+from torchstorm.bench.bars import Panel, draw_bars
+from torchstorm.bench.cases import bench_device, pick
+from torchstorm.bench.ceilings import Ceilings
+from torchstorm.bench.measure import clean
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Way
+from torchstorm.bench.op_rows import HEADER, OpRow, format_row
+from torchstorm.bench.record import Record
+from torchstorm.bench.side_by_side import failure
+from torchstorm.bench.timing import median_ms
+from torchstorm.errors import ConfigError, TorchstormError
+from torchstorm.report.picture import check_picture
+
+CASES: dict[str, str] = {}
+"""Where each operation's cases are made: module and function, given sizes, a device and a dtype."""
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+REFERENCE = "reference"
+_CACHE_BYTES = 60 * 10**6
+_MOST_SETS = 16
+
+
+def bench_op(
+    op: str,
+    device: str | None,
+    *,
+    sizes: str = "small",
+    dtype: str | None = None,
+    variant_names: str | None = None,
+    json_path: Path | None = None,
+    plot: Path | None = None,
+    console: Console,
+) -> bool:
+    """Times and checks every way at every shape, prints a table a shape, and writes what was measured.
+
+    Args:
+        op: a key of `CASES`.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        sizes: "small", or "target" for the shapes with times to beat, on a GPU.
+        dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
+        variant_names: some of the ways, with commas between; None for all.
+        json_path: where the rows go, after each of them; rows of the same machine that it has already stay.
+        plot: where a picture goes; its ending says the format.
+        console: where the tables are printed.
+
+    Returns:
+        Whether every check of ours passed.
+
+    Raises:
+        TorchstormError: the device is not there, a name is not known, or a file cannot be written.
+    """
+    target = bench_device(device)
+    chosen = dtype or ("bfloat16" if target.type == "cuda" else "float32")
+    if chosen not in DTYPES:
+        raise ConfigError(f"--dtype {chosen!r}, but there are {', '.join(DTYPES)}.")
+    if plot is not None:
+        check_picture(plot, "--plot")
+    cases = _cases(op, sizes, target, DTYPES[chosen])
+    names = tuple(dict.fromkeys(name for case in cases for name in _ways(case)))
+    picked = names if variant_names is None else pick(variant_names, names, option="--variant")
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    record = Record(op, target, OpRow, format_row, path=json_path, say=say)
+    ceilings = Ceilings(target)
+    say(f"{record.device}: {ceilings.told(DTYPES[chosen])}")
+    for case in cases:
+        say(f"\n{case.op} {case.shape} {chosen}")
+        say(HEADER)
+        _run(case, target, picked, ceilings, record)
+        clean(target)
+    if plot is not None:
+        _draw([row for row in record.all_rows() if row.dtype == chosen], plot, title=f"{op}, {chosen}, {record.device}")
+    others = {REFERENCE, *(name for case in cases for name in case.peers)}
+    return not any(row.error is not None and not row.checked for row in record.rows if row.variant not in others)
+
+
+def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    module, _, function = CASES[op].partition(":")
+    found: tuple[OpCase, ...] = getattr(import_module(module), function)(sizes, device, dtype)
+    return found
+
+
+def _ways(case: OpCase) -> dict[str, Way]:
+    ours = {name: partial(_ours, case, name) for name in case.variants}
+    return {REFERENCE: case.reference, **case.peers, **ours}
+
+
+def _ours(case: OpCase, variant: str, inputs: Inputs) -> Outputs:
+    return case.ours(inputs, variant)
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """What a case's outputs and gradients are in float64, and how far each may be from that."""
+
+    right: Outputs
+    allowed: Mapping[str, float]
+
+    def worst(self, found: Outputs, *, gradients: bool) -> tuple[str, float]:
+        """The result with the largest error for what it may have, and that error."""
+        errors = {name: error_of(found[name], x) for name, x in self.right.items() if gradients or not _is_grad(name)}
+        name = max(errors, key=lambda name: errors[name] / self.allowed[name])
+        return name, errors[name]
+
+
+def _is_grad(name: str) -> bool:
+    return name.startswith("d_")
+
+
+def _run(
+    case: OpCase, device: torch.device, picked: tuple[str, ...], ceilings: Ceilings, record: Record[OpRow]
+) -> None:
+    first_set = dict(case.make(device, 0))
+    num_bytes = sum(x.nbytes for x in first_set.values())
+    num_sets = max(1, min(_MOST_SETS, math.ceil(2 * _CACHE_BYTES / max(num_bytes, 1)))) if device.type == "cuda" else 1
+    sets = [first_set, *(case.make(device, seed) for seed in range(1, num_sets))]
+    truth = _truth(case, first_set)
+    took: dict[tuple[str, Pass], float] = {}
+    ways = {name: way for name, way in _ways(case).items() if name in picked}
+    for name, way in ways.items():
+        for row in _rows(case, name, way, sets, truth, ceilings):
+            if row.ms is not None:
+                took[name, row.pass_] = row.ms
+                firsts = (took.get((variant, row.pass_)) for variant in case.variants)
+                first = next((ms for ms in firsts if ms is not None), None)
+                plain = took.get((REFERENCE, row.pass_))
+                row = replace(
+                    row,
+                    over_first=first / row.ms if first and name in case.variants else None,
+                    over_pytorch=plain / row.ms if plain else None,
+                )
+            record.add(row)
+        clean(device)
+
+
+def _truth(case: OpCase, inputs: Inputs) -> _Truth:
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    right = _results(case.truth or case.reference, case, wide)
+    plain = _results(case.reference, case, inputs)
+    return _Truth(right, {name: allowed([plain[name]], x, case.dtype) for name, x in right.items()})
+
+
+def _results(way: Way, case: OpCase, inputs: Inputs) -> Outputs:
+    """Outputs by name and, as "d_NAME", the gradients of what is differentiable."""
+    outputs, leaves = _forward(way, case, inputs)
+    found = {name: x.detach() for name, x in outputs.items()}
+    return found | {f"d_{name}": x for name, x in zip(leaves, _grads(outputs, leaves, inputs), strict=True)}
+
+
+def _forward(way: Way, case: OpCase, inputs: Inputs) -> tuple[Outputs, dict[str, Tensor]]:
+    given = {name: x for name, x in inputs.items() if not _is_grad(name)}
+    leaves = {name: given[name].detach().requires_grad_() for name in case.differentiable}
+    return way(given | leaves), leaves
+
+
+def _grads(outputs: Outputs, leaves: Mapping[str, Tensor], inputs: Inputs, *, again: bool = False) -> list[Tensor]:
+    if not leaves:
+        return []
+    wanted = [inputs[f"d_{name}"] for name in outputs]
+    return list(torch.autograd.grad(list(outputs.values()), list(leaves.values()), wanted, retain_graph=again))
+
+
+def _rows(case: OpCase, name: str, way: Way, sets: list[Inputs], truth: _Truth, ceilings: Ceilings) -> list[OpRow]:
+    """One row for each pass; where the way cannot run or is wrong, the rows say so and hold no time."""
+    row = OpRow(
+        op=case.op,
+        shape=case.shape,
+        dtype=str(case.dtype).removeprefix("torch."),
+        variant=name,
+        pass_="forward",
+        unit=case.unit,
+    )
+    try:
+        found = _results(way, case, sets[0])
+    except (TorchstormError, RuntimeError, ImportError) as failed:  # this way's result; the others still run
+        return [replace(row, pass_=each, note=failure(failed)) for each in case.work]
+    rows = []
+    for each in case.work:
+        where, error = truth.worst(found, gradients=each != "forward")
+        limit = truth.allowed[where]
+        checked = replace(row, pass_=each, error=error, where=where, allowed=limit, checked=error <= limit)
+        if not checked.checked:
+            rows.append(replace(checked, note=f"{where} is off by {error:.2e}, allowed {limit:.2e}"))
+            continue
+        ms = _time(way, case, each, sets)
+        rate = case.work[each] / ms * 1e3
+        share = rate / ceilings.of(case.unit, case.dtype)
+        rows.append(replace(checked, ms=ms, rate=rate, share_of_ceiling=share))
+    return rows
+
+
+def _time(way: Way, case: OpCase, which: Pass, sets: list[Inputs]) -> float:
+    device = next(iter(sets[0].values())).device
+
+    def forward(inputs: Inputs) -> None:
+        with torch.no_grad():
+            way({name: x for name, x in inputs.items() if not _is_grad(name)})
+
+    def both(inputs: Inputs) -> None:
+        outputs, leaves = _forward(way, case, inputs)
+        _grads(outputs, leaves, inputs)
+
+    if which != "backward":
+        run: Callable[[Inputs], None] = forward if which == "forward" else both
+        run(sets[0])  # warms up
+        return median_ms(run, sets, device)
+
+    made = [(*_forward(way, case, inputs), inputs) for inputs in sets]
+
+    def backward(graph: tuple[Outputs, dict[str, Tensor], Inputs]) -> None:
+        outputs, leaves, inputs = graph
+        _grads(outputs, leaves, inputs, again=True)
+
+    backward(made[0])
+    return median_ms(backward, made, device)
+
+
+def _draw(rows: list[OpRow], path: Path, *, title: str) -> None:
+    passes = [each for each in get_args(Pass) if any(row.pass_ == each for row in rows)]
+    panels = []
+    for op, shape in dict.fromkeys((row.op, row.shape) for row in rows):
+        times = {(row.variant, row.pass_): row.ms for row in rows if (row.op, row.shape) == (op, shape)}
+        names = dict.fromkeys(variant for variant, _ in times)
+        bars = [(name, [times.get((name, each)) for each in passes]) for name in names]
+        panels.append(Panel(title=f"{op} {shape}", bars=bars))
+    draw_bars(panels, path, title=title, legend=f"{', '.join(passes)}: ms")

@@ -1,0 +1,155 @@
+"""An operation's bench: nothing wrong is timed, ways that cannot run say why, and rows relate to each other."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from torchstorm.bench import op as bench
+from torchstorm.bench import timing
+from torchstorm.bench.op import bench_op
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
+from torchstorm.errors import ConfigError, DeviceError
+
+
+def square_plus(inputs: Inputs) -> Outputs:
+    return {"y": inputs["x"] * inputs["x"] + inputs["z"]}
+
+
+def ours(inputs: Inputs, variant: str) -> Outputs:
+    if variant == "elsewhere":
+        raise DeviceError("it runs on another device")
+    y = square_plus(inputs)["y"]
+    if variant == "wrong":
+        y = y * 1.01
+    if variant == "wrong-gradient":
+        y = y + (inputs["x"].sum() - inputs["x"].sum().detach())
+    if variant == "nan":
+        y = y * torch.nan
+    return {"y": y}
+
+
+def case(**changes: Any) -> OpCase:
+    def make(device: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        x, z, d_y = (torch.randn(100, generator=generator, device=device, dtype=options["dtype"]) for _ in range(3))
+        return {"x": x, "z": z, "d_y": d_y}
+
+    options: dict[str, Any] = {
+        "op": "square_plus",
+        "shape": "100",
+        "dtype": torch.float32,
+        "make": make,
+        "ours": ours,
+        "variants": ("naive", "auto"),
+        "reference": square_plus,
+        "peers": {"other": lambda inputs: {"y": square_plus(inputs)["y"] * 2}},
+        "differentiable": ("x",),
+        "work": {"forward": 800.0, "backward": 800.0, "both": 1600.0},
+        "unit": "B/s",
+    } | changes
+    return OpCase(**options)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SECONDS_A_TIME", 0.0)
+    monkeypatch.setattr("torchstorm.bench.ceilings.Ceilings.of", lambda self, unit, dtype: 1e9)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *cases: OpCase, **options: Any
+) -> tuple[bool, dict[tuple[str, str], dict[str, Any]], str]:
+    monkeypatch.setitem(bench.CASES, "square_plus", "made:in the test")
+    monkeypatch.setattr(bench, "_cases", lambda op, sizes, device, dtype: cases)
+    text, file = io.StringIO(), tmp_path / "rows.json"
+    passed = bench_op("square_plus", "cpu", json_path=file, console=Console(file=text, width=300), **options)
+    rows = json.loads(file.read_text())["rows"]
+    return passed, {(row["variant"], row["pass"]): row for row in rows}, text.getvalue()
+
+
+def test_every_pass_of_every_way_is_checked_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passed, rows, text = run(monkeypatch, tmp_path, case())
+    assert passed
+    assert [key[0] for key in rows] == ["reference"] * 3 + ["other"] * 3 + ["naive"] * 3 + ["auto"] * 3
+    for (variant, which), row in rows.items():
+        if variant == "other":
+            continue
+        assert row["checked"]
+        assert row["ms"] > 0
+        assert row["rate"] == pytest.approx(case().work[which] / row["ms"] * 1e3)  # type: ignore[index]
+        assert row["share_of_ceiling"] == pytest.approx(row["rate"] / 1e9)
+        assert row["over_pytorch"] == pytest.approx(rows["reference", which]["ms"] / row["ms"])
+        assert (row["over_first"] is None) == (variant == "reference")
+        assert row["where"] in (("y",) if which == "forward" else ("y", "d_x"))
+    assert rows["naive", "both"]["over_first"] == 1
+    assert "GB/s" in text
+
+
+def test_what_is_wrong_is_not_timed_and_only_ours_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    timed: list[Any] = []
+    time = bench._time
+    monkeypatch.setattr(
+        bench, "_time", lambda way, case, which, sets: timed.append(way) or time(way, case, which, sets)
+    )
+    variants = ("wrong", "wrong-gradient", "nan", "elsewhere")
+    passed, rows, text = run(monkeypatch, tmp_path, case(variants=variants))
+    assert not passed
+    wrong = [("other", "forward"), ("wrong", "forward"), ("nan", "both"), ("wrong-gradient", "backward")]
+    for key in (*wrong, ("elsewhere", "forward")):
+        assert rows[key]["ms"] is rows[key]["rate"] is None
+        assert not rows[key]["checked"]
+    assert rows["wrong-gradient", "forward"]["checked"]
+    assert rows["wrong-gradient", "backward"]["where"] == "d_x"
+    assert rows["nan", "both"]["error"] is None
+    assert "another device" in rows["elsewhere", "forward"]["note"]
+    assert len(timed) == 3 + 1  # the reference's three passes, and one forward pass
+    assert "y is off by" in text
+    passed, _, _ = run(monkeypatch, tmp_path, case())
+    assert passed  # `other` is wrong, and not ours
+
+
+def test_a_truth_of_its_own_is_what_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    passed, rows, _ = run(monkeypatch, tmp_path, case(truth=lambda inputs: {"y": square_plus(inputs)["y"] + 1}))
+    assert not passed
+    assert not rows["reference", "forward"]["checked"]
+
+
+def test_forward_alone_needs_no_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, rows, _ = run(monkeypatch, tmp_path, case(differentiable=(), work={"forward": 1.0}))
+    assert {which for _, which in rows} == {"forward"}
+
+
+def test_a_file_made_in_parts_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, first, _ = run(monkeypatch, tmp_path, case(), variant_names="reference")
+    _, rows, _ = run(monkeypatch, tmp_path, case(), variant_names="naive")
+    assert {variant for variant, _ in rows} == {"reference", "naive"}
+    assert rows["reference", "both"] == first["reference", "both"]
+
+
+def test_some_ways_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, rows, _ = run(monkeypatch, tmp_path, case(), variant_names="auto", plot=tmp_path / "a.png")
+    assert {variant for variant, _ in rows} == {"auto"}
+    assert rows["auto", "forward"]["over_pytorch"] is None
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    for options, message in (({"variant_names": "none"}, "--variant 'none'"), ({"dtype": "int8"}, "--dtype 'int8'")):
+        with pytest.raises(ConfigError, match=message):
+            run(monkeypatch, tmp_path, case(), **options)
+
+
+def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "_SECONDS_A_TIME", 0.0)
+    found = bench.Ceilings(torch.device("cpu"))
+    found._copy_bytes, found._size = 2**20, 64
+    assert found.of("B/s", torch.float32) > 1e6
+    assert found.of("FLOP/s", torch.float32) > 1e6
+    assert found.of("B/s", torch.float32) == found.of("B/s", torch.bfloat16)
+    assert "TFLOP/s" in found.told(torch.float32)
