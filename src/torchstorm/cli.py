@@ -1,21 +1,20 @@
 """The `torchstorm` command. Options become a config here; the work is done in the rooms.
 
 Exit codes: 0 done; 2 a mistake in what was asked, told in one line on standard error; 130 and 143 stopped by Ctrl-C or
-SIGTERM, after saving. Rooms that need torch are imported inside the commands, so that --help is quick.
+SIGTERM, after saving. The commands of `bench` are in bench/commands.py. Rooms that need torch are imported inside the
+commands, so that --help is quick.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from torchstorm.errors import TorchstormError
+from torchstorm.bench.commands import bench_app
+from torchstorm.report.terminal import told
 from torchstorm.train.config import TrainConfig, parse_betas
 
 app = typer.Typer(
@@ -27,7 +26,6 @@ app = typer.Typer(
 )
 
 _DEFAULT = TrainConfig()
-bench_app = typer.Typer(help="Time an op's ways side by side, each checked in the same run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 
@@ -105,7 +103,7 @@ def train(
     given = {name: value for name, value in locals().items() if name != "resume" and value is not None}
     from torchstorm.train.job import train as run
 
-    with _told():
+    with told():
         if betas is not None:
             given["betas"] = parse_betas(betas)
         run(given, resume=resume, console=Console())
@@ -141,7 +139,7 @@ def plan(
     from torchstorm.report.picture import require_matplotlib
     from torchstorm.train.forecast import plan_training
 
-    with _told():
+    with told():
         if curve is None:
             plan_training(given, console=Console(), machine=machine)
             return
@@ -171,7 +169,7 @@ def pack(
     """Pack text or .npy files into a volume that is read by record, as by `train --data OUT.storm`."""
     from torchstorm.train.pack import pack as run
 
-    with _told():
+    with told():
         run(
             sources,
             out,
@@ -191,212 +189,8 @@ def doctor(
     """Tell what this machine has: GPUs, link, RAM, disk; which path is active and why."""
     from torchstorm.report.doctor import doctor as examine
 
-    with _told():
+    with told():
         examine(Console(), directory=str(directory))
-
-
-# Options that all benches have.
-BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
-BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
-BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row.")]
-BenchJson = Annotated[
-    Path | None,
-    typer.Option(help="Write each row here as it is done; a file of the same machine keeps its other rows."),
-]
-
-
-@bench_app.command()
-def offload(
-    device: BenchDevice = None,
-    disk: BenchDisk = None,
-    steps: BenchSteps = 8,
-    shape: Annotated[str | None, typer.Option(help="Only these, as in 32768x1,4096x4 (default: all).")] = None,
-    way: Annotated[
-        str | None, typer.Option(help="Only these and what they are compared with, as in session,checkpoint.")
-    ] = None,
-    json: BenchJson = None,
-) -> None:
-    """Compare ways of training in less memory, in one run: checkpointing, torch.compile, TRL, save_on_cpu, Session."""
-    from torchstorm.bench.offload import bench_offload
-
-    with _told():
-        bench_offload(
-            device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape, way_names=way
-        )
-
-
-@bench_app.command()
-def wall(
-    device: BenchDevice = None,
-    disk: BenchDisk = None,
-    steps: BenchSteps = 8,
-    json: Annotated[Path | None, typer.Option(help="Write what was measured and every verdict here.")] = None,
-) -> None:
-    """Prove it: a training step that needs twice the VRAM allowed, at nearly full speed. Exit code 1 if it does not."""
-    from torchstorm.bench.wall import bench_wall
-
-    with _told():
-        if not bench_wall(device, disk=disk, steps=steps, json_path=json, console=Console()):
-            raise typer.Exit(1)
-
-
-@bench_app.command()
-def chunks(
-    device: BenchDevice = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 2,
-    json: BenchJson = None,
-) -> None:
-    """Train on a batch that no GPU holds: Session.run splits it, on a GPU 128 x 8192 tokens at hidden 8192."""
-    from torchstorm.bench.chunks import bench_chunks
-
-    with _told():
-        bench_chunks(device, steps=steps, json_path=json, console=Console())
-
-
-@bench_app.command()
-def models(
-    device: BenchDevice = None,
-    disk: BenchDisk = None,
-    steps: BenchSteps = 6,
-    model: Annotated[str | None, typer.Option(help="Only these, as in vit-huge,resnet-50 (default: all).")] = None,
-    json: BenchJson = None,
-) -> None:
-    """Train Hugging Face models with random weights: unlimited, by their own checkpointing, by Session within less."""
-    from torchstorm.bench.models import bench_models
-
-    with _told():
-        bench_models(device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model)
-
-
-@bench_app.command()
-def xlstm(
-    device: BenchDevice = None,
-    disk: BenchDisk = None,
-    steps: BenchSteps = 6,
-    shape: Annotated[
-        str | None, typer.Option(help="Only these: contexts, or models at one, as in 8192x4 (default: all).")
-    ] = None,
-    json: BenchJson = None,
-) -> None:
-    """Train a 350M xLSTM beside a 350M GPT at 8k and 32k context: tokens/s with everything kept and within half."""
-    from torchstorm.bench.xlstm import bench_xlstm
-
-    with _told():
-        bench_xlstm(device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape)
-
-
-@bench_app.command()
-def learn(
-    device: BenchDevice = None,
-    model: Annotated[
-        str, typer.Option(help="The model that sets the mark, and those that must come near it.")
-    ] = "gpt-nano,xlstm-nano",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 256,
-    data: Annotated[str | None, _option("data", "Text file or folder; left out: the Python library's source.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the losses here; needs matplotlib.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the losses here.")] = None,
-) -> None:
-    """Train models on the same tokens and compare their losses. Exit code 1 where one ends 5 % above the first."""
-    from torchstorm.bench.learn import bench_learn
-
-    with _told():
-        if not bench_learn(
-            device,
-            model_names=model,
-            steps=steps,
-            batch=batch,
-            seq=seq,
-            data=data,
-            picture=png,
-            json_path=json,
-            console=Console(),
-        ):
-            raise typer.Exit(1)
-
-
-@bench_app.command()
-def storage(
-    directory: Annotated[
-        str | None, typer.Option(help="Where the file is made, and removed again (default: the temporary directory).")
-    ] = None,
-    size: Annotated[str, typer.Option(help="Of the file.")] = "1GiB",
-    seconds: Annotated[float, typer.Option(min=0.01, help="A row of reads or writes.")] = 1.0,
-    pattern: Annotated[
-        str | None, typer.Option(help="Only these of read, write, randread, randwrite and load, as in randread,load.")
-    ] = None,
-    device: BenchDevice = None,
-    json: BenchJson = None,
-) -> None:
-    """Read and write by block size and depth beside fio, and load records beside torch's DataLoader."""
-    from torchstorm.bench.storage import bench_storage
-    from torchstorm.sizes import parse_size
-
-    with _told():
-        bench_storage(
-            directory,
-            device,
-            patterns=pattern,
-            size_bytes=parse_size(size),
-            seconds=seconds,
-            json_path=json,
-            console=Console(),
-        )
-
-
-@bench_app.command()
-def mlstm(
-    sizes: Annotated[
-        str, typer.Option(help="small, target (those with times to beat; need a GPU) or all; or shapes, with commas.")
-    ] = "small",
-    device: BenchDevice = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")
-    ] = None,
-    variant: Annotated[
-        str | None,
-        typer.Option(help="Only these, as in gated,triton-quadratic, even if slow (default: all)."),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows here, after each of them.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw bars of milliseconds here, as in FILE.png; needs matplotlib.")
-    ] = None,
-) -> None:
-    """Time the mLSTM's ladder side by side, all of it checked against float64. Exit code 1 if a check of ours fails."""
-    from torchstorm.bench.mlstm import bench_mlstm
-
-    with _told():
-        if not bench_mlstm(
-            device,
-            sizes=sizes,
-            dtype=dtype,
-            variant_names=variant,
-            json_path=json,
-            plot=plot,
-            console=Console(),
-        ):
-            raise typer.Exit(1)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Tells a mistake in one line, and a stop with the way to go on."""
-    from torchstorm.train.stop import Interrupted, Stopped
-
-    try:
-        yield
-    except TorchstormError as error:
-        line = " ".join(str(error).split())
-        errors = Console(stderr=True)
-        errors.print(f"{type(error).__name__}: {line}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except Interrupted as stopped:
-        text = f"Stopped by {stopped}."
-        if isinstance(stopped, Stopped):
-            text += f"\nGo on with: torchstorm train --resume {shlex.quote(str(stopped.checkpoint_dir))}"
-        Console().print(text, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(stopped.exit_code) from None
 
 
 def main() -> None:

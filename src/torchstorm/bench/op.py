@@ -25,14 +25,12 @@ from torchstorm.bench.ceilings import Ceilings
 from torchstorm.bench.measure import clean
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Way
 from torchstorm.bench.op_rows import HEADER, OpRow, format_row
+from torchstorm.bench.ops import OPS
 from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
 from torchstorm.bench.timing import median_ms
 from torchstorm.errors import ConfigError, TorchstormError
 from torchstorm.report.picture import check_picture
-
-CASES: dict[str, str] = {}
-"""Where each operation's cases are made: module and function, given sizes, a device and a dtype."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REFERENCE = "reference"
@@ -54,7 +52,7 @@ def bench_op(
     """Times and checks every way at every shape, prints a table a shape, and writes what was measured.
 
     Args:
-        op: a key of `CASES`.
+        op: a key of `OPS`.
         device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
         sizes: "small", or "target" for the shapes with times to beat, on a GPU.
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
@@ -94,7 +92,7 @@ def bench_op(
 
 
 def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    module, _, function = CASES[op].partition(":")
+    module, _, function = OPS[op].cases.partition(":")
     found: tuple[OpCase, ...] = getattr(import_module(module), function)(sizes, device, dtype)
     return found
 

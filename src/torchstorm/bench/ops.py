@@ -1,0 +1,25 @@
+"""The operations that `torchstorm bench` knows by name, and where their cases are made. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One command of the bench.
+
+    Attributes:
+        name: of the command, and of the record.
+        title: for people.
+        cases: "module:function", which is given sizes, a device and a dtype, and returns `OpCase`s.
+    """
+
+    name: str
+    title: str
+    cases: str
+
+
+_ALL: tuple[Op, ...] = ()
+OPS = {op.name: op for op in _ALL}
+"""By name."""
