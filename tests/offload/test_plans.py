@@ -61,6 +61,24 @@ def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free
     assert planner.slack_bytes > over  # new kinds of steps keep it free, too
 
 
+def test_a_plan_that_left_room_does_not_hide_how_much_was_not_forecast() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    assert plans.in_force is not None
+    left, over = 60 * MIB, 5 * MIB
+    plans.in_force.forecast = replace(plan.forecast, vram_bytes=plan.budget.vram - left)
+    assert planner.learn(plans, [], plan.budget.vram + over)
+    assert plans.in_force.forecast.vram_bytes + left + over <= plan.budget.vram
+
+
+def test_a_plan_whose_times_were_corrected_often_is_still_held_to_the_budget() -> None:
+    plan = plan_of()
+    planner, plans = planner_of(plan), in_force(plan)
+    assert plans.in_force is not None
+    plans.in_force.num_lessons = 100
+    assert planner.learn(plans, [], plan.budget.vram + MIB)
+
+
 def test_steps_still_above_the_budget_are_measured_anew() -> None:
     plan = plan_of()
     planner, plans = planner_of(plan), in_force(plan)

@@ -44,6 +44,7 @@ class Planned:
         num_measured: steps that measured something of it.
         num_lessons: how often its times were corrected.
         is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
+        is_least: whether it takes more than the budget, and no plan that keeps free what was missing exists.
         times_s: of steps that followed it.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         subject: the model and batch of the step; None where that was not noted.
@@ -56,6 +57,7 @@ class Planned:
     num_measured: int = 0
     num_lessons: int = 0
     is_over: bool = False
+    is_least: bool = False
     times_s: list[float] = field(default_factory=list)
     is_given: bool = False
     subject: Subject | None = None
@@ -265,16 +267,18 @@ class Planner:
             f"Steps took {format_size(vram_bytes)} of device memory, where {format_size(planned.forecast.vram_bytes)} "
             f"were forecast and {format_size(budget)} allowed: "
         )
-        if planned.plan is None or planned.num_lessons >= _MOST_LESSONS:
+        if planned.plan is None or planned.is_least:
             return planned
         if planned.is_over:
             self.lessons.append(said + "such steps are measured anew.")
             return None
-        slack = self.slack_bytes + (vram_bytes - budget) + _MARGIN_BYTES
+        # What was not forecast, and not only what was over: the next plan may use room that this one left.
+        missed = max(self.slack_bytes + (vram_bytes - budget), vram_bytes - planned.forecast.vram_bytes)
+        slack = missed + _MARGIN_BYTES
         try:
             anew = self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured)
         except BudgetError:
-            planned.num_lessons = _MOST_LESSONS
+            planned.is_least = True
             self.lessons.append(said + f"with {format_size(slack)} kept free no plan fits, so this one is kept.")
             return planned
         self.slack_bytes = slack
