@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchstorm.errors import ConfigError
+from torchstorm.kernels.linear.function import LADDER as _LINEAR
 from torchstorm.kernels.linear_cross_entropy.function import LADDER as _LINEAR_CROSS_ENTROPY
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
 from torchstorm.kernels.variants import Ladder
@@ -13,6 +14,7 @@ def _names(ladder: Ladder) -> tuple[str, ...]:
 
 
 _LADDERS = {
+    "linear": _names(_LINEAR),
     "linear_cross_entropy": _names(_LINEAR_CROSS_ENTROPY),
     "mlstm": _MLSTM,
 }

@@ -27,7 +27,7 @@ LADDER = (
         name="naive",
         taught="The definition: all logits, softmax over them, and autograd.",
         costs="N x V numbers several times over, in fp32 too. The only one with gradients of gradients.",
-        devices=("cpu", "cuda", "meta"),
+        devices=("cpu", "cuda"),
     ),
     Variant(
         name="chunked",
