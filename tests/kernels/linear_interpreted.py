@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchstorm.kernels.linear import op as linear_op
+from torchstorm.kernels.linear.op import linear_forward
+from torchstorm.kernels.linear.plain import linear_reference
 from torchstorm.kernels.linear_cross_entropy import rows_triton
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
@@ -39,6 +42,31 @@ def cross_entropy(case: dict[str, Any]) -> dict[str, Any]:
     return compared(
         kernels, plain, given, torch.linspace(0.5, 2, N) if reduction == "none" else torch.tensor(1.5), names
     )
+
+
+def layer(case: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, case["dtype"])
+    M, K, N = case["shape"]
+    given = [torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype)]
+    given += [torch.randn(N).to(dtype)] if case["bias"] else []
+    activation = case["activation"]
+    if case["transposed"]:
+        given[:2] = (t.mT.contiguous().mT for t in given[:2])
+
+    def kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_forward(x, weight, bias, activation, True, case["variant"])[0]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear_reference(x, weight, bias, activation)
+
+    names = ["y", "dx", "dweight", "dbias"][: len(given) + 1]
+    found = compared(kernels, plain, given, torch.randn(M, N).to(dtype), names)
+    # Without gradients nothing is kept, and another path taken.
+    without = linear_forward(*given, *[None] * (3 - len(given)), activation, False, case["variant"])
+    assert without[1].numel() == 0
+    found["errors"]["y alone"] = error(without[0], plain(*(t.double() for t in given)))
+    found["yardsticks"]["y alone"] = found["yardsticks"]["y"]
+    return found
 
 
 def compared(
@@ -91,11 +119,12 @@ def extremes(case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-RUNS = {"cross_entropy": cross_entropy, "extremes": extremes}
+RUNS = {"cross_entropy": cross_entropy, "layer": layer, "extremes": extremes}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     interpreter.mend()
+    linear_op._by_pytorch = lambda x, weight: False
     for case in json.load(sys.stdin):
         torch.manual_seed(0)
         print(json.dumps({"name": case["name"], **RUNS[case["run"]](case)}), flush=True)

@@ -232,6 +232,6 @@ def test_errors_say_what_was_given_and_what_there_is() -> None:
     for variant in ("naive", "persistent", "cublaslt"):
         with pytest.raises(DeviceError, match=rf"'{variant}' of linear.*'fused', 'mixed', 'torch' and 'auto'"):
             linear(x, weight, variant=variant)
-    with pytest.raises(DeviceError, match="takes float32, bfloat16, not torch.float64"):
+    with pytest.raises(DeviceError, match=r"takes float32, bfloat16, not torch.float64"):
         linear(x.double(), weight, variant="mixed")
     assert variants("linear") == ("naive", "fused", "persistent", "mixed", "cublaslt", "torch")

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.compiling import SHARED_BYTES, compiled, usage
+from torchstorm.kernels.linear import blas, gemm_triton, persistent_triton
 from torchstorm.kernels.linear_cross_entropy import rows_triton
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
@@ -16,6 +17,15 @@ __all__ = ["compiled"]  # a fixture
 
 # Registers a thread at most, recorded with Triton 3.6.0. With 512 threads 32 of them fill an SM.
 ROWS_REGISTERS = {torch.bfloat16: 40, torch.float16: 40, torch.float32: 40}
+
+LAYER_REGISTERS = {
+    "naive_kernel": 80,
+    "fused_kernel": 255,
+    "persistent_kernel": 255,
+    "activation_kernel": 72,
+    "gradient_kernel": 80,
+    "column_sums_kernel": 48,
+}
 
 
 def rows(dtype: torch.dtype, V: int, n: int = 8, *, capped: bool, smoothed: bool) -> None:
@@ -48,6 +58,39 @@ def test_the_softmax_of_rows(compiled: list[tuple[str, Any]], dtype: torch.dtype
     assert {id(kernel) for _, kernel in compiled} - first == {id(kernel) for _, kernel in compiled[3:6]} - first
     ptx = compiled[5][1].asm["ptx"]
     assert "v4" in ptx, "rows are read 16 bytes at a time"
+
+
+@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
+def test_layers(compiled: list[tuple[str, Any]]) -> None:
+    """Of the target's size, forward with all kept, and backward by every rung."""
+    x, weight, bias = (torch.zeros(size, dtype=torch.bfloat16) for size in ((256, 128), (512, 128), (512,)))
+    for activation in ("gelu", "gelu_tanh"):
+        gemm_triton.fused_forward(x, weight, bias, activation, True)
+        if compiled[0][1].metadata.target.arch == 90:
+            persistent_triton.forward(x, weight, bias, activation, True)
+    gemm_triton.fused_forward(x, weight[:, :127], None, "relu", True)
+    gemm_triton.fused_forward(x.float(), weight.float(), bias.float(), "silu", True)
+    gemm_triton.naive_forward(x, weight, bias, "gelu", True)
+    y, _ = blas.forward(x, weight, bias, "gelu", True)
+    for rung in ("naive", "atomic-free", "warp-reduced"):
+        for activation in ("relu", "gelu", "gelu_tanh", "silu"):
+            blas.dz_and_dbias(y, y, bias, activation, rung, True)
+    for name, kernel in compiled:
+        check([(name, kernel)], LAYER_REGISTERS[name])
+
+
+def test_other_rows_compile_nothing_new(compiled: list[tuple[str, Any]]) -> None:
+    weight, bias = torch.zeros(512, 128, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.bfloat16)
+    seen = []
+    for M in (256, 77, 1000):
+        compiled.clear()
+        x = torch.zeros(M, 128, dtype=torch.bfloat16)
+        gemm_triton.fused_forward(x, weight, bias, "gelu", True)
+        persistent_triton.forward(x, weight, bias, "gelu", True)
+        y, _ = blas.forward(x, weight, bias, "gelu", True)
+        blas.dz_and_dbias(y, y, bias, "gelu", "warp-reduced", True)
+        seen.append([id(kernel) for _, kernel in compiled])
+    assert seen[0] == seen[1] == seen[2]
 
 
 def check(compiled: list[tuple[str, Any]], most_registers: int) -> None:

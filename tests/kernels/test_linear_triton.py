@@ -22,6 +22,12 @@ def _loss(name: str, shape: tuple[int, int, int], dtype: str = "float32", **opti
     return {"name": name, "run": "cross_entropy", "shape": shape, "dtype": dtype, **usual, **options}
 
 
+def _layer(variant: str, activation: str, shape: tuple[int, int, int], **options: Any) -> dict[str, Any]:
+    usual = {"dtype": "float32", "bias": True, "transposed": False, "activation": activation, "variant": variant}
+    name = f"{variant}, {activation or 'none'}, {shape}, {', '.join(map(str, options.values()))}"
+    return {"name": name, "run": "layer", "shape": shape, **usual, **options}
+
+
 CASES = [
     _loss("loss: one block", (9, 16, 33)),
     _loss("loss: several blocks", (5, 8, 5003)),
@@ -34,6 +40,15 @@ CASES = [
     _loss("loss: float16, none, capped", (20, 16, 501), "float16", reduction="none", softcap=30.0),
     _loss("loss: bfloat16", (20, 16, 501), "bfloat16", smoothing=0.1),
     {"name": "extremes", "run": "extremes"},
+    *(_layer("fused", activation, (70, 40, 90)) for activation in ("", "relu", "gelu", "gelu_tanh", "silu")),
+    *(_layer("naive", activation, (65, 33, 70), transposed=True) for activation in ("", "gelu")),
+    *(_layer("cublaslt", activation, (150, 16, 520)) for activation in ("relu", "gelu", "silu")),
+    _layer("fused", "gelu_tanh", (130, 70, 300), dtype="float16", transposed=True),
+    _layer("fused", "silu", (1, 1, 1), bias=False),
+    _layer("naive", "relu", (140, 64, 64), dtype="float16"),
+    _layer("persistent", "gelu", (150, 72, 264), dtype="float16"),
+    _layer("persistent", "relu", (130, 64, 256), dtype="float16", bias=False),
+    _layer("cublaslt", "gelu", (40, 64, 96), dtype="bfloat16"),
 ]
 
 

@@ -1,9 +1,10 @@
-"""Cases of `linear_cross_entropy`: shapes, inputs, peers and work."""
+"""Cases of `linear` and `linear_cross_entropy`: shapes, inputs, peers and work."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -11,10 +12,59 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way
-from torchstorm.kernels import linear_cross_entropy
-from torchstorm.kernels.ladders import variants
+from torchstorm.kernels import linear, linear_cross_entropy
+from torchstorm.kernels.linear import LADDER as LINEAR
+from torchstorm.kernels.linear.function import Activation
+from torchstorm.kernels.linear_cross_entropy import LADDER as LINEAR_CROSS_ENTROPY
+from torchstorm.kernels.variants import Ladder, available
 
+_LINEAR_SHAPES: dict[str, tuple[tuple[int, int, int, Activation], ...]] = {
+    "small": ((256, 128, 192, "gelu"), (255, 100, 77, "relu")),
+    "target": ((16384, 4096, 16384, "gelu"), (16384, 4096, 16384, "gelu_tanh"), (8192, 4096, 4096, "silu")),
+}
 _LOSS_SHAPES = {"small": ((512, 64, 1000),), "target": ((32768, 4096, 131072), (8192, 768, 50257))}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def linear_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """M x K x N with bias and activation, the pre-activation kept; "small" runs anywhere in seconds."""
+    return tuple(_linear_case(*shape, device, dtype) for shape in _LINEAR_SHAPES[sizes])
+
+
+def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.device, dtype: torch.dtype) -> OpCase:
+    def make(device: torch.device, seed: int) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        shapes = {"x": ((M, K), 1.0), "weight": ((N, K), K**-0.5), "bias": ((N,), 1.0), "d_y": ((M, N), 1.0)}
+        return {name: normal(*shape, device, dtype, generator) for name, shape in shapes.items()}
+
+    def ours(inputs: Inputs, variant: str) -> Outputs:
+        x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
+        if variant == "mixed":  # whose weights are in fp32: making them is in its time, about 3 % at the target
+            weight, bias = weight.float(), bias.float()
+        return {"y": linear(x, weight, bias, activation=activation, variant=variant)}
+
+    def plain(inputs: Inputs) -> Outputs:
+        z = F.linear(inputs["x"], inputs["weight"], inputs["bias"])
+        return {"y": _ACTIVATIONS[activation](z)}
+
+    return OpCase(
+        op="linear",
+        shape=f"{M}x{K}x{N} {activation}",
+        dtype=dtype,
+        make=make,
+        ours=ours,
+        variants=_here(LINEAR, device, dtype),
+        reference=plain,
+        peers={"torch.compile": _compiled(plain)},
+        differentiable=("x", "weight", "bias"),
+        work={"forward": 2.0 * M * K * N, "backward": 4.0 * M * K * N},
+        unit="FLOP/s",
+    )
 
 
 def linear_cross_entropy_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
@@ -40,14 +90,13 @@ def _loss_case(shape: tuple[int, int, int], device: torch.device, dtype: torch.d
         return {"loss": linear_cross_entropy(inputs["x"], inputs["weight"], inputs["target"], variant=variant)}
 
     product = 2.0 * N * K * V
-    names = variants("linear_cross_entropy")
     return OpCase(
         op="linear_cross_entropy",
         shape=f"{N}x{K}x{V}",
         dtype=dtype,
         make=make,
         ours=ours,
-        variants=(*(name for name in names if name != "fused" or device.type == "cuda"), "auto"),
+        variants=_here(LINEAR_CROSS_ENTROPY, device, dtype),
         reference=_plain_loss,
         peers=_loss_peers(),
         differentiable=("x", "weight"),
@@ -61,12 +110,24 @@ def _plain_loss(inputs: Inputs) -> Outputs:
 
 
 def _loss_peers() -> Mapping[str, Way]:
-    peers: dict[str, Way] = {"torch.compile": torch.compile(_plain_loss, dynamic=False)}
+    peers: dict[str, Way] = {"torch.compile": _compiled(_plain_loss)}
     if find_spec("liger_kernel") is not None:  # pragma: no cover - a peer that need not be there
         function = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
         apply: Callable[..., tuple[Tensor, ...]] = function.LigerFusedLinearCrossEntropyFunction.apply
         peers["liger"] = lambda inputs: {"loss": apply(inputs["x"], inputs["weight"], inputs["target"])[0]}
     return peers
+
+
+def _here(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+    """Variants as right as the dtype: "mixed" is as right as bfloat16."""
+    names = [variant.name for variant in available(ladder, device, dtype)]
+    return (*(name for name in names if name != "mixed" or dtype == torch.bfloat16), "auto")
+
+
+def _compiled(way: Way) -> Way:
+    """The way compiled when it is first taken: the compiler takes seconds to import."""
+    made = cache(lambda: torch.compile(way, dynamic=False))
+    return lambda inputs: made()(inputs)
 
 
 def normal(

@@ -62,35 +62,49 @@ def tile_position(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     return first + tile % per_group % height, tile % per_group // height
 
 
+@triton.jit
+def _finish(total, bias_ptr, y_ptr, z_ptr, first, column, rows, N, ACTIVATION: tl.constexpr):
+    """Bias, activation and stores of part of a tile, of which so many rows are there."""
+    row, column = tl.arange(0, total.shape[0]), column + tl.arange(0, total.shape[1])
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    at = row[:, None] * N + column[None, :]
+    mask = (row < rows)[:, None] & (column < N)[None, :]
+    if z_ptr is not None:
+        tl.store(z_ptr + first + at, total.to(z_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + first + at, activations.activate(total, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def fused_kernel(
     x_ptr, w_ptr, bias_ptr, y_ptr, z_ptr, M, N, K, stride_x, stride_w, ACTIVATION: tl.constexpr, WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = tile_position(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
-    row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the end are others once more, and not stored: no masks on the way.
-    x_at = x_ptr + (row % M)[:, None] * stride_x + k[None, :]
-    w_at = w_ptr + (column % N)[None, :] * stride_w + k[:, None]
+    # Where a tile begins is one 64-bit number; within it 32 bits do, in half the registers. Rows past the end are the
+    # last one once more, and not stored: no masks on the way.
+    row, column, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    rows, columns = M - tile_m * BLOCK_M, N - tile_n * BLOCK_N
+    x_at = tl.minimum(row, rows - 1)[:, None] * stride_x + k[None, :]
+    w_at = tl.minimum(column, columns - 1)[None, :] * stride_w + k[:, None]
+    x_ptr += tile_m.to(tl.int64) * BLOCK_M * stride_x
+    w_ptr += tile_n.to(tl.int64) * BLOCK_N * stride_w
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         if WHOLE_K:
-            x, w = tl.load(x_at), tl.load(w_at)
+            x, w = tl.load(x_ptr + x_at), tl.load(w_ptr + w_at)
         else:
-            x = tl.load(x_at, mask=(k < K - start)[None, :], other=0.0)
-            w = tl.load(w_at, mask=(k < K - start)[:, None], other=0.0)
+            x = tl.load(x_ptr + x_at, mask=(k < K - start)[None, :], other=0.0)
+            w = tl.load(w_ptr + w_at, mask=(k < K - start)[:, None], other=0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
-        x_at += BLOCK_K
-        w_at += BLOCK_K
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    at = row[:, None] * N + column[None, :]
-    mask = (row < M)[:, None] & (column < N)[None, :]
-    if z_ptr is not None:
-        tl.store(z_ptr + at, total.to(z_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + at, activations.activate(total, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+        x_ptr += BLOCK_K
+        w_ptr += BLOCK_K
+    # In halves: the activation of a whole tile does not fit in registers beside it.
+    HALF: tl.constexpr = BLOCK_N // 2
+    left, right = tl.split(tl.permute(tl.reshape(total, [BLOCK_M, 2, HALF]), [0, 2, 1]))
+    first = tile_m.to(tl.int64) * BLOCK_M * N
+    _finish(left, bias_ptr, y_ptr, z_ptr, first, tile_n * BLOCK_N, rows, N, ACTIVATION)
+    _finish(right, bias_ptr, y_ptr, z_ptr, first, tile_n * BLOCK_N + HALF, rows, N, ACTIVATION)
 
 
 def naive_forward(
@@ -98,13 +112,14 @@ def naive_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y, and z where it is kept: one kernel for the product, one for the bias, one for the activation."""
     (M, K), N = x.shape, weight.shape[0]
-    z = x.new_empty((M, N))
+    # Rounded before the bias, z near 0 could have the other sign, and ReLU another gradient.
+    z = x.new_empty((M, N), dtype=x.dtype if bias is None else torch.float32)
     naive_kernel[(triton.cdiv(M, _NAIVE.block_m), triton.cdiv(N, _NAIVE.block_n))](
         x, weight, z, M, N, K, *x.stride(), *weight.stride(), BLOCK_M=_NAIVE.block_m, BLOCK_N=_NAIVE.block_n,
         BLOCK_K=_NAIVE.block_k, num_warps=_NAIVE.num_warps, num_stages=_NAIVE.num_stages,
     )  # fmt: skip
     if bias is not None:
-        pointwise.activate(z, bias, "", z)
+        z = pointwise.activate(z, bias, "", x.new_empty((M, N)))
     if not activation:
         return z, None
     keep = keep and keeps(activation) == "z"

@@ -21,7 +21,7 @@ ROWS = 16  # of a program that activates
 SUM_ROWS = 128  # of a program that adds up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def activation_kernel(
     z_ptr, bias_ptr, y_ptr, M, N, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -39,7 +39,7 @@ def activation_kernel(
         tl.store(y_ptr + at, activations.activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gradient_kernel(
     dy_ptr, kept_ptr, bias_ptr, dz_ptr, sums_ptr, M, N, ACTIVATION: tl.constexpr, SUMS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -64,7 +64,7 @@ def gradient_kernel(
         tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * N + column, tl.sum(total, 0), mask=column < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "rows"])
 def column_sums_kernel(x_ptr, sums_ptr, M, N, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The sum over each run of so many rows of x (M, N): x read, M / rows sums of every column written."""
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
