@@ -18,11 +18,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from close import assert_all_close
 from torchstorm.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from torchstorm.kernels import linear_cross_entropy, variants
+from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_backward, linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.reference import Reduction
 
 ON_CPU = ("naive", "chunked")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _chunks_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small logits are cut like large ones."""
+    monkeypatch.setattr(chunks, "LEAST_BYTES", {"cpu": 0, "cuda": 0})
 
 
 def draw(
@@ -45,7 +52,7 @@ def results(
         loss = plainly(leaves["x"], leaves["weight"], target, bias=leaves.get("bias"), **options)
     else:
         loss = linear_cross_entropy(target=target, variant=variant, **leaves, **options)
-    d_loss = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape).to(loss.dtype)
+    d_loss = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape).to(loss)
     grads = torch.autograd.grad(loss, list(leaves.values()), d_loss)
     return {"loss": loss.detach(), **{f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
 
@@ -210,6 +217,20 @@ def test_logits_never_exist_whole(dtype: torch.dtype, reduction: str) -> None:
     assert largest <= N * V * 4 / 8
     # The softmax of a chunk in PyTorch takes several times the chunk, in float32 whatever the dtype.
     assert most <= theirs * (0.25 if dtype == torch.float32 else 0.5), (most, theirs)
+
+
+def test_small_logits_are_not_cut_and_large_ones_not_below_a_thousand_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def rows(N: int, V: int, device: str = "meta", gradients: bool = True) -> int:
+        return chunks.chunk_rows(N, V, torch.empty(0, dtype=torch.bfloat16, device=device), gradients=gradients)
+
+    assert rows(500, 1000) == 500
+    assert [rows(N, 100_000) for N in (0, 100, 2000, 4096, 100_000)] == [1, 100, 256, 512, 1024]
+    assert rows(100_000, 50_000, gradients=False) == 1024
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    assert [rows(N, 131_072, "cpu") for N in (1000, 8192, 32_768, 1_000_000)] == [1000, 1024, 4096, 4096]
+    assert rows(32_768, 131_072, "cpu", gradients=False) == 1024
 
 
 def test_gradients_of_gradients_are_refused_or_right() -> None:

@@ -11,6 +11,7 @@ from close import assert_all_close
 from kernels.mlstm_on_gpu import nan_wherever_nothing_is_written
 from kernels.test_linear_cross_entropy import draw, results
 from torchstorm.kernels import linear_cross_entropy
+from torchstorm.kernels.linear_cross_entropy import chunks
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,8 +25,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poisoned_and_cut_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     nan_wherever_nothing_is_written(monkeypatch)
+    monkeypatch.setattr(chunks, "LEAST_BYTES", {"cpu": 0, "cuda": 0})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

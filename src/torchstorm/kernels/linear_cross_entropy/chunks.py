@@ -8,8 +8,8 @@ logits twice, four products in place of three, which is a third more time for th
 done only where every row has a gradient of its own (reduction="none"), and nothing of it where no gradient is wanted.
 
 Tokens are cut, the vocabulary is not: a row's softmax needs all its logits before any gradient, so that pieces of it
-would have to be made twice. 8 chunks, of 1024 to 4096 rows: below that, products on a GPU lose speed, and dW, read and
-written once a chunk, would cost more than the product that makes it.
+would have to be made twice. 8 chunks, of 1024 to 4096 rows on a GPU: with fewer rows its products lose speed, and dW,
+read and written once a chunk, would cost more than the product that makes it.
 
 dW is added up in the products' own fp32 accumulators. Between chunks it is kept in fp32 for float32 and float16, which
 has no range for such sums, and in bf16 for bfloat16 where there are at most 16 chunks: up to 16 roundings to 8 bits,
@@ -35,6 +35,8 @@ from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 NUM_CHUNKS = 8
 ROWS = {"cpu": (128, 1024), "cuda": (1024, 4096)}
 """The fewest and the most of a chunk."""
+LEAST_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Logits so small are not cut: it would save nothing, and cost launches."""
 _ROWS_WITHOUT_GRADIENTS = 1024
 _MOST_ROUNDINGS = 16
 _ALIGN = 64  # elements, that every row of logits begins at a multiple of
@@ -53,13 +55,13 @@ class Wanted(NamedTuple):
     dbias: bool
 
 
-def chunk_rows(num_tokens: int, device: torch.device, *, gradients: bool) -> int:
-    """Tokens of a chunk."""
-    least, most = ROWS["cuda" if device.type == "cuda" else "cpu"]
-    if not gradients:
-        most = _ROWS_WITHOUT_GRADIENTS
+def chunk_rows(num_tokens: int, V: int, like: Tensor, *, gradients: bool) -> int:
+    """Tokens of a chunk, for logits as `like`."""
+    kind = "cuda" if like.device.type == "cuda" else "cpu"
+    least, most = ROWS[kind]
     share = -(-num_tokens // NUM_CHUNKS)
-    return max(1, min(num_tokens, most, max(least, -(-share // 128) * 128)))
+    rows = min(most if gradients else _ROWS_WITHOUT_GRADIENTS, max(least, -(-share // 128) * 128))
+    return max(1, min(num_tokens, max(rows, LEAST_BYTES[kind] // (V * like.element_size()))))
 
 
 def forward(
@@ -108,7 +110,7 @@ class _Gradients:
     def __init__(self, x: Tensor, weight: Tensor, wanted: Wanted) -> None:
         (N, K), V = x.shape, weight.shape[0]
         self.x, self.weight, self.wanted = x, weight, wanted
-        self.rows = chunk_rows(N, x.device, gradients=any(wanted))
+        self.rows = chunk_rows(N, V, x, gradients=any(wanted))
         in_place = x.dtype == torch.bfloat16 and -(-N // self.rows) <= _MOST_ROUNDINGS
         kept = x.dtype if in_place else wide(x.dtype)
         self.dx = x.new_empty((N, K) if wanted.dx else (0,))
