@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
-BLOCK_BYTES = 8192
+BLOCK_BYTES = 16384
 NUM_WARPS = 16
 
 
