@@ -52,6 +52,7 @@ def layer(case: dict[str, Any]) -> dict[str, Any]:
     activation = case["activation"]
     if case["transposed"]:
         given[:2] = (t.mT.contiguous().mT for t in given[:2])
+        given[2] = given[2][:1].expand(N)
 
     def kernels(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_forward(x, weight, bias, activation, True, case["variant"])[0]

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.compiling import SHARED_BYTES, compiled, usage
+from torchstorm.errors import ShapeError
 from torchstorm.kernels.linear import blas, gemm_triton, persistent_triton
 from torchstorm.kernels.linear_cross_entropy import rows_triton
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
@@ -72,11 +73,21 @@ def test_layers(compiled: list[tuple[str, Any]]) -> None:
     gemm_triton.fused_forward(x.float(), weight.float(), bias.float(), "silu", True)
     gemm_triton.naive_forward(x, weight, bias, "gelu", True)
     y, _ = blas.forward(x, weight, bias, "gelu", True)
+    for activation, given in (("", bias), ("", None), ("relu", bias), ("silu", None)):
+        blas.forward(x, weight, given, activation, False)
+    blas.dz_and_dbias(y, y, None, "", "warp-reduced", True)
+    blas.dz_and_dbias(y, y, None, "relu", "warp-reduced", False)
     for rung in ("naive", "atomic-free", "warp-reduced"):
         for activation in ("relu", "gelu", "gelu_tanh", "silu"):
             blas.dz_and_dbias(y, y, bias, activation, rung, True)
     for name, kernel in compiled:
         check([(name, kernel)], LAYER_REGISTERS[name])
+
+
+def test_rows_that_tma_cannot_take_are_refused() -> None:
+    x = torch.zeros(16, 33, dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match=r"x \(16, 32\) of strides \(33, 1\).*multiples of 8; 'fused' takes any"):
+        persistent_triton.forward(x[:, :32], torch.zeros(64, 32, dtype=torch.bfloat16), None, "", False)
 
 
 def test_other_rows_compile_nothing_new(compiled: list[tuple[str, Any]]) -> None:
@@ -85,6 +96,7 @@ def test_other_rows_compile_nothing_new(compiled: list[tuple[str, Any]]) -> None
     for M in (256, 77, 1000):
         compiled.clear()
         x = torch.zeros(M, 128, dtype=torch.bfloat16)
+        gemm_triton.naive_forward(x, weight, bias, "gelu", True)
         gemm_triton.fused_forward(x, weight, bias, "gelu", True)
         persistent_triton.forward(x, weight, bias, "gelu", True)
         y, _ = blas.forward(x, weight, bias, "gelu", True)

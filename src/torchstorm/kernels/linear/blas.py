@@ -57,4 +57,4 @@ def dz_and_dbias(
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a b in a dtype that may be wider than theirs: the products' sums are in fp32 anyway."""
-    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
+    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)  # pragma: gpu

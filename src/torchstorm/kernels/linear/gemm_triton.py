@@ -34,7 +34,7 @@ TILES = {"large": Tile(128, 256, 64, 8, 3), "small": Tile(64, 64, 64, 4, 3), "fl
 _NAIVE = Tile(64, 64, 32, 4, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def naive_kernel(
     x_ptr, w_ptr, z_ptr, M, N, K, stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -32,7 +32,9 @@ def linear_forward(
         if _by_pytorch(x, weight):
             y, z = plain.forward(x, weight, bias, activation, keep)
         else:  # pragma: gpu
-            y, z = _on_gpu(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), activation, keep, variant)
+            # The kernels read a bias number after number, whatever its strides were.
+            bias = None if bias is None else bias.to(x.dtype).contiguous()
+            y, z = _on_gpu(x, weight.to(x.dtype), bias, activation, keep, variant)
     return y, x.new_empty(0) if z is None else z
 
 
@@ -89,6 +91,7 @@ def linear_backward(
             from torchstorm.kernels.linear import blas
 
             lacking = bias if keeps(activation) == "z" and variant in _WITHOUT_BIAS else None
+            lacking = None if lacking is None else lacking.contiguous()
             dz, dbias = blas.dz_and_dbias(dy, kept, lacking, activation, BACKWARD_RUNGS[variant], wants_dbias)
             product = blas.product
         dx = torch.mm(dz, weight.to(x.dtype)) if wants_dx else x.new_empty(0)

@@ -67,7 +67,7 @@ def forward(
         ShapeError: rows do not begin at multiples of 16 bytes, which TMA asks for.
     """
     (M, K), N = x.shape, weight.shape[0]
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    x, weight = (t if t.stride(1) == 1 and t.stride(0) >= K else t.contiguous() for t in (x, weight))
     least = _TMA_BYTES // x.element_size()
     if N % least or any(t.stride(0) % least or t.data_ptr() % _TMA_BYTES for t in (x, weight)):
         raise ShapeError(
