@@ -63,6 +63,8 @@ IN_FULL = [
     "storage.choice",
     "storage.ops",
     "kernels.ladders",
+    "kernels.linear.function",
+    "kernels.linear_cross_entropy.function",
     "kernels.mlstm.function",
     "kernels.mlstm.step",
     "kernels.mlstm.reference",

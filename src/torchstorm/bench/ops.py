@@ -20,6 +20,13 @@ class Op:
     cases: str
 
 
-_ALL: tuple[Op, ...] = ()
+_ALL = (
+    Op(name="linear", title="linear layers", cases="torchstorm.bench.linear_cases:linear_cases"),
+    Op(
+        name="linear_cross_entropy",
+        title="the last layer and its loss",
+        cases="torchstorm.bench.linear_cases:linear_cross_entropy_cases",
+    ),
+)
 OPS = {op.name: op for op in _ALL}
 """By name."""

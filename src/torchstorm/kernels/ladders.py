@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from torchstorm.errors import ConfigError
+from torchstorm.kernels.linear.function import LADDER as _LINEAR
+from torchstorm.kernels.linear_cross_entropy.function import LADDER as _LINEAR_CROSS_ENTROPY
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
+from torchstorm.kernels.variants import Ladder
 
-_LADDERS = {"mlstm": _MLSTM}
+
+def _names(ladder: Ladder) -> tuple[str, ...]:
+    return tuple(variant.name for variant in ladder)
+
+
+_LADDERS = {
+    "linear": _names(_LINEAR),
+    "linear_cross_entropy": _names(_LINEAR_CROSS_ENTROPY),
+    "mlstm": _MLSTM,
+}
 
 
 def variants(op: str) -> tuple[str, ...]:

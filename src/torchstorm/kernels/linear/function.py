@@ -1,0 +1,165 @@
+"""A linear layer with its activation, y = act(x W^T + b): bias, activation and their gradients in one pass each.
+
+Shapes: M rows, K features in, N out. Dtypes: float32, float16, bfloat16, float64; sums, bias and activation in fp32.
+Traffic beside the products: y written, and z = x W^T + b too where GELU or SiLU need it later; backward reads dy and z
+and writes dz, with the bias's gradient in passing. Kept for backward: x, and z for GELU and SiLU, y for ReLU.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels.linear.op import linear_forward
+from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference
+from torchstorm.kernels.variants import Variant, choose
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+
+_TRITON = find_spec("triton") is not None
+_HALVES = (torch.float16, torch.bfloat16)
+_UP_TO_FP32 = (torch.float32, *_HALVES)
+
+LADDER = (
+    Variant(
+        name="naive",
+        taught="The definition as kernels: a tile of the product a program, then the bias, then the activation. "
+        "Backward: the gradient, and a program for every 128 columns that adds up the bias's.",
+        costs="y is read and written twice more, and the products leave most of the tensor cores idle.",
+        dtypes=_UP_TO_FP32,
+        needs=("triton",),
+    ),
+    Variant(
+        name="fused",
+        taught="Bias and activation belong where the sums are, in registers: y is written once, z beside it where "
+        "backward needs it. Backward: the bias's sums in two stages, without atomics, so that the same bits come "
+        "twice. On a CPU PyTorch's operators, as one node.",
+        costs="A program's last lines wait for memory while its tensor cores do nothing.",
+        devices=("cpu", "cuda", "meta"),
+        needs=("triton",),
+    ),
+    Variant(
+        name="persistent",
+        taught="A program an SM, which loads the next tile while it stores the last; tiles come by TMA, and the "
+        "epilogue in halves leaves shared memory to the product. Backward: the bias's sums from the registers that "
+        "hold dz.",
+        costs="Rows must begin at multiples of 16 bytes.",
+        dtypes=_HALVES,
+        capability=(9, 0),
+        needs=("triton",),
+    ),
+    Variant(
+        name="mixed",
+        taught="Weights in float32 for the optimizer, products in bfloat16: the weight is rounded on the way in, and "
+        "its gradient comes out of the product's fp32 sums without being rounded at all.",
+        costs="The weight read in fp32 and written in bf16, in each pass. As right as bfloat16 is.",
+        devices=("cpu", "cuda", "meta"),
+        dtypes=(torch.float32, torch.bfloat16),
+        needs=("triton",),
+    ),
+    Variant(
+        name="cublaslt",
+        taught="The fastest product is cuBLAS's, and one kernel from z to y costs less than an epilogue that slows it: "
+        "bias, ReLU and, where nothing is kept, tanh GELU in its epilogue, else that kernel. z is kept before the "
+        "bias, which backward adds again, so that it is written once.",
+        costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
+        dtypes=_UP_TO_FP32,
+        needs=("triton",),
+    ),
+    Variant(
+        name="torch",
+        taught="PyTorch's own operators under autograd: what the others must beat.",
+        costs="z read and y written once more, dz read once more for the bias's gradient.",
+        devices=("cpu", "cuda", "meta"),
+    ),
+)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+    variant: str = "auto",
+) -> Tensor:
+    """act(x W^T + b). Deterministic; gradients of gradients too.
+
+    Autocast does not reach inside. What it would do, with weights in float32, is variant="mixed", which "auto" takes
+    for x in bfloat16 and a weight in float32.
+
+    Args:
+        x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
+        weight: (N, K), of the same dtype; as in nn.Linear. For variant="mixed" float32, and x that or bfloat16.
+        bias: (N), of the weight's dtype, or None.
+        activation: "relu", "gelu", "gelu_tanh" (GELU's tanh form), "silu", or None.
+        variant: one of `variants("linear")`, or "auto": the fastest here.
+
+    Returns:
+        (..., N) in x's dtype.
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit; variant="persistent" also for rows that TMA cannot take.
+        ConfigError: there is no such activation or variant.
+        DeviceError: the variant does not run here.
+    """
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ConfigError(f"activation={activation!r}, but there are {', '.join(map(repr, ACTIVATIONS))} and None.")
+    _check_sizes(x, weight, bias)
+    chosen = choose("linear", LADDER, variant, x, auto=lambda: _auto(x, weight, activation))
+    _check_dtypes(x, weight, bias, chosen)
+    act = activation or ""
+    if chosen == "torch":
+        # Autocast knows no meta tensors.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            return linear_reference(x, weight, bias, act)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    rows = x[None] if x.dim() == 1 else x.flatten(0, -2)
+    if chosen == "mixed":
+        rows = rows.to(torch.bfloat16)
+    outputs = linear_forward(rows, weight, bias, act, keep, chosen)
+    y: Tensor = outputs[0]
+    return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
+
+
+def _auto(x: Tensor, weight: Tensor, activation: Activation | None) -> str:
+    if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and _TRITON:
+        return "mixed"
+    on_gpu = _TRITON and x.device.type == "cuda" and x.dtype != torch.float64
+    return "cublaslt" if on_gpu and activation is not None else "torch"
+
+
+def _check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ShapeError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: linear takes x (..., K) and weight (N, K). Of (K, N), "
+            "weight.mT makes (N, K)."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(
+            f"bias {tuple(bias.shape)}: with weight {tuple(weight.shape)} it must be ({weight.shape[0]},)."
+        )
+    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    if any(t.device != x.device for t in given.values()):
+        found = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise ShapeError(f"{found}: move them to one device.")
+
+
+def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: str) -> None:
+    wanted = torch.float32 if chosen == "mixed" else x.dtype
+    given = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    found = ", ".join(f"{name} {t.dtype}" for name, t in ({"x": x} | given).items())
+    if x.dtype not in (*_UP_TO_FP32, torch.float64) or any(t.dtype != wanted for t in given.values()):
+        raise ShapeError(
+            f"{found}: all must be of one dtype, float32, float16, bfloat16 or float64; or x in float32 or bfloat16 "
+            "and the others in float32, for variant='mixed'."
+        )
+    if chosen == "fused" and x.dtype == torch.float64 and x.device.type == "cuda":  # pragma: gpu
+        raise DeviceError(
+            f"{found} on {x.device}: variant='fused' takes float64 on a CPU only; use 'torch', or 'auto'."
+        )

@@ -1,0 +1,144 @@
+"""The last layer of a language model and its loss: cross-entropy of logits x W^T + b, without the logits as a whole.
+
+Shapes: N tokens, of hidden size K, and V classes. Dtypes: float32, float16, bfloat16, float64; softmax and loss in
+float32. For N = 32768 and V = 131072 the logits are 8 GiB in bf16, and PyTorch holds three such tensors at once; here a
+chunk of tokens stands at a time. `chunks.py` says what is held, and why it goes that way.
+Source: gradients made while the logits are there, as in Liger Kernel, arXiv 2410.10989, and efficient_cross_entropy,
+which it names as its own source; the softmax's sum and maximum in one pass, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_forward
+from torchstorm.kernels.linear_cross_entropy.reference import Reduction, linear_cross_entropy_reference
+from torchstorm.kernels.variants import Variant, choose
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TRITON = find_spec("triton") is not None
+
+LADDER = (
+    Variant(
+        name="naive",
+        taught="The definition: all logits, softmax over them, and autograd.",
+        costs="N x V numbers several times over, in fp32 too. The only one with gradients of gradients.",
+        devices=("cpu", "cuda"),
+    ),
+    Variant(
+        name="chunked",
+        taught="A row's loss needs no other row: chunks of tokens, each with its gradients while its logits are there, "
+        "need an eighth of the memory or less, and three products as before.",
+        costs="The softmax is a dozen operators over every chunk, some ten times the traffic that it needs.",
+        devices=("cpu", "cuda", "meta"),
+    ),
+    Variant(
+        name="fused",
+        taught="The softmax as one kernel: two reads of a row, the second from L2, and one write over it give loss and "
+        "gradient.",
+        costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits.",
+        dtypes=(torch.float32, torch.float16, torch.bfloat16),
+        needs=("triton",),
+    ),
+)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    softcap: float | None = None,
+    variant: str = "auto",
+) -> Tensor:
+    """F.cross_entropy(F.linear(x, weight, bias), target) without ever holding all logits. Deterministic.
+
+    Gradients to x, weight and bias are made in the forward pass where they are wanted ("mean" and "sum"): call it under
+    torch.no_grad() where they are not, and not within torch.utils.checkpoint, which would make them twice.
+
+    Args:
+        x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
+        weight: (V, K), of the same dtype; as in nn.Linear.
+        target: (...), int64, each in [0, V), or `ignore_index` for tokens that do not count. On a GPU their values are
+            not checked: that would wait for it. There a row whose target is no class has NaN for loss and gradient.
+        bias: (V), or None.
+        ignore_index: the target of tokens without loss and gradient.
+        label_smoothing: share of every target, in [0, 1], that is spread over all classes.
+        reduction: "mean" over tokens that count (NaN where none does), "sum", or "none".
+        softcap: c > 0 makes logits c tanh(logits / c); None leaves them.
+        variant: one of `variants("linear_cross_entropy")`, or "auto": the fastest here.
+
+    Returns:
+        The loss in float32, float64 for float64: one number, or (...) for "none".
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit; or, on a CPU, a target is no class.
+        ConfigError: an option is out of its range, or there is no such variant.
+        DeviceError: the variant does not run here.
+        UnsupportedError: in a backward pass with create_graph=True; variant="naive" can do that.
+    """
+    _check(x, weight, target, bias)
+    _check_options(label_smoothing, reduction, softcap)
+    chosen = choose("linear_cross_entropy", LADDER, variant, x, auto=lambda: _auto(x))
+    if chosen == "naive":
+        with torch.autocast(x.device.type, enabled=False):
+            return linear_cross_entropy_reference(
+                x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
+                reduction=reduction, softcap=softcap,
+            )  # fmt: skip
+    wants = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias)]
+    outputs = linear_cross_entropy_forward(
+        x[None] if x.dim() == 1 else x.flatten(0, -2), weight, bias, target.reshape(-1), ignore_index,
+        float(label_smoothing), None if softcap is None else float(softcap), reduction, *wants, chosen,
+    )  # fmt: skip
+    loss: Tensor = outputs[0]
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _auto(x: Tensor) -> str:
+    on_gpu = _TRITON and x.device.type == "cuda" and x.dtype != torch.float64
+    return "fused" if on_gpu else "chunked"
+
+
+def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
+        raise ShapeError(
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: linear_cross_entropy takes x (..., K) and weight "
+            "(V, K) with V at least 1. Of (K, V), weight.mT makes (V, K)."
+        )
+    if target.shape != x.shape[:-1] or target.dtype != torch.int64:
+        raise ShapeError(
+            f"target is {target.dtype} {tuple(target.shape)}: with x {tuple(x.shape)} it must be torch.int64 "
+            f"{tuple(x.shape[:-1])}, a class for every token."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(
+            f"bias {tuple(bias.shape)}: with weight {tuple(weight.shape)} it must be ({weight.shape[0]},)."
+        )
+    floats = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    if x.dtype not in _DTYPES or any(t.dtype != x.dtype for t in floats.values()):
+        found = ", ".join(f"{name} {t.dtype}" for name, t in floats.items())
+        raise ShapeError(
+            f"{found}: all must be of one dtype, float32, float16, bfloat16 or float64. For master weights in float32, "
+            "weight.to(x.dtype) keeps the gradient's way."
+        )
+    if any(t.device != x.device for t in (*floats.values(), target)):
+        found = ", ".join(f"{name} on {t.device}" for name, t in (*floats.items(), ("target", target)))
+        raise ShapeError(f"{found}: move them to one device.")
+
+
+def _check_options(label_smoothing: float, reduction: str, softcap: float | None) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ConfigError(f"reduction={reduction!r}, but there are 'mean', 'sum' and 'none'.")
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"label_smoothing={label_smoothing}, but it is a share: 0 <= label_smoothing <= 1.")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap={softcap}, but it must be above 0; None for none.")

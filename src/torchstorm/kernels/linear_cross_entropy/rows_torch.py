@@ -1,0 +1,52 @@
+"""The softmax part for a chunk of rows, in plain PyTorch: losses, and logits turned into their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchstorm.kernels.linear_cross_entropy.reference import wide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a row's loss depends on besides its logits and target."""
+
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+
+
+def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None) -> None:
+    """Fills loss (n); with a scale, turns the logits (n, V) into scale * gradients of their rows' losses.
+
+    scale is one number, or one a row (n). lse is left alone: here log-softmax is computed again where it is needed.
+    """
+    z = logits.to(wide(logits.dtype))
+    if options.softcap is not None:
+        z = z.div(options.softcap).tanh_().mul_(options.softcap)
+    log_p = F.log_softmax(z, 1)
+    ignored = target == options.ignore_index
+    at_target = target.masked_fill(ignored, 0)[:, None]
+    smooth = options.label_smoothing
+    row_loss = log_p.gather(1, at_target)[:, 0].mul_(smooth - 1)
+    if smooth:
+        row_loss.sub_(log_p.sum(1), alpha=smooth / log_p.shape[1])
+    loss.copy_(row_loss.masked_fill_(ignored, 0.0))
+    if scale is None:
+        return
+    gradient = log_p.exp_()
+    if smooth:
+        gradient.sub_(smooth / log_p.shape[1])
+    gradient.scatter_add_(1, at_target, gradient.new_full((), smooth - 1).expand_as(at_target))
+    if options.softcap is not None:
+        gradient.addcmul_(gradient, (z / options.softcap).square_(), value=-1)
+    gradient.mul_(scale if scale.dim() == 0 else scale[:, None])
+    logits.copy_(gradient.masked_fill_(ignored[:, None], 0.0))
+
+
+def gradients(logits: Tensor, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
+    """Turns the logits into scale * gradients of their rows' losses; scale (n)."""
+    losses(logits, target, options, scale.new_empty(target.shape), lse, scale)
