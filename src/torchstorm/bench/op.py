@@ -84,9 +84,7 @@ def bench_op(
     for case in cases:
         say(f"\n{case.op} {case.shape} {chosen}")
         say(HEADER)
-        # What backward reuses the memory of could be used once only; the graph is gone through again and again here.
-        with functorch_config.patch(donated_buffer=False):
-            _run(case, target, picked, ceilings, record)
+        run_case(case, target, picked, ceilings, record)
         clean(target)
     if plot is not None:
         _draw([row for row in record.all_rows() if row.dtype == chosen], plot, title=f"{op}, {chosen}, {record.device}")
@@ -127,18 +125,30 @@ def _is_grad(name: str) -> bool:
     return name.startswith("d_")
 
 
-def _run(
-    case: OpCase, device: torch.device, picked: tuple[str, ...], ceilings: Ceilings, record: Record[OpRow]
+def run_case(
+    case: OpCase, device: torch.device, picked: tuple[str, ...] | None, ceilings: Ceilings, record: Record[OpRow]
 ) -> None:
+    """Times and checks the ways of one case; adds a row for each pass of each.
+
+    Args:
+        case: the operation at a shape.
+        device: where.
+        picked: names of the ways; None for all.
+        ceilings: of the device.
+        record: what gets the rows.
+    """
     first_set = dict(case.make(device, 0))
     num_bytes = sum(x.nbytes for x in first_set.values())
     num_sets = max(1, min(_MOST_SETS, math.ceil(2 * _CACHE_BYTES / max(num_bytes, 1)))) if device.type == "cuda" else 1
     sets = [first_set, *(case.make(device, seed) for seed in range(1, num_sets))]
     truth = _truth(case, first_set)
     took: dict[tuple[str, Pass], float] = {}
-    ways = {name: way for name, way in _ways(case).items() if name in picked}
+    ways = {name: way for name, way in _ways(case).items() if picked is None or name in picked}
     for name, way in ways.items():
-        for row in _rows(case, name, way, sets, truth, ceilings):
+        # What backward reuses the memory of could be used once only; the graph is gone through again and again here.
+        with functorch_config.patch(donated_buffer=False):
+            rows = _rows(case, name, way, sets, truth, ceilings)
+        for row in rows:
             if row.ms is not None:
                 took[name, row.pass_] = row.ms
                 firsts = (took.get((variant, row.pass_)) for variant in case.variants)
