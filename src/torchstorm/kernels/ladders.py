@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from torchstorm.errors import ConfigError
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
+from torchstorm.kernels.norms.function import NORMS
+from torchstorm.kernels.softmax.function import SOFTMAX
 
-_LADDERS = {"mlstm": _MLSTM}
+_LADDERS = {
+    "mlstm": _MLSTM,
+    **dict.fromkeys(("softmax", "log_softmax"), tuple(variant.name for variant in SOFTMAX)),
+    **dict.fromkeys(("layer_norm", "rms_norm"), tuple(variant.name for variant in NORMS)),
+}
 
 
 def variants(op: str) -> tuple[str, ...]:

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchstorm.errors import ShapeError
+from torchstorm.errors import ConfigError, ShapeError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10}
+"""Of variants that hold rows in registers as wholes; "persistent" has sums beside them."""
+
 _SMS_ELSEWHERE = 4  # where there is no GPU, as in Triton's interpreter: few, so that loops over rows run
 _L2_BYTES_ELSEWHERE = 40 << 20
+_L2_SHARE = 0.7  # of it, for rows that are read a second time
+_LOOP_BLOCK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,22 @@ def as_rows(x: Tensor) -> Tensor:
     return rows_MN if rows_MN.stride(1) == 1 else rows_MN.contiguous()
 
 
+def holds(variant: str, N: int, dtype: torch.dtype) -> bool:
+    """Whether a variant takes rows of N numbers."""
+    return power_of_two(N) * dtype.itemsize <= MOST_ROW_BYTES.get(variant, power_of_two(N) * dtype.itemsize)
+
+
+def check_columns(variant: str, x_MN: Tensor) -> int:
+    """N; raises ConfigError where such rows are too long for the variant."""
+    N, dtype = x_MN.shape[1], x_MN.dtype
+    if not holds(variant, N, dtype):
+        raise ConfigError(
+            f"variant={variant!r} holds rows of up to {MOST_ROW_BYTES[variant] // dtype.itemsize} numbers of {dtype}, "
+            f"and these have {N}: use variant='online', or 'auto'."
+        )
+    return N
+
+
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
@@ -65,6 +86,14 @@ def l2_bytes(x: Tensor) -> int:
     if x.is_cuda:  # pragma: gpu
         return int(torch.cuda.get_device_properties(x.device).L2_cache_size)
     return _L2_BYTES_ELSEWHERE
+
+
+def loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:
+    """Of programs that walk over rows and go over each twice: as many as find their row in L2 the second time."""
+    N = x_MN.shape[1]
+    in_flight = int(_L2_SHARE * l2_bytes(x_MN) / (N * x_MN.dtype.itemsize * num_inputs))
+    block = min(power_of_two(N), _LOOP_BLOCK)
+    return Tile(block=block, num_warps=8, per_sm=max(1, min(8, in_flight // num_sms(x_MN))))
 
 
 def num_walkers(x_MN: Tensor, tile: Tile) -> int:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm backward in Triton: dx and dw apart, or "persistent", both at once; see `function.py`.
 
-x, dy, dx (M, N) with contiguous columns, x and dy with any stride of rows; weight (N,) or None; mean, rstd (M,) in fp32.
-parts_w, parts_b (P, N) in fp32 are sums over the rows of each of P programs or spans; None where they are not wanted.
+x, dy, dx (M, N) with contiguous columns, x and dy with any stride of rows; weight (N,) or None; mean, rstd (M,) in
+fp32. parts_w, parts_b (P, N) in fp32 are sums over the rows of each of P programs or spans; None where not wanted.
 Imported only where a GPU (or Triton's interpreter) is at work.
 """
 
@@ -124,30 +124,49 @@ def fused_dx_kernel(
     store_rows(dx_ptr, row, column, N, inside, gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED), False)
 
 
+@triton.jit
+def _widened_again(x):
+    """x in fp32, for bf16 in other words than `to`: else the compiler keeps the first copy in registers until here."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
 @triton.jit(do_not_specialize=["M"])
 def persistent_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, parts_w_ptr, parts_b_ptr, M, N, dy_row, x_row,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_STAYS: tl.constexpr,
 ):  # fmt: skip
-    """Programs that walk over the rows, some at a time; each writes the sums over its rows at its end."""
+    """Programs that walk over the rows, some at a time; each writes the sums over its rows at its end.
+
+    WEIGHT_STAYS: in registers, where the rows leave room. Otherwise it comes from L2 for every row.
+    """
     column = tl.arange(0, BLOCK)
-    w = vector(w_ptr, column, N, 1.0)
     sum_w = tl.zeros([BLOCK], tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
+    if WEIGHT_STAYS:
+        w = vector(w_ptr, column, N, 1.0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x = load_rows(x_ptr, row, column, x_row, inside, "")
-        dy = load_rows(dy_ptr, row, column, dy_row, inside, "")
+        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0)
+        dy = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :], mask=inside, other=0.0)
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M, CENTRED)
-        x_hat = normalized(x, mean, rstd, CENTRED)
-        g = dy * w[None, :]
-        of_x_hat, of_one = tl.sum(g * x_hat, axis=1) / N, tl.sum(g, axis=1) / N
-        store_rows(dx_ptr, row, column, N, inside, gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED), False)
+        if not WEIGHT_STAYS:
+            w = vector(w_ptr, column, N, 1.0)
+        g = dy.to(tl.float32) * w[None, :]
+        of_x_hat = tl.sum(g * normalized(x.to(tl.float32), mean, rstd, CENTRED), axis=1) / N
+        of_one = tl.sum(g, axis=1) / N
+        wide_dy = _widened_again(dy)
+        x_hat = normalized(_widened_again(x), mean, rstd, CENTRED)
+        dx = gradient(wide_dy * w[None, :], x_hat, of_x_hat, of_one, rstd, CENTRED)
+        store_rows(dx_ptr, row, column, N, inside, dx, False)
         if parts_w_ptr is not None:
-            sum_w += tl.sum(dy * x_hat, axis=0)
+            sum_w += tl.sum(wide_dy * x_hat, axis=0)
         if parts_b_ptr is not None:
-            sum_b += tl.sum(dy, axis=0)
+            sum_b += tl.sum(wide_dy, axis=0)
     at = tl.program_id(0).to(tl.int64) * N + column
     if parts_w_ptr is not None:
         tl.store(parts_w_ptr + at, sum_w, mask=column < N)
@@ -192,9 +211,7 @@ def _total(parts_ptr, column, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["P"])
-def totals_kernel(
-    parts_w_ptr, parts_b_ptr, dw_ptr, db_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def totals_kernel(parts_w_ptr, parts_b_ptr, dw_ptr, db_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Second stage: sums over the parts, in an order that depends on their number alone."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if parts_w_ptr is not None:

@@ -1,10 +1,10 @@
 """LayerNorm and RMSNorm forward in Triton: "naive", "online", "fused" and "persistent"; see `function.py`.
 
-x, y (M, N) with contiguous columns, x with any stride of rows; weight, bias (N,) or None; mean, rstd (M,) in fp32. A tile
-is (ROWS, BLOCK), computed in fp32. CENTRED for LayerNorm; RMSNorm writes no mean.
+x, y (M, N) with contiguous columns, x with any stride of rows; weight, bias (N,) or None; mean, rstd (M,) in fp32. A
+tile is (ROWS, BLOCK), computed in fp32. CENTRED for LayerNorm; RMSNorm writes no mean.
 
-A mean in fp32 is off by a rounding, which is much where rows are constant or far from 0. So the variance is that of what
-is left of x without the mean, and the mean of what is left, `rest`, is taken off as well.
+A mean in fp32 is off by a rounding, which is much where rows are constant or far from 0. So the variance is that of
+what is left of x without the mean, and the mean of what is left, `rest`, is taken off as well.
 Imported only where a GPU (or Triton's interpreter) is at work.
 """
 
@@ -88,7 +88,7 @@ def naive_forward_kernel(
 def online_forward_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Programs that walk over the rows. Every column of a block has a mean and a spread of its own; they meet at the end."""
+    """Programs that walk over the rows. A block's columns have means and spreads of their own that meet at the end."""
     block = tl.arange(0, BLOCK)
     for row_number in range(tl.program_id(0), M, tl.num_programs(0)):
         row = row_number + tl.arange(0, 1).to(tl.int64)
@@ -129,12 +129,8 @@ def online_forward_kernel(
 
 
 @triton.jit
-def _forward_rows(
-    x_ptr, w, b, y_ptr, mean_ptr, rstd_ptr, row, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Rows that lie in registers as wholes."""
-    column = tl.arange(0, BLOCK)
-    inside = (row < M)[:, None] & (column < N)[None, :]
+def _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED: tl.constexpr):
+    """x^ of rows that lie in registers as wholes; writes their statistics."""
     x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         first = tl.sum(x, axis=1) / N
@@ -150,18 +146,20 @@ def _forward_rows(
         left = x
     rstd = _inverse_root(variance, eps)
     _write_statistics(mean_ptr, rstd_ptr, row, mean, rstd, M, CENTRED)
-    _write(y_ptr, row, column, inside, left * rstd[:, None] * w[None, :] + b[None, :], N, STREAM=False)
+    return left * rstd[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
 def fused_forward_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row."""
+    """One program a row. Weights come last, from L2, and take no registers while the row is summed up."""
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    w, b = vector(w_ptr, column, N, 1.0), vector(b_ptr, column, N, 0.0)
-    _forward_rows(x_ptr, w, b, y_ptr, mean_ptr, rstd_ptr, row, M, N, x_row, eps, CENTRED, BLOCK)
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
+    y = x_hat * vector(w_ptr, column, N, 1.0)[None, :] + vector(b_ptr, column, N, 0.0)[None, :]
+    _write(y_ptr, row, column, inside, y, N, STREAM=False)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -174,4 +172,6 @@ def persistent_forward_kernel(
     w, b = vector(w_ptr, column, N, 1.0), vector(b_ptr, column, N, 0.0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        _forward_rows(x_ptr, w, b, y_ptr, mean_ptr, rstd_ptr, row, M, N, x_row, eps, CENTRED, BLOCK)
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
+        _write(y_ptr, row, column, inside, x_hat * w[None, :] + b[None, :], N, STREAM=False)

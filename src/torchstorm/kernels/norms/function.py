@@ -16,14 +16,14 @@ What keeps kernels from it:
 - Forward: bytes on their way. 4.3 TB/s times 0.7 us is 3 MB, 23 KB an SM, so an SM wants that much of rows under way
   while others are reduced: many short rows at once; and of long ones two, which from 32k numbers on registers do not
   hold. Those are read twice, the second time from L2.
-- Backward: dw and db need fp32 sums of N numbers that live as long as the program, beside x and dy: at 16k features 64 KB
-  each, of 256 KB of registers. Every program writes its sums once, (programs, N) numbers, and a second kernel adds them up
-  in a fixed order. 132 programs and 16k features make 9 MB, 0.5 % of the traffic at 512 MiB.
-- Where sums do not fit, kernels for dx and for dw read x and dy once each: 5 times M N in place of 3. "split" comes down
-  to 3 again: it finds the second read in L2, by taking turns in one launch.
+- Backward: dw and db need fp32 sums of N numbers that live as long as the program, beside x and dy: at 16k features
+  64 KB each, of 256 KB of registers. Every program writes its sums once, (programs, N) numbers, and a second kernel
+  adds them up in a fixed order. 132 programs and 16k features make 9 MB, 0.5 % of the traffic at 512 MiB.
+- Where sums do not fit, kernels for dx and for dw read x and dy once each: 5 times M N in place of 3. "split" comes
+  down to 3 again: it finds the second read in L2, by taking turns in one launch.
 
-Sources: Ba et al. 2016, arXiv 1607.06450; Zhang & Sennrich 2019, arXiv 1910.07467; Welford 1962 and Chan et al. 1983 for
-variances put together of parts.
+Sources: Ba et al. 2016, arXiv 1607.06450; Zhang & Sennrich 2019, arXiv 1910.07467; Welford 1962 and Chan et al. 1983
+for variances put together of parts.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ NORMS: Ladder = (
     ),
     Variant(
         name="split",
-        taught="long rows, backward: parts of rows are summed up, and a few megabytes later taken again from L2, for dx "
-        "and dw, by programs of the same launch that wait for nothing but those before them",
+        taught="long rows, backward: parts of rows are summed up, and a few megabytes later taken again from L2, for "
+        "dx and dw, by programs of the same launch that wait for nothing but those before them",
         costs="reads everything once from memory and once from L2; a counter of turns; forward is online's",
         dtypes=_HALF_OR_FLOAT,
         needs=_TRITON,
@@ -81,11 +81,11 @@ NORMS: Ladder = (
         name="torch",
         taught="what PyTorch has",
         costs="one kernel forward, for RMSNorm several; backward one for dx and two for dw",
-        devices=("cpu", "cuda", "meta"),
+        devices=("cpu", "cuda"),
     ),
     Variant(
         name="parallel",
-        taught="on a CPU a row lies in the cache of its core: any number of passes read memory once; dw by threads' sums",
+        taught="on a CPU a row lies in the cache of its core: any number of passes read memory once; dw by spans' sums",
         costs="reads x once; fp16 and bf16 are converted to fp32 and back",
         devices=("cpu",),
         dtypes=_HALF_OR_FLOAT,
@@ -115,7 +115,8 @@ def layer_norm(
     """
     _check("layer_norm", x, weight=weight, bias=bias)
     chosen = choose("layer_norm", NORMS, variant, x, auto=lambda: "auto")
-    return norm_forward(x, weight, bias, eps, True, chosen)[0]
+    y: Tensor = norm_forward(x, weight, bias, eps, True, chosen)[0]
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, variant: str = "auto") -> Tensor:
@@ -137,7 +138,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, vari
     """
     _check("rms_norm", x, weight=weight)
     chosen = choose("rms_norm", NORMS, variant, x, auto=lambda: "auto")
-    return norm_forward(x, weight, None, eps, False, chosen)[0]
+    y: Tensor = norm_forward(x, weight, None, eps, False, chosen)[0]
+    return y
 
 
 def _check(op: str, x: Tensor, **params: Tensor | None) -> None:
@@ -149,7 +151,9 @@ def _check(op: str, x: Tensor, **params: Tensor | None) -> None:
         if p.dim() != 1 or p.shape[0] != N:
             raise ShapeError(f"{name} {tuple(p.shape)}: with x {tuple(x.shape)}, {op} takes it as ({N},).")
         if p.dtype != x.dtype and (p.dtype != torch.float32 or x.dtype == torch.float64):
-            raise ShapeError(f"{name} is {p.dtype} and x {x.dtype}: {op} takes it in x's dtype, or float32 beside halves.")
+            raise ShapeError(
+                f"{name} is {p.dtype} and x {x.dtype}: {op} takes it in x's dtype, or float32 beside halves."
+            )
         if p.device != x.device:
             raise ShapeError(f"{name} is on {p.device}, but x is on {x.device}: move it there.")
     dtypes = {p.dtype for p in params.values() if p is not None}

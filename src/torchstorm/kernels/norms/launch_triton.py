@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.errors import ConfigError
 from torchstorm.kernels.norms import backward_triton, forward_triton
 from torchstorm.kernels.norms.split_triton import split_kernel
-from torchstorm.kernels.rows import Tile, as_rows, l2_bytes, num_sms, num_walkers, power_of_two
+from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_sms, num_walkers, power_of_two
 
-MOST_COLUMNS = {"fused": 1 << 16, "persistent": 1 << 14}
-"""Of rows that lie in registers as wholes."""
-
-_LOOP_BLOCK = 4096
-_L2_SHARE = 0.7  # of it, for rows that are read a second time
+_CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
 _TOTAL_TILE = Tile(block=32, rows=32)
 
@@ -32,24 +27,26 @@ class SplitTile:
         block: columns of a tile of phase 1, which has one row.
         rows, columns: of a tile of phase 2.
         num_warps: of a program.
+        stages: tiles of phase 2 that are on their way at once.
     """
 
     chunk: int
-    lag: int = 3
+    lag: int = 1
     block: int = 8192
     rows: int = 8
     columns: int = 256
     num_warps: int = 8
+    stages: int = 1
 
 
 def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
     """The variant that "auto" means for rows of N on a GPU."""
-    row_bytes = N * dtype.itemsize
+    in_registers = holds("persistent", N, dtype)
     if backward:
-        return "persistent" if row_bytes <= 32 << 10 else "split"
+        return "persistent" if in_registers else "split"
     if N <= 2048:
         return "persistent"
-    return "fused" if row_bytes <= 32 << 10 else "online"
+    return "fused" if in_registers else "online"
 
 
 def forward_tile(variant: str, x_MN: Tensor) -> Tile:
@@ -58,12 +55,12 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
     Raises:
         ConfigError: the rows are too long for the variant.
     """
-    N = _check_columns(variant, x_MN)
+    N = check_columns(variant, x_MN)
     block = power_of_two(N)
     if variant == "naive":
         return Tile(block=min(block, 1024))
     if variant == "online":
-        return _loop_tile(x_MN, num_inputs=1)
+        return loop_tile(x_MN, num_inputs=1)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
     rows = max(1, 1024 // block)
@@ -77,23 +74,24 @@ def backward_tile(variant: str, x_MN: Tensor) -> Tile:
     Raises:
         ConfigError: the rows are too long for the variant.
     """
-    N = _check_columns(variant, x_MN)
+    N = check_columns(variant, x_MN)
     block = power_of_two(N)
     if variant == "naive":
         return Tile(block=min(block, 1024))
     if variant == "online":
-        return _loop_tile(x_MN, num_inputs=2)
+        return loop_tile(x_MN, num_inputs=2)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
     rows = max(1, 1024 // block)
     num_warps = max(2, min(16, rows * block // 512))
-    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 16 // num_warps), stages=2)
+    stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 16 // num_warps), stages=stages)
 
 
 def split_tile(x_MN: Tensor) -> SplitTile:
-    """How "split" divides rows: chunks of 8 MB of x and dy, as their part of L2 is small and their sums are few then."""
+    """How "split" divides rows: chunks of 8 MB of x and dy: a small part of L2, and still few partial sums."""
     row_bytes = 2 * x_MN.shape[1] * x_MN.dtype.itemsize
-    chunk = max(8, min(1024, power_of_two((8 << 20) // row_bytes)))
+    chunk = max(16, min(1024, power_of_two(_CHUNK_BYTES // row_bytes)))
     return SplitTile(chunk=chunk, block=min(8192, power_of_two(x_MN.shape[1])))
 
 
@@ -171,7 +169,7 @@ def _persistent(
     parts = _new_parts(num_walkers(x_MN, tile), x_MN, needed)
     backward_triton.persistent_kernel[_grid(x_MN, tile)](
         dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
-        **_options("persistent", tile),
+        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **_options("persistent", tile),
     )  # fmt: skip
     return parts
 
@@ -221,7 +219,8 @@ def _split(
     split_kernel[((num_chunks + tile.lag) * (tile.chunk * num_parts + column_tiles),)](
         dy_MN, x_MN, weight, dx, mean, rstd, sums, *parts, turns, M, N, dy_MN.stride(0), x_MN.stride(0),
         CENTRED=centred, CHUNK=tile.chunk, LAG=tile.lag, BLOCK=tile.block, ROWS=tile.rows, COLUMNS=tile.columns,
-        PARTS=num_parts, PARTS_BLOCK=power_of_two(num_parts), COLUMN_TILES=column_tiles, num_warps=tile.num_warps,
+        PARTS=num_parts, PARTS_BLOCK=power_of_two(num_parts), COLUMN_TILES=column_tiles, STAGES=tile.stages,
+        num_warps=tile.num_warps,
     )  # fmt: skip
     return parts
 
@@ -244,24 +243,6 @@ def _totals(
             parts_w, parts_b, dw, db, parts.shape[0], N, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
         )
     return dw, db
-
-
-def _check_columns(variant: str, x_MN: Tensor) -> int:
-    N = x_MN.shape[1]
-    if N > MOST_COLUMNS.get(variant, N):
-        raise ConfigError(
-            f"variant={variant!r} holds rows of up to {MOST_COLUMNS[variant]} numbers, and these have {N}: use "
-            "variant='online', or 'auto'."
-        )
-    return N
-
-
-def _loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:
-    """Of programs that walk over rows and go over each twice: as many as find their row in L2 the second time."""
-    N = x_MN.shape[1]
-    in_flight = int(_L2_SHARE * l2_bytes(x_MN) / (N * x_MN.dtype.itemsize * num_inputs))
-    block = min(power_of_two(N), _LOOP_BLOCK)
-    return Tile(block=block, num_warps=8, per_sm=max(1, min(8, in_flight // num_sms(x_MN))))
 
 
 def _grid(x_MN: Tensor, tile: Tile) -> tuple[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.norms.reference import gradients, layer_norm_reference, norm_gradients, statistics
+from torchstorm.kernels.norms.reference import gradients, norm_gradients, statistics
 
 _TRITON = find_spec("triton") is not None
 
@@ -133,9 +133,8 @@ def _torch_forward(
         return y.to(x.dtype).contiguous(), wide_empty(x, 0), rstd.reshape(M)
     # PyTorch rounds a mean to fp16 or bf16 on a CPU, and takes no weight in fp32 beside such an x on a GPU.
     inner = _inner_dtype(x, weight, bias)
-    given = (None if p is None else p.to(inner) for p in (x, weight, bias))
-    x_inner, weight, bias = given
-    y, mean, rstd = torch.native_layer_norm(x_inner, [N], weight, bias, eps)
+    weight, bias = (None if p is None else p.to(inner) for p in (weight, bias))
+    y, mean, rstd = torch.native_layer_norm(x.to(inner), [N], weight, bias, eps)
     return y.to(x.dtype).contiguous(), mean.reshape(M), rstd.reshape(M)
 
 
@@ -210,8 +209,9 @@ def _second_backward(
         own: list[Any] = [
             None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
         ]
-        first = norm_gradients(*own, ctx.eps, centred=ctx.centred)
-        has_weight = ctx.needs_weight and own[2] is not None
+        dy, x, weight = own
+        first = norm_gradients(dy, x, weight, ctx.eps, centred=ctx.centred)
+        has_weight = ctx.needs_weight and weight is not None
         given = ddx, ddweight if has_weight else None, ddbias if ctx.needs_bias else None
         wanted = [(x, dx.to(x.dtype)) for x, dx in zip(first, given, strict=True) if dx is not None]
         found = iter(

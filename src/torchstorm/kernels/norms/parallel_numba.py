@@ -27,7 +27,6 @@ def _forward_rows(x_MN, w_N, b_N, eps, centred, y_MN, mean_M, rstd_M):
         if centred:
             for n in range(N):
                 mean += x_MN[r, n]
-            # x begins at most a rounding of the mean in fp32 away from it; fp64 leaves nothing of that.
             mean /= N
         squares = 0.0
         for n in range(N):

@@ -4,9 +4,9 @@ A row of 64k numbers fits neither into registers nor, with its sums of dw, into 
 chunks of a few megabytes. Phase 1 of a chunk reads x and dy and writes, for each row and each part of its columns, the
 sums of g x^ and of g. Phase 2 of it reads x and dy again, from L2, writes dx, and sums up dw and db over the chunk.
 
-Programs draw turns from a counter. A turn is a tile of phase 1 of chunk t, or one of phase 2 of chunk t - lag, which waits
-until all of phase 1 of that chunk is done. Those turns were drawn before by programs that wait for nothing, or for turns
-before theirs: so none waits for ever, whatever runs beside. No sum is atomic, so the same bits come twice.
+Programs draw turns from a counter. A turn is a tile of phase 1 of chunk t, or one of phase 2 of chunk t - lag, which
+waits until all of phase 1 of that chunk is done. Those turns were drawn before, by programs that wait for nothing: so
+none waits for ever, whatever runs beside. No sum is atomic, so the same bits come twice.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -46,14 +46,14 @@ def _sum_part(
 def _finish_columns(
     dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, sums_ptr, parts_w_ptr, parts_b_ptr, chunk, column, M, N, dy_row,
     x_row, CENTRED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Phase 2: some columns of a chunk of rows."""
     w = vector(w_ptr, column, N, 1.0)
     part = tl.arange(0, PARTS_BLOCK)
     sum_w = tl.zeros([ROWS, COLUMNS], tl.float32)
     sum_b = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, CHUNK, ROWS):
+    for start in tl.range(0, CHUNK, ROWS, num_stages=STAGES):
         row = chunk * CHUNK + start + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
         x = load_rows(x_ptr, row, column, x_row, inside, "evict_first")
@@ -80,6 +80,7 @@ def split_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, sums_ptr, parts_w_ptr, parts_b_ptr, turns_ptr, M, N, dy_row,
     x_row, CENTRED: tl.constexpr, CHUNK: tl.constexpr, LAG: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, COLUMN_TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """turns (1 + chunks,) int32, zeros: the counter of turns, then of each chunk how much of phase 1 is done."""
     turn = tl.atomic_add(turns_ptr, 1)
@@ -104,5 +105,5 @@ def split_kernel(
         column = (tile - CHUNK * PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         _finish_columns(
             dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, sums_ptr, parts_w_ptr, parts_b_ptr, chunk, column, M, N,
-            dy_row, x_row, CENTRED, CHUNK, ROWS, COLUMNS, PARTS, PARTS_BLOCK,
+            dy_row, x_row, CENTRED, CHUNK, ROWS, COLUMNS, PARTS, PARTS_BLOCK, STAGES,
         )  # fmt: skip

@@ -64,7 +64,7 @@ SOFTMAX: Ladder = (
         name="torch",
         taught="what PyTorch has; a mask costs passes of its own",
         costs="as fused without a mask; with one, two more passes",
-        devices=("cpu", "cuda", "meta"),
+        devices=("cpu", "cuda"),
     ),
     Variant(
         name="parallel",
@@ -97,7 +97,8 @@ def softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto") -> 
     """
     _check("softmax", x, mask)
     chosen = choose("softmax", SOFTMAX, variant, x, auto=lambda: "auto")
-    return softmax_forward(x, mask, False, chosen)
+    y: Tensor = softmax_forward(x, mask, False, chosen)
+    return y
 
 
 def log_softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto") -> Tensor:
@@ -119,7 +120,8 @@ def log_softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto")
     """
     _check("log_softmax", x, mask)
     chosen = choose("log_softmax", SOFTMAX, variant, x, auto=lambda: "auto")
-    return softmax_forward(x, mask, True, chosen)
+    y: Tensor = softmax_forward(x, mask, True, chosen)
+    return y
 
 
 def _check(op: str, x: Tensor, mask: Tensor | None) -> None:

@@ -7,22 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.errors import ConfigError
-from torchstorm.kernels.rows import Tile, as_rows, l2_bytes, num_sms, num_walkers, power_of_two
+from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_walkers, power_of_two
 from torchstorm.kernels.softmax import softmax_triton as kernels
-
-MOST_COLUMNS = {"fused": 1 << 16, "persistent": 1 << 14}
-"""Of rows that lie in registers as wholes."""
-
-_LOOP_BLOCK = 4096
-_L2_SHARE = 0.7  # of it, for rows that are read a second time
 
 
 def fastest(N: int, dtype: torch.dtype) -> str:
     """The variant that "auto" means for rows of N on a GPU."""
     if N <= 2048:
         return "persistent"
-    return "fused" if N * dtype.itemsize <= 32 << 10 else "online"
+    return "fused" if holds("persistent", N, dtype) else "online"
 
 
 def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
@@ -31,19 +24,11 @@ def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
     Raises:
         ConfigError: the rows are too long for the variant.
     """
-    N = x_MN.shape[1]
-    if N > MOST_COLUMNS.get(variant, N):
-        raise ConfigError(
-            f"variant={variant!r} holds rows of up to {MOST_COLUMNS[variant]} numbers, and these have {N}: use "
-            "variant='online', or 'auto'."
-        )
-    block = power_of_two(N)
+    block = power_of_two(check_columns(variant, x_MN))
     if variant == "naive":
         return Tile(block=min(block, 1024))
     if variant == "online":
-        in_flight = int(_L2_SHARE * l2_bytes(x_MN) / (N * x_MN.dtype.itemsize * num_inputs))
-        block = min(block, _LOOP_BLOCK)
-        return Tile(block=block, num_warps=8, per_sm=max(1, min(8, in_flight // num_sms(x_MN))))
+        return loop_tile(x_MN, num_inputs=num_inputs)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
     rows = max(1, 1024 // block)
@@ -62,9 +47,7 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
     return y
 
 
-def backward(
-    dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None
-) -> Tensor:
+def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
     """dx, of y that is not empty and contiguous."""
     dy_MN, dx = as_rows(dy), y.new_empty(y.shape)
     tile = tile or tile_for(variant, dy_MN, num_inputs=2)

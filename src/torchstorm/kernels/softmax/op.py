@@ -99,9 +99,9 @@ def _second_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     further = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
         # A view of its own for each, so that what one of them was made from stays out of the other's gradient.
-        own = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (dy, y)]
-        dx = softmax_gradient(*own, mask, ctx.log)
-        d_dy, d_y = torch.autograd.grad(dx, own, ddx.to(dx.dtype), create_graph=further)
+        dy, y = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (dy, y))
+        dx = softmax_gradient(dy, y, mask, ctx.log)
+        d_dy, d_y = torch.autograd.grad(dx, (dy, y), ddx.to(dx.dtype), create_graph=further)
     return d_dy, d_y, None, None, None
 
 

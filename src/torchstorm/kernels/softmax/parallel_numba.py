@@ -21,16 +21,14 @@ _FAST = {"reassoc", "contract"}
 def _forward_rows(x_MN, seen_MN, is_masked, log, y_MN):
     M, N = x_MN.shape
     for r in numba.prange(M):
-        top = -np.inf
+        m = np.float32(-np.inf)
         for n in range(N):
-            if (not is_masked or seen_MN[r, n]) and (x_MN[r, n] > top or x_MN[r, n] != x_MN[r, n]):
-                top = x_MN[r, n]
-        m = np.float32(top)
+            if (not is_masked or seen_MN[r, n]) and x_MN[r, n] > m:
+                m = x_MN[r, n]
         total = 0.0
         for n in range(N):
-            e = np.exp(x_MN[r, n] - m)
-            if is_masked and not seen_MN[r, n]:
-                e = np.float32(0.0)
+            is_hidden = is_masked and not seen_MN[r, n]
+            e = np.float32(0.0) if is_hidden else np.exp(x_MN[r, n] - m)
             y_MN[r, n] = e
             total += e
         if log:

@@ -122,7 +122,7 @@ def online_forward_kernel(
     x_ptr, mask_ptr, y_ptr, M, N, x_row, middle_rows, inner_rows, outer, middle, inner, columns, LOG: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs that walk over the rows. Every column of a block has a maximum and a sum of its own; they meet at the end.
+    """Programs that walk over the rows. A block's columns have maxima and sums of their own, which meet at the end.
 
     The maximum begins at the lowest number, not at -inf, of which -inf - -inf would make NaN.
     """
