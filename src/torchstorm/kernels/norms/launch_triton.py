@@ -63,7 +63,7 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
         return loop_tile(x_MN, num_inputs=1)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
-    rows = max(1, 1024 // block)
+    rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 1024))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(2, 32 // num_warps), stages=2)
 
@@ -82,7 +82,7 @@ def backward_tile(variant: str, x_MN: Tensor) -> Tile:
         return loop_tile(x_MN, num_inputs=2)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
-    rows = max(1, 1024 // block)
+    rows = max(1, 1024 // max(block, 32))
     num_warps = max(2, min(16, rows * block // 512))
     stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 16 // num_warps), stages=stages)

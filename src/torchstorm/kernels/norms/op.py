@@ -32,7 +32,8 @@ def norm_forward(
             return parallel_numba.forward(x, weight, bias, eps, centred)
         from torchstorm.kernels.norms import launch_triton
 
-        return launch_triton.forward(x, weight, bias, eps, centred, chosen)
+        with torch.cuda.device_of(x):
+            return launch_triton.forward(x, weight, bias, eps, centred, chosen)
 
 
 @norm_forward.register_fake
@@ -70,7 +71,8 @@ def norm_backward(
             return parallel_numba.backward(*given)
         from torchstorm.kernels.norms import launch_triton
 
-        return launch_triton.backward(*given, chosen)
+        with torch.cuda.device_of(x):
+            return launch_triton.backward(*given, chosen)
 
 
 @norm_backward.register_fake

@@ -31,7 +31,7 @@ def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
         return loop_tile(x_MN, num_inputs=num_inputs)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
-    rows = max(1, 1024 // block)
+    rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 1024))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(2, 32 // num_warps), stages=2)
 

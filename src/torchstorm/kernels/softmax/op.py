@@ -31,7 +31,8 @@ def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> 
         return parallel_numba.forward(x, mask, log)
     from torchstorm.kernels.softmax import launch_triton
 
-    return launch_triton.forward(x, mask, log, chosen)
+    with torch.cuda.device_of(x):
+        return launch_triton.forward(x, mask, log, chosen)
 
 
 @softmax_forward.register_fake
@@ -51,7 +52,8 @@ def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, vari
         return parallel_numba.backward(dy, y, mask, log)
     from torchstorm.kernels.softmax import launch_triton
 
-    return launch_triton.backward(dy, y, mask, log, chosen)
+    with torch.cuda.device_of(y):
+        return launch_triton.backward(dy, y, mask, log, chosen)
 
 
 @softmax_backward.register_fake

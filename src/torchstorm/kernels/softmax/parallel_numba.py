@@ -3,7 +3,7 @@
 Sums in float64. Compiled when first used, in seconds.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 from __future__ import annotations
 
 import numba
