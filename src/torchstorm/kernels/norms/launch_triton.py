@@ -64,8 +64,8 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
     rows = max(1, 1024 // max(block, 32))
-    num_warps = max(1, min(16, rows * block // 1024))
-    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(2, 32 // num_warps), stages=2)
+    num_warps = max(1, min(16, rows * block // 512))
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
 
 
 def backward_tile(variant: str, x_MN: Tensor) -> Tile:
