@@ -68,6 +68,8 @@ IN_FULL = [
     "kernels.mlstm.function",
     "kernels.mlstm.step",
     "kernels.mlstm.reference",
+    "kernels.softmax.function",
+    "kernels.norms.function",
     "kernels.slstm",
     "kernels.mlstm.ladder",
     "models.gpt",

@@ -1,7 +1,6 @@
 """Operations with kernels of their own. `import torchstorm` leaves this room alone, as it needs torch.
 
-`mlstm` here is the function; its folder has the same name, and its modules are imported by theirs. So it is with
-`linear` and `linear_cross_entropy`.
+Functions here have the names of their folders, whose modules are imported by their own names.
 """
 
 from torchstorm.kernels.ladders import variants
@@ -9,5 +8,20 @@ from torchstorm.kernels.linear import linear
 from torchstorm.kernels.linear_cross_entropy import linear_cross_entropy
 from torchstorm.kernels.mlstm import MLSTMState, mlstm, mlstm_step
 from torchstorm.kernels.mlstm.ladder import Rung, mlstm_ladder
+from torchstorm.kernels.norms import layer_norm, rms_norm
+from torchstorm.kernels.softmax import log_softmax, softmax
 
-__all__ = ["MLSTMState", "Rung", "linear", "linear_cross_entropy", "mlstm", "mlstm_ladder", "mlstm_step", "variants"]
+__all__ = [
+    "MLSTMState",
+    "Rung",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "log_softmax",
+    "mlstm",
+    "mlstm_ladder",
+    "mlstm_step",
+    "rms_norm",
+    "softmax",
+    "variants",
+]

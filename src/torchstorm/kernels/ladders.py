@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from torchstorm.errors import ConfigError
-from torchstorm.kernels.linear.function import LADDER as _LINEAR
-from torchstorm.kernels.linear_cross_entropy.function import LADDER as _LINEAR_CROSS_ENTROPY
+from torchstorm.kernels.linear import LADDER as _LINEAR
+from torchstorm.kernels.linear_cross_entropy import LADDER as _LINEAR_CROSS_ENTROPY
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
+from torchstorm.kernels.norms.function import NORMS as _NORMS
+from torchstorm.kernels.softmax.function import SOFTMAX as _SOFTMAX
 from torchstorm.kernels.variants import Ladder
 
-
-def _names(ladder: Ladder) -> tuple[str, ...]:
-    return tuple(variant.name for variant in ladder)
-
-
-_LADDERS = {
-    "linear": _names(_LINEAR),
-    "linear_cross_entropy": _names(_LINEAR_CROSS_ENTROPY),
-    "mlstm": _MLSTM,
+_LADDERS: dict[str, Ladder] = {
+    "layer_norm": _NORMS,
+    "linear": _LINEAR,
+    "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
+    "log_softmax": _SOFTMAX,
+    "rms_norm": _NORMS,
+    "softmax": _SOFTMAX,
 }
+_NAMES = {"mlstm": _MLSTM, **{op: tuple(variant.name for variant in ladder) for op, ladder in _LADDERS.items()}}
 
 
 def variants(op: str) -> tuple[str, ...]:
@@ -26,6 +27,6 @@ def variants(op: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such operation.
     """
-    if op not in _LADDERS:
-        raise ConfigError(f"There is no operation {op!r} with variants; there is {', '.join(map(repr, _LADDERS))}.")
-    return _LADDERS[op]
+    if op not in _NAMES:
+        raise ConfigError(f"There is no operation {op!r} with variants; there are {', '.join(map(repr, _NAMES))}.")
+    return _NAMES[op]

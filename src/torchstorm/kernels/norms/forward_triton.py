@@ -1,0 +1,177 @@
+"""LayerNorm and RMSNorm forward in Triton: "naive", "online", "fused" and "persistent"; see `function.py`.
+
+x, y (M, N) with contiguous columns, x with any stride of rows; weight, bias (N,) or None; mean, rstd (M,) in fp32. A
+tile is (ROWS, BLOCK), computed in fp32. CENTRED for LayerNorm; RMSNorm writes no mean.
+
+A mean in fp32 is off by a rounding, which is much where rows are constant or far from 0. So the variance is that of
+what is left of x without the mean, and the mean of what is left, `rest`, is taken off as well.
+Imported only where a GPU (or Triton's interpreter) is at work.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def vector(p_ptr, column, N, NOTHING: tl.constexpr):
+    """A tile's part of weight or bias in fp32; `NOTHING` where there is none."""
+    if p_ptr is None:
+        p = tl.full(column.shape, NOTHING, tl.float32)
+    else:
+        p = tl.load(p_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    return p
+
+
+@triton.jit
+def _inverse_root(variance, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+
+
+@triton.jit
+def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr):
+    at = y_ptr + row[:, None] * N + column[None, :]
+    if STREAM:
+        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    else:
+        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_statistics(mean_ptr, rstd_ptr, row, mean, rstd, M, CENTRED: tl.constexpr):
+    if CENTRED:
+        tl.store(mean_ptr + row, mean, mask=row < M)
+    tl.store(rstd_ptr + row, rstd, mask=row < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def naive_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row; a pass over it for the mean, one for the variance, one to write."""
+    row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
+    x_ptr += tl.program_id(0).to(tl.int64) * x_row
+    block = tl.arange(0, BLOCK)
+    first = tl.zeros([1], tl.float32)
+    rest = tl.zeros([1], tl.float32)
+    if CENTRED:
+        total = tl.zeros([1, BLOCK], tl.float32)
+        for start in range(0, N, BLOCK):
+            column = (start + block)[None, :]
+            total += tl.load(x_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+        first = tl.sum(total, axis=1) / N
+    total = tl.zeros([1, BLOCK], tl.float32)
+    squares = tl.zeros([1, BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        column = (start + block)[None, :]
+        x = tl.load(x_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+        left = tl.where(column < N, x - first[:, None], 0.0)
+        total += left
+        squares += left * left
+    if CENTRED:
+        rest = tl.sum(total, axis=1) / N
+    variance = tl.maximum(tl.sum(squares, axis=1) / N - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    rstd = _inverse_root(variance, eps)
+    _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
+    for start in range(0, N, BLOCK):
+        column = start + block
+        inside = (column < N)[None, :]
+        x = tl.load(x_ptr + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        left = x - first[:, None] - rest[:, None]
+        y = left * rstd[:, None] * vector(w_ptr, column, N, 1.0)[None, :] + vector(b_ptr, column, N, 0.0)[None, :]
+        _write(y_ptr, row, column, inside, y, N, STREAM=False)
+
+
+@triton.jit(do_not_specialize=["M"])
+def online_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Programs that walk over the rows. A block's columns have means and spreads of their own that meet at the end."""
+    block = tl.arange(0, BLOCK)
+    for row_number in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = row_number + tl.arange(0, 1).to(tl.int64)
+        first = tl.zeros([1], tl.float32)
+        rest = tl.zeros([1], tl.float32)
+        mean = tl.zeros([1, BLOCK], tl.float32)
+        spread = tl.zeros([1, BLOCK], tl.float32)
+        count = 0.0
+        for start in range(0, N, BLOCK):
+            column = (start + block)[None, :]
+            at = x_ptr + row[:, None] * x_row + column
+            x = tl.load(at, mask=column < N, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            if CENTRED:
+                count += 1.0
+                step = tl.where(column < N, x - mean, 0.0)
+                mean += step * tl.div_rn(1.0, count)
+                spread += step * tl.where(column < N, x - mean, 0.0)
+            else:
+                spread += x * x
+        if CENTRED:
+            # Of each column: how many numbers it has seen.
+            counts = ((N - block + BLOCK - 1) // BLOCK).to(tl.float32)[None, :]
+            first = tl.sum(counts * mean, axis=1) / N
+            off = mean - first[:, None]
+            rest = tl.sum(counts * off, axis=1) / N
+            off -= rest[:, None]
+            spread += counts * off * off
+        rstd = _inverse_root(tl.sum(spread, axis=1) / N, eps)
+        _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
+        for start in range(0, N, BLOCK):
+            column = start + block
+            inside = (column < N)[None, :]
+            at = x_ptr + row[:, None] * x_row + column[None, :]
+            x = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            left = x - first[:, None] - rest[:, None]
+            y = left * rstd[:, None] * vector(w_ptr, column, N, 1.0)[None, :] + vector(b_ptr, column, N, 0.0)[None, :]
+            _write(y_ptr, row, column, inside, y, N, STREAM=True)
+
+
+@triton.jit
+def _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED: tl.constexpr):
+    """x^ of rows that lie in registers as wholes; writes their statistics."""
+    x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        first = tl.sum(x, axis=1) / N
+        left = tl.where(inside, x - first[:, None], 0.0)
+        rest = tl.sum(left, axis=1) / N
+        variance = tl.sum(left * left, axis=1) / N - rest * rest
+        variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        mean = first + rest
+        left -= rest[:, None]
+    else:
+        variance = tl.sum(x * x, axis=1) / N
+        mean = variance
+        left = x
+    rstd = _inverse_root(variance, eps)
+    _write_statistics(mean_ptr, rstd_ptr, row, mean, rstd, M, CENTRED)
+    return left * rstd[:, None]
+
+
+@triton.jit(do_not_specialize=["M"])
+def fused_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program a row. Weights come last, from L2, and take no registers while the row is summed up."""
+    row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = (row < M)[:, None] & (column < N)[None, :]
+    x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
+    y = x_hat * vector(w_ptr, column, N, 1.0)[None, :] + vector(b_ptr, column, N, 0.0)[None, :]
+    _write(y_ptr, row, column, inside, y, N, STREAM=False)
+
+
+@triton.jit(do_not_specialize=["M"])
+def persistent_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs that walk over the rows, some at a time, and load the weights once."""
+    column = tl.arange(0, BLOCK)
+    w, b = vector(w_ptr, column, N, 1.0), vector(b_ptr, column, N, 0.0)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
+        _write(y_ptr, row, column, inside, x_hat * w[None, :] + b[None, :], N, STREAM=False)

@@ -1,0 +1,260 @@
+"""Launches of the norms' kernels: tiles, grids, and which variant is the fastest for rows of a length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.norms import backward_triton, forward_triton
+from torchstorm.kernels.norms.split_triton import split_kernel
+from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_sms, num_walkers, power_of_two
+
+_CHUNK_BYTES = 8 << 20
+_COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
+_TOTAL_TILE = Tile(block=32, rows=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitTile:
+    """How "split" divides (M, N).
+
+    Attributes:
+        chunk: rows that both phases go over before the next ones, a multiple of `rows`.
+        lag: how many chunks the second phase is behind.
+        block: columns of a tile of phase 1, which has one row.
+        rows, columns: of a tile of phase 2.
+        num_warps: of a program.
+        stages: tiles of phase 2 that are on their way at once.
+    """
+
+    chunk: int
+    lag: int = 1
+    block: int = 8192
+    rows: int = 8
+    columns: int = 256
+    num_warps: int = 8
+    stages: int = 1
+
+
+def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
+    """The variant that "auto" means for rows of N on a GPU."""
+    in_registers = holds("persistent", N, dtype)
+    if backward:
+        return "persistent" if in_registers else "split"
+    if N <= 2048:
+        return "persistent"
+    return "fused" if in_registers else "online"
+
+
+def forward_tile(variant: str, x_MN: Tensor) -> Tile:
+    """How rows are divided among programs.
+
+    Raises:
+        ConfigError: the rows are too long for the variant.
+    """
+    N = check_columns(variant, x_MN)
+    block = power_of_two(N)
+    if variant == "naive":
+        return Tile(block=min(block, 1024))
+    if variant == "online":
+        return loop_tile(x_MN, num_inputs=1)
+    if variant == "fused":
+        return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
+    rows = max(1, 1024 // max(block, 32))
+    num_warps = max(1, min(16, rows * block // 512))
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
+
+
+def backward_tile(variant: str, x_MN: Tensor) -> Tile:
+    """How rows are divided among programs, for dx.
+
+    Raises:
+        ConfigError: the rows are too long for the variant.
+    """
+    N = check_columns(variant, x_MN)
+    block = power_of_two(N)
+    if variant == "naive":
+        return Tile(block=min(block, 1024))
+    if variant == "online":
+        return loop_tile(x_MN, num_inputs=2)
+    if variant == "fused":
+        return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
+    rows = max(1, 1024 // max(block, 32))
+    num_warps = max(2, min(16, rows * block // 512))
+    stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 16 // num_warps), stages=stages)
+
+
+def split_tile(x_MN: Tensor) -> SplitTile:
+    """How "split" divides rows: chunks of 8 MB of x and dy: a small part of L2, and still few partial sums."""
+    row_bytes = 2 * x_MN.shape[1] * x_MN.dtype.itemsize
+    chunk = max(16, min(1024, power_of_two(_CHUNK_BYTES // row_bytes)))
+    return SplitTile(chunk=chunk, block=min(8192, power_of_two(x_MN.shape[1])))
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    variant: str,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and rstd, of x that is not empty."""
+    x_MN, y = as_rows(x), x.new_empty(x.shape)
+    M, N = x_MN.shape
+    variant = "online" if variant == "split" else variant
+    tile = tile or forward_tile(variant, x_MN)
+    mean, rstd = (x.new_empty((m,), dtype=torch.float32) for m in (M if centred else 0, M))
+    kernel = getattr(forward_triton, f"{variant}_forward_kernel")
+    kernel[_grid(x_MN, tile)](
+        x_MN, _vector(weight), _vector(bias), y, mean, rstd, M, N, x_MN.stride(0), eps, CENTRED=centred,
+        **_options(variant, tile),
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    needs_weight: bool,
+    needs_bias: bool,
+    dtype: torch.dtype,
+    variant: str,
+    tile: Tile | SplitTile | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight and dbias, of x that is not empty."""
+    dy_MN, x_MN, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
+    given = dy_MN, x_MN, _vector(weight), dx, mean, rstd
+    needed = needs_weight, needs_bias
+    if variant == "split":
+        assert tile is None or isinstance(tile, SplitTile)
+        parts = _split(*given, centred, needed, tile or split_tile(x_MN))
+    else:
+        assert tile is None or isinstance(tile, Tile)
+        tile = tile or backward_tile(variant, x_MN)
+        if variant == "persistent":
+            parts = _persistent(*given, centred, needed, tile)
+        else:
+            kernel = getattr(backward_triton, f"{variant}_dx_kernel")
+            kernel[_grid(x_MN, tile)](
+                *given, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred, **_options(variant, tile)
+            )
+            parts = _columns(*given, centred, needed, in_spans=variant != "naive")
+    return dx, *_totals(*parts, x_MN, needed, dtype)
+
+
+Parts = tuple[Tensor | None, Tensor | None]
+
+
+def _persistent(
+    dy_MN: Tensor,
+    x_MN: Tensor,
+    weight: Tensor | None,
+    dx: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    needed: tuple[bool, bool],
+    tile: Tile,
+) -> Parts:
+    parts = _new_parts(num_walkers(x_MN, tile), x_MN, needed)
+    backward_triton.persistent_kernel[_grid(x_MN, tile)](
+        dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
+        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **_options("persistent", tile),
+    )  # fmt: skip
+    return parts
+
+
+def _columns(
+    dy_MN: Tensor,
+    x_MN: Tensor,
+    weight: Tensor | None,
+    dx: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    needed: tuple[bool, bool],
+    *,
+    in_spans: bool,
+) -> Parts:
+    """The first stage of dw and db by itself."""
+    if not any(needed):
+        return None, None
+    (M, N), tile = x_MN.shape, _COLUMN_TILE
+    num_tiles = -(-N // tile.block)
+    spans = max(1, min(-(-M // tile.rows), num_sms(x_MN) * tile.per_sm // num_tiles)) if in_spans else 1
+    parts = _new_parts(spans, x_MN, needed)
+    backward_triton.columns_kernel[(num_tiles, spans)](
+        dy_MN, x_MN, mean, rstd, *parts, M, N, dy_MN.stride(0), x_MN.stride(0), -(-M // spans), CENTRED=centred,
+        BLOCK=tile.block, ROWS=tile.rows, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return parts
+
+
+def _split(
+    dy_MN: Tensor,
+    x_MN: Tensor,
+    weight: Tensor | None,
+    dx: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    needed: tuple[bool, bool],
+    tile: SplitTile,
+) -> Parts:
+    M, N = x_MN.shape
+    num_chunks, num_parts, column_tiles = -(-M // tile.chunk), -(-N // tile.block), -(-N // tile.columns)
+    parts = _new_parts(num_chunks, x_MN, needed)
+    sums = x_MN.new_empty((M, num_parts, 2), dtype=torch.float32)
+    turns = x_MN.new_zeros((1 + num_chunks,), dtype=torch.int32)
+    split_kernel[((num_chunks + tile.lag) * (tile.chunk * num_parts + column_tiles),)](
+        dy_MN, x_MN, weight, dx, mean, rstd, sums, *parts, turns, M, N, dy_MN.stride(0), x_MN.stride(0),
+        CENTRED=centred, CHUNK=tile.chunk, LAG=tile.lag, BLOCK=tile.block, ROWS=tile.rows, COLUMNS=tile.columns,
+        PARTS=num_parts, PARTS_BLOCK=power_of_two(num_parts), COLUMN_TILES=column_tiles, STAGES=tile.stages,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    return parts
+
+
+def _new_parts(num: int, x_MN: Tensor, needed: tuple[bool, bool]) -> Parts:
+    """Partial sums of dw and db (num, N), not filled; None where they are not wanted."""
+    w, b = (x_MN.new_empty((num, x_MN.shape[1]), dtype=torch.float32) if each else None for each in needed)
+    return w, b
+
+
+def _totals(
+    parts_w: Tensor | None, parts_b: Tensor | None, x_MN: Tensor, needed: tuple[bool, bool], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The second stage: dw and db, empty where they are not wanted."""
+    N, tile = x_MN.shape[1], _TOTAL_TILE
+    dw, db = (x_MN.new_empty((N if each else 0,), dtype=dtype) for each in needed)
+    parts = parts_w if parts_w is not None else parts_b
+    if parts is not None:
+        backward_triton.totals_kernel[(-(-N // tile.block),)](
+            parts_w, parts_b, dw, db, parts.shape[0], N, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
+        )
+    return dw, db
+
+
+def _grid(x_MN: Tensor, tile: Tile) -> tuple[int]:
+    return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
+
+
+def _options(variant: str, tile: Tile) -> dict[str, Any]:
+    options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
+    if variant == "persistent":
+        options |= {"ROWS": tile.rows, "STAGES": tile.stages}
+    return options
+
+
+def _vector(p: Tensor | None) -> Tensor | None:
+    return None if p is None else p.contiguous()

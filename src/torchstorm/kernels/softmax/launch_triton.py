@@ -1,0 +1,92 @@
+"""Launches of the softmax kernels: tiles, grids, and which variant is the fastest for rows of a length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_walkers, power_of_two
+from torchstorm.kernels.softmax import softmax_triton as kernels
+
+
+def fastest(N: int, dtype: torch.dtype) -> str:
+    """The variant that "auto" means for rows of N on a GPU."""
+    if N <= 2048:
+        return "persistent"
+    return "fused" if holds("persistent", N, dtype) else "online"
+
+
+def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
+    """How rows are divided among programs; `num_inputs` tensors are read a row.
+
+    Raises:
+        ConfigError: the rows are too long for the variant.
+    """
+    block = power_of_two(check_columns(variant, x_MN))
+    if variant == "naive":
+        return Tile(block=min(block, 1024))
+    if variant == "online":
+        return loop_tile(x_MN, num_inputs=num_inputs)
+    if variant == "fused":
+        return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
+    rows = max(1, 1024 // max(block, 32))
+    num_warps = max(1, min(16, rows * block // 1024))
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(2, 32 // num_warps), stages=2)
+
+
+def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
+    """y, of x that is not empty."""
+    x_MN, y = as_rows(x), x.new_empty(x.shape)
+    tile = tile or tile_for(variant, x_MN, num_inputs=1)
+    seen, where = _mask_rows(mask, x)
+    M, N = x_MN.shape
+    kernel = getattr(kernels, f"{variant}_forward_kernel")
+    kernel[_grid(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **_options(variant, tile))
+    return y
+
+
+def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
+    """dx, of y that is not empty and contiguous."""
+    dy_MN, dx = as_rows(dy), y.new_empty(y.shape)
+    tile = tile or tile_for(variant, dy_MN, num_inputs=2)
+    seen, where = _mask_rows(mask if log else None, y)
+    M, N = dy_MN.shape
+    kernel = getattr(kernels, f"{variant}_backward_kernel")
+    kernel[_grid(dy_MN, tile)](dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **_options(variant, tile))
+    return dx
+
+
+def _grid(x_MN: Tensor, tile: Tile) -> tuple[int]:
+    return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
+
+
+def _options(variant: str, tile: Tile) -> dict[str, Any]:
+    options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
+    if variant == "persistent":
+        options |= {"ROWS": tile.rows, "STAGES": tile.stages}
+    return options
+
+
+def _mask_rows(mask: Tensor | None, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The mask as bytes, and where its rows lie: sizes of the middle and the inner dimension of rows, and strides.
+
+    Dimensions of x that lie in the mask one after the other, or that it was broadcast over, count as one. A mask with
+    more than three of them is written out.
+    """
+    if mask is None:
+        return None, (1, 1, 0, 0, 0, 0)
+    seen = mask.view(torch.uint8).expand(x.shape)
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(seen.shape[:-1], seen.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    if len(dims) > 3:
+        return seen.contiguous(), (1, 1, seen.shape[-1], 0, 0, 1)
+    (_, outer), (middle_rows, middle), (inner_rows, inner) = [(1, 0)] * (3 - len(dims)) + dims
+    return seen, (middle_rows, inner_rows, outer, middle, inner, seen.stride(-1))

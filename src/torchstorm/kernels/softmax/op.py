@@ -1,0 +1,111 @@
+"""torch.ops.torchstorm.softmax_forward and softmax_backward: softmax and log-softmax as operators of PyTorch.
+
+"auto" is resolved within, where sizes are numbers, so that torch.compile makes no program anew for other sizes.
+The backward operator has a gradient too, through PyTorch's own operations.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_gradient, softmax_reference
+
+_TRITON = find_spec("triton") is not None
+
+
+@torch.library.custom_op("torchstorm::softmax_forward", mutates_args=())
+def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
+    """y (..., N), contiguous."""
+    chosen = _resolve(variant, x)
+    if chosen == "torch" or not x.numel():
+        with torch.autocast(x.device.type, enabled=False):
+            y = (log_softmax_reference if log else softmax_reference)(x, mask)
+        return y.contiguous()
+    if chosen == "parallel":
+        from torchstorm.kernels.softmax import parallel_numba
+
+        return parallel_numba.forward(x, mask, log)
+    from torchstorm.kernels.softmax import launch_triton
+
+    with torch.cuda.device_of(x):
+        return launch_triton.forward(x, mask, log, chosen)
+
+
+@softmax_forward.register_fake
+def _(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("torchstorm::softmax_backward", mutates_args=())
+def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
+    """dx (..., N), contiguous. The mask counts for log-softmax alone."""
+    chosen = _resolve(variant, y)
+    if chosen == "torch" or not y.numel():
+        return _torch_gradient(dy, y, mask, log)
+    if chosen == "parallel":
+        from torchstorm.kernels.softmax import parallel_numba
+
+        return parallel_numba.backward(dy, y, mask, log)
+    from torchstorm.kernels.softmax import launch_triton
+
+    with torch.cuda.device_of(y):
+        return launch_triton.backward(dy, y, mask, log, chosen)
+
+
+@softmax_backward.register_fake
+def _(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
+    return y.new_empty(y.shape)
+
+
+def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
+    """By the operators with which autograd would do it."""
+    if not log:
+        return torch._softmax_backward_data(dy, y, -1, y.dtype).contiguous()
+    if mask is None:
+        return torch._log_softmax_backward_data(dy, y, -1, y.dtype).contiguous()
+    dx = torch._log_softmax_backward_data(dy.masked_fill(~mask, 0.0), y, -1, y.dtype)
+    return dx.masked_fill(~mask, 0.0).contiguous()
+
+
+def _resolve(variant: str, x: Tensor) -> str:
+    if variant != "auto":
+        return variant
+    if not _TRITON or x.device.type != "cuda" or x.dtype == torch.float64:
+        return "torch"
+    from torchstorm.kernels.softmax import launch_triton  # pragma: gpu
+
+    return launch_triton.fastest(x.shape[-1], x.dtype)  # pragma: gpu
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, mask, ctx.log, ctx.variant = inputs
+    ctx.save_for_backward(output, mask if ctx.log else None)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    y, mask = ctx.saved_tensors
+    return softmax_backward(dy, y, mask, ctx.log, ctx.variant), None, None, None
+
+
+def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    dy, y, mask, ctx.log, _ = inputs
+    ctx.save_for_backward(dy, y, mask)
+
+
+def _second_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
+    dy, y, mask = ctx.saved_tensors
+    further = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+        # A view of its own for each, so that what one of them was made from stays out of the other's gradient.
+        dy, y = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (dy, y))
+        dx = softmax_gradient(dy, y, mask, ctx.log)
+        d_dy, d_y = torch.autograd.grad(dx, (dy, y), ddx.to(dx.dtype), create_graph=further)
+    return d_dy, d_y, None, None, None
+
+
+softmax_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+softmax_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)

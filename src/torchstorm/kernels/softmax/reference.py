@@ -1,0 +1,31 @@
+"""The definition of softmax and log-softmax with a mask, in plain PyTorch, in any dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Over the last dimension; 0 where the mask is False."""
+    if mask is None:
+        return x.softmax(-1)
+    return x.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def log_softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Over the last dimension; -inf where the mask is False."""
+    if mask is None:
+        return x.log_softmax(-1)
+    return x.masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, -torch.inf)
+
+
+def softmax_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
+    """dx of softmax's output y, or of log-softmax's; in fp32 where dy is fp16 or bf16. Autograd sees every step."""
+    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    dy, y = dy.to(wide), y.to(wide)
+    if not log:
+        return y * (dy - (dy * y).sum(-1, keepdim=True))
+    seen = dy if mask is None else dy.masked_fill(~mask, 0.0)
+    dx = seen - y.exp() * seen.sum(-1, keepdim=True)
+    return dx if mask is None else dx.masked_fill(~mask, 0.0)

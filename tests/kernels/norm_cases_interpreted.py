@@ -1,0 +1,51 @@
+"""The cases of norm_interpreted.py: one process runs them all, for whichever test asks first."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from kernels.interpreting import interpreted
+from torchstorm.kernels import variants
+
+TRITON = [name for name in variants("layer_norm") if name not in ("torch", "parallel")]
+
+
+def _case(op: str, variant: str, shape: tuple[int, ...], dtype: str = "float32", **options: Any) -> dict[str, Any]:
+    usual = {"mask": None, "params": "all", "transposed": False, "extremes": False}
+    chosen = usual | options
+    told = ", ".join(f"{name} {value}" for name, value in options.items())
+    name = f"{op} {variant} {'x'.join(map(str, shape))} {dtype} {told}".strip()
+    return {"name": name, "op": op, "variant": variant, "shape": shape, "dtype": dtype, **chosen}
+
+
+def cases(*ops: str) -> list[dict[str, Any]]:
+    """Those of some operations."""
+    return [case for case in _CASES if case["op"] in ops]
+
+
+@functools.cache
+def failures() -> dict[str, str]:
+    """What is wrong with each case, by its name; "" where it is right."""
+    found = interpreted("norm_interpreted.py", _CASES)
+    return {name: result["failure"] for name, result in found.items()}
+
+
+_CASES = []
+for _variant in TRITON:
+    if _variant != "split":
+        _CASES += [
+            _case("softmax", _variant, (2, 2, 21), mask=(2, 21)),
+            _case("softmax", _variant, (3, 21), "float16"),
+            _case("softmax", _variant, (9, 20), extremes=True),
+            _case("log_softmax", _variant, (2, 2, 21), mask=(2, 1, 21), transposed=True),
+            _case("log_softmax", _variant, (9, 20), extremes=True),
+            _case("layer_norm", _variant, (9, 20), extremes=True),
+            _case("rms_norm", _variant, (9, 20), extremes=True),
+        ]
+    _CASES += [
+        _case("layer_norm", _variant, (3, 2, 37), transposed=True),
+        _case("layer_norm", _variant, (5, 32), "float16", params="weight"),
+        _case("rms_norm", _variant, (5, 21)),
+        _case("rms_norm", _variant, (3, 1), params="no"),
+    ]
