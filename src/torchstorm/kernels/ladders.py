@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from torchstorm.errors import ConfigError
+from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
+from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
+from torchstorm.kernels.elementwise.function import VARIANTS as _ELEMENTWISE
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
+from torchstorm.kernels.variants import names_of
 
-_LADDERS = {"mlstm": _MLSTM}
+_LADDERS = {
+    "mlstm": _MLSTM,
+    **dict.fromkeys(("add", "mul", "relu", "sigmoid", "gelu", "silu"), names_of(_ELEMENTWISE)),
+    "dropout": names_of(_DROPOUT),
+    "batch_norm_act": names_of(_BATCH_NORM),
+}
 
 
 def variants(op: str) -> tuple[str, ...]:

@@ -54,6 +54,11 @@ Ladder = tuple[Variant, ...]
 """Variants in order of history."""
 
 
+def names_of(ladder: Ladder) -> tuple[str, ...]:
+    """Their names, in order of history."""
+    return tuple(variant.name for variant in ladder)
+
+
 def available(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> Ladder:
     """Those that can run."""
     return tuple(variant for variant in ladder if not variant.why_not(device, dtype))
