@@ -28,7 +28,7 @@ def interpreted(script: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(here.parents[1] / "src"), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": f"{here.parents[1] / 'src'}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1"},
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]

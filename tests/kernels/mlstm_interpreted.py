@@ -1,24 +1,20 @@
 """Runs the mLSTM's Triton kernels in Triton's interpreter, for test_mlstm_triton.py: cases in, errors out, as JSON.
 
-A process of its own, because the interpreter is chosen when Triton is imported. Two faults of it are mended here: a
-loop bound that is an array of one number is an error with numpy 2.4, and products of bf16 are taken of its bits.
+A process of its own, because the interpreter is chosen when Triton is imported.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
+from mended_interpreter import mend  # first: it chooses the interpreter
 
-import numpy as np
+# isort: split
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
 from torchstorm.kernels.mlstm import chunkwise_triton
 from torchstorm.kernels.mlstm.op import mlstm_forward
@@ -26,30 +22,6 @@ from torchstorm.kernels.mlstm.reference import MLSTMState, mlstm_reference
 from torchstorm.kernels.mlstm.tiles import Tile, Tiles
 
 NAMES = ("h", "C", "n", "m", "dq", "dk", "dv", "di", "df", "dC0", "dn0", "dm0")
-
-
-def mend() -> None:
-    patch_tensor, new_empty = interpreter._patch_lang_tensor, Tensor.new_empty
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
-
-    def numbers(handle: Any) -> Any:
-        is_bf16 = handle.dtype.scalar == tl.bfloat16
-        return (handle.data.astype(np.uint32) << 16).view(np.float32) if is_bf16 else handle.data
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        product = np.matmul(numbers(a), numbers(b), dtype=d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        made = new_empty(self, *size, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = create_dot
-    Tensor.new_empty = poisoned  # type: ignore[method-assign]
 
 
 def small_tiles(group: int, chunk: int, chunk_backward: int, block: int, rows: int) -> Tiles:

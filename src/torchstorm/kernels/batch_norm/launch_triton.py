@@ -25,7 +25,7 @@ from torchstorm.kernels.elementwise.operations_triton import (
     identity,
 )
 
-_BLOCK = 4096  # numbers of a tile
+TILE_BYTES = 8192
 _NUM_WARPS = 4
 _WIDEST = 64  # channels of a tile, where channels lie side by side
 _PROGRAMS = 1024  # that fill a GPU several times over
@@ -73,13 +73,14 @@ class _View:
 def _view(x: Tensor) -> _View:
     N, C = x.shape[:2]
     L = x.numel() // (N * C)
+    block = TILE_BYTES // x.element_size()
     if L == 1 or x.movedim(1, -1).is_contiguous():
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         BLOCK_C = min(_WIDEST, _power_of_two(C))
-        BLOCK_L = min(_BLOCK // BLOCK_C, _power_of_two(N * L))
+        BLOCK_L = min(block // BLOCK_C, _power_of_two(N * L))
         return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
-    BLOCK_L = min(_BLOCK, _power_of_two(L))
-    BLOCK_C = min(_BLOCK // BLOCK_L, _power_of_two(C))
+    BLOCK_L = min(block, _power_of_two(L))
+    BLOCK_C = min(block // BLOCK_L, _power_of_two(C))
     strides = C * L, L, 1
     return _View(of_memory=x.contiguous(), N=N, C=C, L=L, strides=strides, BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
 

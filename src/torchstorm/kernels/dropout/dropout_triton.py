@@ -39,47 +39,49 @@ def philox(counter, key):
 
 
 @triton.jit
-def _drop(x, y, word, at, num, threshold, scale, MASKED: tl.constexpr):
+def _drop(x, y, word, at, end, threshold, scale):
+    inside = at < end
     # A product, so that NaN and infinity that are dropped give NaN, as in PyTorch.
     factor = tl.where((word >> _SHIFT).to(tl.int32) >= threshold, scale, 0.0)
-    if MASKED:
-        value = tl.load(x + at, mask=at < num, other=0.0).to(tl.float32) * factor
-        tl.store(y + at, value.to(y.dtype.element_ty), mask=at < num)
-    else:
-        tl.store(y + at, (tl.load(x + at).to(tl.float32) * factor).to(y.dtype.element_ty))
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _group(x, y, start, lane, num, w0, w1, w2, w3, threshold, scale, MASKED: tl.constexpr):
-    _drop(x, y, w0, start + lane, num, threshold, scale, MASKED)
-    _drop(x, y, w1, start + _LANES + lane, num, threshold, scale, MASKED)
-    _drop(x, y, w2, start + 2 * _LANES + lane, num, threshold, scale, MASKED)
-    _drop(x, y, w3, start + 3 * _LANES + lane, num, threshold, scale, MASKED)
+def _one_by_one(x, y, key, at, end, threshold, scale):
+    lane = at // (4 * _LANES) * _LANES + at % _LANES
+    which = (at // _LANES) % 4
+    w0, w1, w2, w3 = philox(lane.to(tl.uint64), key)
+    word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+    _drop(x, y, word, at, end, threshold, scale)
 
 
 @triton.jit(do_not_specialize=["num", "threshold"])
 def grouped_kernel(x, y, seed, num, threshold, scale):
-    """Four numbers a call: one program a group, which is four rows of neighbours. Grid: groups."""
+    """Four numbers a call: one program a group, which is four rows of neighbours. Grid: groups.
+
+    As in `flat_kernel`, groups end at a multiple of 16 numbers, and the first program does the few after it.
+    """
+    key = tl.load(seed).to(tl.uint64)
+    num = num.to(tl.int64)
+    end = num // 16 * 16
     group = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, _LANES)
-    w0, w1, w2, w3 = philox((group * _LANES + lane).to(tl.uint64), tl.load(seed).to(tl.uint64))
-    start = group * (4 * _LANES)
-    if start + 4 * _LANES <= num:
-        _group(x, y, start, lane, num, w0, w1, w2, w3, threshold, scale, False)
-    else:
-        _group(x, y, start, lane, num, w0, w1, w2, w3, threshold, scale, True)
+    w0, w1, w2, w3 = philox((group * _LANES + lane).to(tl.uint64), key)
+    at = group * (4 * _LANES) + lane
+    _drop(x, y, w0, at, end, threshold, scale)
+    _drop(x, y, w1, at + _LANES, end, threshold, scale)
+    _drop(x, y, w2, at + 2 * _LANES, end, threshold, scale)
+    _drop(x, y, w3, at + 3 * _LANES, end, threshold, scale)
+    if (group == 0) & (end < num):
+        _one_by_one(x, y, key, end + tl.arange(0, 16), num, threshold, scale)
 
 
 @triton.jit(do_not_specialize=["num", "threshold"])
 def naive_kernel(x, y, seed, num, threshold, scale, BLOCK: tl.constexpr):
     """One number a thread, which keeps one of the four words that it makes. Grid: blocks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    group = at // (4 * _LANES)
-    lane = at % _LANES
-    which = (at // _LANES) % 4
-    w0, w1, w2, w3 = philox((group * _LANES + lane).to(tl.uint64), tl.load(seed).to(tl.uint64))
-    word = tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
-    _drop(x, y, word, at, num, threshold, scale, True)
+    _one_by_one(x, y, tl.load(seed).to(tl.uint64), at, num, threshold, scale)
 
 
 NUM_WARPS = 4

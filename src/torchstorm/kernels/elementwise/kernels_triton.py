@@ -23,38 +23,21 @@ def _apply(a, b, c, OP: tl.constexpr, INPUTS: tl.constexpr):
 
 
 @triton.jit
-def _flat_read(a, at, num, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(a + at, mask=at < num, other=0.0).to(tl.float32)
-    else:
-        return tl.load(a + at).to(tl.float32)
-
-
-@triton.jit
-def _flat_write(y, value, at, num, MASKED: tl.constexpr):
-    value = value.to(y.dtype.element_ty)
-    if MASKED:
-        tl.store(y + at, value, mask=at < num)
-    else:
-        tl.store(y + at, value)
-
-
-@triton.jit
-def _flat_block(a, b, c, y, z, at, num, OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-                MASKED: tl.constexpr):  # fmt: skip
-    left = _flat_read(a, at, num, MASKED)
+def _flat_block(a, b, c, y, z, at, end, OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr):
+    inside = at < end
+    left = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
     middle = left
     right = left
     if INPUTS > 1:
-        middle = _flat_read(b, at, num, MASKED)
+        middle = tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
     if INPUTS > 2:
-        right = _flat_read(c, at, num, MASKED)
+        right = tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
     if OUTPUTS == 2:
         first, second = _apply(left, middle, right, OP, INPUTS)
-        _flat_write(y, first, at, num, MASKED)
-        _flat_write(z, second, at, num, MASKED)
+        tl.store(y + at, first.to(y.dtype.element_ty), mask=inside)
+        tl.store(z + at, second.to(z.dtype.element_ty), mask=inside)
     else:
-        _flat_write(y, _apply(left, middle, right, OP, INPUTS), at, num, MASKED)
+        tl.store(y + at, _apply(left, middle, right, OP, INPUTS).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -62,24 +45,21 @@ def flat_kernel(a, b, c, y, z, num, OP: tl.constexpr, INPUTS: tl.constexpr, OUTP
                 STRIDES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Blocks of consecutive numbers; with STRIDES, each program goes on by as many blocks as there are programs.
 
-    Only the last block is masked: a mask on the others would forbid reading 16 bytes at once unless `num` were known
-    to be a multiple of them, and so every kernel would be compiled twice.
+    A mask forbids reading 16 bytes at once unless its end is known to be a multiple of them. So blocks end at a
+    multiple of 16 numbers, and the first program also does the few after it: one compiled kernel for any `num`.
     """
     num = num.to(tl.int64)
+    end = num // 16 * 16
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
     offset = tl.arange(0, BLOCK)
     if STRIDES:
-        while start + BLOCK <= num:
-            _flat_block(a, b, c, y, z, start + offset, num, OP, INPUTS, OUTPUTS, False)
-            start += step
-        if start < num:
-            _flat_block(a, b, c, y, z, start + offset, num, OP, INPUTS, OUTPUTS, True)
+        while start < end:
+            _flat_block(a, b, c, y, z, start + offset, end, OP, INPUTS, OUTPUTS)
+            start += tl.num_programs(0).to(tl.int64) * BLOCK
     else:
-        if start + BLOCK <= num:
-            _flat_block(a, b, c, y, z, start + offset, num, OP, INPUTS, OUTPUTS, False)
-        else:
-            _flat_block(a, b, c, y, z, start + offset, num, OP, INPUTS, OUTPUTS, True)
+        _flat_block(a, b, c, y, z, start + offset, end, OP, INPUTS, OUTPUTS)
+    if (tl.program_id(0) == 0) & (end < num):
+        _flat_block(a, b, c, y, z, end + tl.arange(0, 16), num, OP, INPUTS, OUTPUTS)
 
 
 @triton.jit
@@ -137,12 +117,12 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
         _write(y, value, i * y0 + j * y1, row, column, row_in, column_in, y2, y3)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "part_rows", "column_tiles"])
-def sums_kernel(a, b, sums, rows, columns, parts, part_rows, column_tiles, a0, a1, a2, b0, b1, b2,
+@triton.jit(do_not_specialize=["parts", "part_tiles", "column_tiles"])
+def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
                 INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
-    Each program adds part_rows rows, ROWS at a time, into as many sums, and these up at its end.
+    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end.
     """
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -151,11 +131,11 @@ def sums_kernel(a, b, sums, rows, columns, parts, part_rows, column_tiles, a0, a
     i = tile // parts
     column_in = column < columns
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    start = part * part_rows
-    end = tl.minimum(start + part_rows, rows)
+    start = part * part_tiles * ROWS
+    end = tl.minimum(start + part_tiles * ROWS, rows)
     while start < end:
         row = start + tl.arange(0, ROWS)
-        row_in = row < end
+        row_in = row < rows
         value = _read(a, i * a0, row, column, row_in, column_in, a1, a2, False, False)
         if INPUTS == 2:
             value *= _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)

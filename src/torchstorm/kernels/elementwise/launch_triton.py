@@ -30,16 +30,26 @@ _SUM_TILE = 4096  # numbers that a program adds up at a time
 _SUM_PROGRAMS = 1024  # that fill a GPU several times over
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Numbers a program takes at a time, its warps, and programs a multiprocessor where they go on to other blocks."""
+    """What a program takes at a time.
 
-    block: int
-    num_warps: int
+    Attributes:
+        lane_bytes: of each input and thread; 0 for one number.
+        num_warps: of a program.
+        programs: on each multiprocessor, where they go on to other blocks; 0 for a program a block.
+    """
+
+    lane_bytes: int = 0
+    num_warps: int = 4
     programs: int = 0
 
+    def block(self, x: Tensor) -> int:
+        """Numbers."""
+        return 32 * self.num_warps * max(1, self.lane_bytes // x.element_size())
 
-TILES = {"naive": Tile(128, 4), "vectorised": Tile(4096, 4), "persistent": Tile(4096, 4, programs=8)}
+
+TILES = {"naive": Tile(), "vectorised": Tile(lane_bytes=64), "persistent": Tile(lane_bytes=64, programs=8)}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -71,22 +81,23 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
     if num == 0:
         return
     tile = TILES[variant]
+    block = tile.block(outputs[0])
     given = *_padded(inputs, 3), *_padded(outputs, 2)
     counts: dict[str, Any] = {"INPUTS": len(inputs), "OUTPUTS": len(outputs), "num_warps": tile.num_warps}
     found = None if same_memory([*outputs, *inputs]) else walk([*outputs, *inputs])
     if found is None or found.is_flat:
-        grid = -(-num // tile.block)
+        grid = -(-num // block)
         if tile.programs:
             grid = min(grid, tile.programs * _multiprocessors(outputs[0].device))
-        flat_kernel[(grid,)](*given, num, operation, **counts, STRIDES=tile.programs > 0, BLOCK=tile.block)
+        flat_kernel[(grid,)](*given, num, operation, **counts, STRIDES=tile.programs > 0, BLOCK=block)
     elif len(found.sizes) > _MOST_DIMENSIONS:
         launch(operation, [torch.empty_like(outputs[0]).copy_(x) for x in inputs], outputs, variant)
     else:
         i, j, rows, columns = _last_four(found.sizes, 1)
         steps = [_last_four(own, 0) for own in found.strides]
         own_outputs, own_inputs = steps[: len(outputs)], steps[len(outputs) :]
-        COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns), tile.block)
-        ROWS = min(tile.block // COLUMNS, _power_of_two(rows))
+        COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns), block)
+        ROWS = min(block // COLUMNS, _power_of_two(rows))
         row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
         strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
         strided_kernel[(i * j * row_tiles * column_tiles,)](
@@ -116,11 +127,11 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     ROWS = min(_SUM_TILE // COLUMNS, _power_of_two(rows))
     column_tiles = -(-columns // COLUMNS)
     parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
-    part_rows = -(-rows // (parts * ROWS)) * ROWS
-    parts = -(-rows // part_rows)
+    part_tiles = -(-rows // (parts * ROWS))
+    parts = -(-rows // (part_tiles * ROWS))
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
     sums_kernel[(i * parts * column_tiles,)](
-        a, b, sums, rows, columns, parts, part_rows, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
+        a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     if parts > 1:

@@ -27,7 +27,7 @@ _scalar = njit(error_model="numpy", nogil=True)
 
 @_scalar
 def _relu(x):
-    return 0.0 * x if x < 0.0 else x
+    return 0.0 if x < 0.0 else x
 
 
 @_scalar
