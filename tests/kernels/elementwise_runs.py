@@ -31,6 +31,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]]
 
 LAYOUTS: dict[str, Callable[..., Tensor]] = {
     "flat": lambda **to: torch.randn(11003, **to),
+    "odd": lambda **to: torch.randn(3, 131, **to),
     "one number": lambda **to: torch.randn((), **to),
     "nothing": lambda **to: torch.randn(3, 0, 2, **to),
     "transposed": lambda **to: torch.randn(37, 101, **to).t(),
@@ -95,10 +96,15 @@ def check_special(name: str, variant: str, dtype: torch.dtype, device: str = "cp
             torch.testing.assert_close(found.detach().cpu(), truth, equal_nan=True, rtol=1e-2, atol=1e-30)
 
 
-def check_dropout(variant: str, dtype: torch.dtype, device: str = "cpu", num: int = 9001) -> None:
+SEEDS = ((-(2**63), 0.1), (2**63 - 1, 0.9), (0, 0.5), (7, 0.0), (7, 1.0))
+
+
+def check_dropout(
+    variant: str, dtype: torch.dtype, device: str = "cpu", num: int = 9001, num_seeds: int = len(SEEDS)
+) -> None:
     """The mask is that of the seed alone, the same for the gradient; NaN stays where it is not dropped, and where it is."""
     x = torch.randn(num, device=device).to(dtype).requires_grad_()
-    for seed, p in ((0, 0.5), (-(2**63), 0.1), (2**63 - 1, 0.9), (7, 0.0), (7, 1.0)):
+    for seed, p in SEEDS[:num_seeds]:
         mask = keep(torch.tensor(seed), num, p).to(device)
         scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
         y = kernels.dropout(x, p, seed=seed, variant=variant)
@@ -117,9 +123,9 @@ NORMS: dict[str, tuple[tuple[int, ...], bool]] = {
     "of features": ((67, 13), False),
     "of images": ((3, 5, 7, 11), False),
     "of images, channels last": ((3, 20, 7, 11), True),
-    "of long rows": ((2, 3, 9000), False),
-    "of many rows": ((3000, 6), False),
-    "of one sample": ((1, 3, 4), False),
+    "of long rows": ((2, 2, 4500), False),
+    "of many rows": ((1100, 6), False),
+    "of one sample": ((1, 17, 23), False),
 }
 
 
@@ -167,7 +173,8 @@ def check_batch_norm(
     truth = dict(zip(("mean", "var"), theirs.after, strict=True))  # type: ignore[attr-defined]
     theirs(x, *norm_parts)
     plain = dict(zip(("mean", "var"), theirs.after, strict=True))  # type: ignore[attr-defined]
-    assert_all_close(dict(zip(("mean", "var"), after, strict=True)), truth, plain)
+    floor = 1e-12 if dtype == torch.float64 else None
+    assert_all_close(dict(zip(("mean", "var"), after, strict=True)), truth, plain, floor=floor)
     assert training or all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     _hold(ours, theirs, [x, *norm_parts], dy)
 
@@ -183,7 +190,8 @@ def _hold(
         for name, x in zip(("d0", "d1", "d2"), inputs, strict=False)
         if x.shape != dy.shape and dy.numel()
     }
-    assert_all_close(found, truth, plain, scales=scales)
+    floor = 1e-12 if inputs[0].dtype == torch.float64 else None  # the truth itself is no better
+    assert_all_close(found, truth, plain, scales=scales, floor=floor)
     for name, x in found.items():
         assert torch.equal(x, again[name]), f"{name} differs from run to run"
         assert x.dtype == plain[name].dtype
