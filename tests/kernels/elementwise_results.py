@@ -20,7 +20,8 @@ ELEMENTWISE = [
     *(_case("check_activation", "vectorised", "float32", name=name, layout="flat") for name in _NAMES),
     *(_case("check_activation", "vectorised", "float16", name=name, layout="flat") for name in _NAMES),
     *(_case("check_activation", "vectorised", "float32", name="silu", layout=layout)
-      for layout in ("one number", "nothing", "transposed", "channels last", "every third", "expanded", "six dimensions")),
+      for layout in ("one number", "nothing", "transposed", "channels last", "every third", "expanded",
+                     "six dimensions")),
     *(_case("check_activation", variant, "float16", name="gelu", layout=layout)
       for variant in ("naive", "persistent") for layout in ("odd", "every third")),
     *(_case("check_special", "vectorised", dtype, name=name) for name in _NAMES for dtype in ("float32", "float16")),

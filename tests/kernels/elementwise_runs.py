@@ -1,7 +1,7 @@
-"""Elementwise operations, dropout and batch_norm_act held to the tolerance rule: on a CPU, in the interpreter, on a GPU.
+"""Elementwise operations, dropout, batch_norm_act held to the tolerance rule: on a CPU, in the interpreter, on a GPU.
 
-Each check draws its inputs, runs the operation and its gradients twice, and fails where a result differs from float64 by
-more than the rule allows, in strides from PyTorch's, or from itself.
+Each check draws its inputs, runs the operation and its gradients twice, and fails where a result differs from float64
+by more than the rule allows, in strides from PyTorch's, or from itself.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_strided_pair(op: str, variant: str, dtype: torch.dtype, device: str = 
 def check_special(name: str, variant: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """NaN, infinities and what overflows within: finite results are right, and others of PyTorch's kind."""
     ours, theirs = ACTIVATIONS[name]
-    # In float64, one by one: PyTorch's vectorised gelu makes NaN of infinity on a CPU, its scalar one and its GPU's do not.
+    # In float64; for gelu of infinity, PyTorch's vectorised code on a CPU makes NaN, and its GPU's does not.
     value, slope = [], []
     for number in SPECIAL:
         x = torch.tensor(number, dtype=dtype).double().requires_grad_()
@@ -102,7 +102,7 @@ SEEDS = ((-(2**63), 0.1), (2**63 - 1, 0.9), (0, 0.5), (7, 0.0), (7, 1.0))
 def check_dropout(
     variant: str, dtype: torch.dtype, device: str = "cpu", num: int = 9001, num_seeds: int = len(SEEDS)
 ) -> None:
-    """The mask is that of the seed alone, the same for the gradient; NaN stays where it is not dropped, and where it is."""
+    """The mask is that of the seed alone, the same for the gradient; NaN stays, dropped or not."""
     x = torch.randn(num, device=device).to(dtype).requires_grad_()
     for seed, p in SEEDS[:num_seeds]:
         mask = keep(torch.tensor(seed), num, p).to(device)
@@ -179,9 +179,7 @@ def check_batch_norm(
     _hold(ours, theirs, [x, *norm_parts], dy)
 
 
-def _hold(
-    ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor
-) -> None:
+def _hold(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], inputs: Sequence[Tensor], dy: Tensor) -> None:
     truth, plain = _run(theirs, [x.double() for x in inputs], dy.double()), _run(theirs, inputs, dy)
     found, again = _run(ours, inputs, dy), _run(ours, inputs, dy)
     # Sums over what was broadcast, or over channels, may cancel: what they are sums of is the measure then.

@@ -1,7 +1,7 @@
 """Triton's interpreter, for scripts that run kernels on a CPU: importing this chooses it, before Triton is imported.
 
-Two faults of it are mended: a loop bound that is an array of one number is an error with numpy 2.4, and products of bf16
-are taken of its bits.
+Two faults of it are mended: a loop bound that is an array of one number is an error with numpy 2.4, and products of
+bf16 are taken of its bits.
 """
 
 from __future__ import annotations

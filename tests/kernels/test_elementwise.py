@@ -81,9 +81,7 @@ def test_a_walk_visits_every_number_of_every_tensor(data: Any) -> None:
         tensors.append(x.expand(sizes))
     found = walk(tensors)
     assert 1 not in found.sizes
-    visited = [
-        torch.as_strided(x, found.sizes, own).reshape(-1) for x, own in zip(tensors, found.strides, strict=True)
-    ]
+    visited = [torch.as_strided(x, found.sizes, own).reshape(-1) for x, own in zip(tensors, found.strides, strict=True)]
     wanted = sorted(zip(*(x.reshape(-1).tolist() for x in tensors), strict=True))
     assert sorted(zip(*(x.tolist() for x in visited), strict=True)) == wanted
 
@@ -183,7 +181,7 @@ def test_errors() -> None:
         add(x, x.to("meta"))
     with pytest.raises(ConfigError, match=r"'fast', but silu has 'torch', 'parallel', 'naive'"):
         silu(x, variant="fast")
-    with pytest.raises(DeviceError, match="vectorised.*cuda, not on cpu.*'torch'"):
+    with pytest.raises(DeviceError, match=r"vectorised.*cuda, not on cpu.*'torch'"):
         gelu(x, variant="vectorised")
     with pytest.raises(ConfigError, match=r"approximate='erf', but gelu has 'none' and 'tanh'"):
         gelu(x, "erf")  # type: ignore[arg-type]

@@ -4,7 +4,8 @@ x is seen as (N, C, L) with any strides: contiguous (N, C, ...) as it is, channe
 tile is some of L by some of C in one of N; tiles are counted over N and L. A program takes some channels and every
 so-manieth tile, and leaves what it found as one part of these channels; `merge` kernels put parts together, in order.
 Means and spreads are merged as of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979: no sum of squares,
-which would lose all digits where the mean is large. Arithmetic in fp32.
+which would lose all digits where the mean is large. For the same reason means are of distances from a channel's first
+value, until the last. Arithmetic in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,8 +16,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, BLOCK_L: tl.constexpr):
-    """Offsets of a tile (BLOCK_L, BLOCK_C), which of it is there, and how many of L are."""
+def _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Offsets of a tile (BLOCK_L, BLOCK_C), which of it is there, and how many of L are.
+
+    ALIGNED: L is a multiple of 16, which lets neighbouring ones be read 16 bytes at once.
+    """
+    if ALIGNED:
+        L = L // 16 * 16
     n = tile // tiles_of_l
     start = (tile % tiles_of_l) * BLOCK_L
     at_l = start + tl.arange(0, BLOCK_L)
@@ -40,18 +46,20 @@ def _of_channel(per_channel, channel, C, default: tl.constexpr):
         return tl.load(per_channel + channel, mask=channel < C, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tiles_of_l", "parts"])
+@triton.jit(do_not_specialize=["L", "num_tiles", "tiles_of_l", "parts"])
 def statistics_kernel(x, part_num, part_mean, part_spread, C, L, num_tiles, tiles_of_l, parts, n_stride, c_stride,
-                      l_stride, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
-    """Of each part (parts, C): how many values, their mean, and the sum of squared distances from it."""
+                      l_stride, ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Of each part (parts, C): how many values, their mean from the first, and the sum of squares from it."""
     channel, part = _channels(C, BLOCK_C)
+    first = tl.load(x + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
     num = 0.0
     mean = tl.zeros((BLOCK_C,), tl.float32)
     spread = tl.zeros((BLOCK_C,), tl.float32)
     tile = part
     while tile < num_tiles:
-        at, inside, here = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, BLOCK_L)
+        at, inside, here = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, ALIGNED, BLOCK_L)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(inside, value - first[None, :], 0.0)
         here = here.to(tl.float32)
         own_mean = tl.sum(value, 0) / here
         away = tl.where(inside, value - own_mean[None, :], 0.0)
@@ -68,10 +76,11 @@ def statistics_kernel(x, part_num, part_mean, part_spread, C, L, num_tiles, tile
 
 
 @triton.jit(do_not_specialize=["parts"])
-def merge_statistics_kernel(part_num, part_mean, part_spread, mean, var, C, parts, PARTS: tl.constexpr,
+def merge_statistics_kernel(x, part_num, part_mean, part_spread, mean, var, C, parts, c_stride, PARTS: tl.constexpr,
                             BLOCK_C: tl.constexpr):  # fmt: skip
     """Mean and biased variance (C,) of all parts. Grid: channel blocks."""
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = tl.load(x + channel.to(tl.int64) * c_stride, mask=channel < C, other=0.0).to(tl.float32)
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & (channel < C)[None, :]
     at = part[:, None] * C + channel[None, :]
@@ -79,21 +88,18 @@ def merge_statistics_kernel(part_num, part_mean, part_spread, mean, var, C, part
     means = tl.load(part_mean + at, mask=inside, other=0.0)
     spreads = tl.load(part_spread + at, mask=inside, other=0.0)
     total = tl.sum(num, 0)
-    # The first part's mean as origin: a mean of distances from it loses nothing where means are large.
-    origin = tl.load(part_mean + channel, mask=channel < C, other=0.0)
-    away = tl.where(inside, means - origin[None, :], 0.0)
-    shift = tl.sum(away * num[:, None], 0) / total
-    away = tl.where(inside, away - shift[None, :], 0.0)
-    tl.store(mean + channel, origin + shift, mask=channel < C)
+    shift = tl.sum(means * num[:, None], 0) / total
+    away = means - shift[None, :]
+    tl.store(mean + channel, first + shift, mask=channel < C)
     tl.store(var + channel, tl.sum(spreads + away * away * num[:, None], 0) / total, mask=channel < C)
 
 
-@triton.jit(do_not_specialize=["tiles_of_l"])
+@triton.jit(do_not_specialize=["L", "tiles_of_l"])
 def normalise_kernel(x, y, weight, bias, mean, rstd, C, L, tiles_of_l, n_stride, c_stride, l_stride, ACT: tl.constexpr,
-                     BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                     ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """y. Grid: channel blocks * tiles."""
     channel, tile = _channels(C, BLOCK_C)
-    at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, BLOCK_L)
+    at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, ALIGNED, BLOCK_L)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - _of_channel(mean, channel, C, 0.0)[None, :]) * _of_channel(rstd, channel, C, 1.0)[None, :]
     value = value * _of_channel(weight, channel, C, 1.0)[None, :] + _of_channel(bias, channel, C, 0.0)[None, :]
@@ -113,17 +119,17 @@ def _gradient(dy, x, at, inside, weight, bias, mean, rstd, channel, C, ACT: tl.c
     return dz, normal
 
 
-@triton.jit(do_not_specialize=["num_tiles", "tiles_of_l", "parts"])
+@triton.jit(do_not_specialize=["L", "num_tiles", "tiles_of_l", "parts"])
 def gradient_sums_kernel(dy, x, weight, bias, mean, rstd, part_dz, part_product, C, L, num_tiles, tiles_of_l, parts,
-                         n_stride, c_stride, l_stride, ACT: tl.constexpr, GRADIENT: tl.constexpr, BLOCK_L: tl.constexpr,
-                         BLOCK_C: tl.constexpr):  # fmt: skip
+                         n_stride, c_stride, l_stride, ACT: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr,
+                         BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Of each part (parts, C): the sums of dz, and of dz times x normalised."""
     channel, part = _channels(C, BLOCK_C)
     sum_dz = tl.zeros((BLOCK_C,), tl.float32)
     sum_product = tl.zeros((BLOCK_C,), tl.float32)
     tile = part
     while tile < num_tiles:
-        at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, BLOCK_L)
+        at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, ALIGNED, BLOCK_L)
         dz, normal = _gradient(dy, x, at, inside, weight, bias, mean, rstd, channel, C, ACT, GRADIENT)
         sum_dz += tl.sum(dz, 0)
         sum_product += tl.sum(dz * normal, 0)
@@ -145,13 +151,13 @@ def merge_sums_kernel(part_dz, part_product, sum_dz, sum_product, C, parts, PART
     tl.store(sum_product + channel, tl.sum(tl.load(part_product + at, mask=inside, other=0.0), 0), mask=channel < C)
 
 
-@triton.jit(do_not_specialize=["tiles_of_l", "inverse"])
+@triton.jit(do_not_specialize=["L", "tiles_of_l", "inverse"])
 def x_gradient_kernel(dy, x, dx, weight, bias, mean, rstd, sum_dz, sum_product, C, L, tiles_of_l, inverse, n_stride,
                       c_stride, l_stride, ACT: tl.constexpr, GRADIENT: tl.constexpr, BATCH: tl.constexpr,
-                      BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                      ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """dx; inverse: 1 over a channel's number of values. Grid: channel blocks * tiles."""
     channel, tile = _channels(C, BLOCK_C)
-    at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, BLOCK_L)
+    at, inside, _ = _tile(tile, channel, C, L, tiles_of_l, n_stride, c_stride, l_stride, ALIGNED, BLOCK_L)
     dz, normal = _gradient(dy, x, at, inside, weight, bias, mean, rstd, channel, C, ACT, GRADIENT)
     if BATCH:
         dz -= (_of_channel(sum_dz, channel, C, 0.0) * inverse)[None, :]

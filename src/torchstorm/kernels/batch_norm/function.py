@@ -48,8 +48,7 @@ VARIANTS: Ladder = (
     ),
     Variant(
         name="two-stage",
-        taught="a channel is cut into parts; a part's mean and spread can be merged with another's without x, always in "
-        "the same order",
+        taught="a channel is cut into parts; one's mean and spread can be merged with another's, always in one order",
         costs="reads x twice and writes y once, at nearly a copy's speed; a few numbers a part besides",
         dtypes=_GPU_DTYPES,
         needs=("triton",),
@@ -103,6 +102,7 @@ def batch_norm_act(
             f"x {tuple(x.shape)} has one value a channel, and no variance: training needs more, or use training=False."
         )
     given = (None, None) if of_batch else (running_mean, running_var)
+    y: Tensor
     y, mean, _, var = batch_norm_act_op(x, weight, bias, *given, eps, activation or "", chosen)
     if training and running_mean is not None and running_var is not None and x.numel():
         with torch.no_grad():

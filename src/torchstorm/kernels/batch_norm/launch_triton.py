@@ -30,7 +30,7 @@ _NUM_WARPS = 4
 _WIDEST = 64  # channels of a tile, where channels lie side by side
 _PROGRAMS = 1024  # that fill a GPU several times over
 _MOST_PARTS = 256  # which one program can merge
-_MERGED = 8192  # numbers that a merging program holds
+_MERGED = 4096  # numbers that a merging program holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,11 @@ class _View:
     strides: tuple[int, int, int]
     BLOCK_L: int
     BLOCK_C: int
+
+    @property
+    def tile(self) -> dict[str, Any]:
+        aligned = self.strides[2] == 1 and self.L % 16 == 0
+        return {"ALIGNED": aligned, "BLOCK_L": self.BLOCK_L, "BLOCK_C": self.BLOCK_C, "num_warps": _NUM_WARPS}
 
     @property
     def channel_blocks(self) -> int:
@@ -77,7 +82,7 @@ def _view(x: Tensor) -> _View:
     if L == 1 or x.movedim(1, -1).is_contiguous():
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         BLOCK_C = min(_WIDEST, _power_of_two(C))
-        BLOCK_L = min(block // BLOCK_C, _power_of_two(N * L))
+        BLOCK_L = block // BLOCK_C
         return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
     BLOCK_L = min(block, _power_of_two(L))
     BLOCK_C = min(block // BLOCK_L, _power_of_two(C))
@@ -93,10 +98,12 @@ def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
     means, spreads = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
     statistics_kernel[(view.channel_blocks * parts,)](
         view.of_memory, num, means, spreads, view.C, view.L, view.num_tiles, view.tiles_of_l, parts, *view.strides,
-        BLOCK_L=view.BLOCK_L, BLOCK_C=view.BLOCK_C, num_warps=_NUM_WARPS,
+        **view.tile,
     )  # fmt: skip
-    grid, tile = _merging(view.C, parts)
-    merge_statistics_kernel[grid](num, means, spreads, mean, var, view.C, parts, **tile)
+    grid, tile = _merging(view.C)
+    merge_statistics_kernel[grid](
+        view.of_memory, num, means, spreads, mean, var, view.C, parts, view.strides[1], **tile
+    )
 
 
 def normalise(
@@ -109,8 +116,7 @@ def normalise(
     named = HALF_FORWARD if x.dtype != torch.float32 else FORWARD
     normalise_kernel[(view.channel_blocks * view.num_tiles,)](
         view.of_memory, out, weight, bias, mean, rstd, view.C, view.L, view.tiles_of_l, *view.strides,
-        ACT=named[activation] if activation else identity, BLOCK_L=view.BLOCK_L, BLOCK_C=view.BLOCK_C,
-        num_warps=_NUM_WARPS,
+        ACT=named[activation] if activation else identity, **view.tile,
     )  # fmt: skip
     if out is not y:
         y.copy_(out)
@@ -127,28 +133,26 @@ def backward(
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
     out = dx if dx.stride() == x.stride() else torch.empty_like(x)
     gradient = (HALF_BACKWARD if x.dtype != torch.float32 else BACKWARD)[activation] if activation else identity
-    chosen: dict[str, Any] = {"ACT": bool(activation), "GRADIENT": gradient, "num_warps": _NUM_WARPS}
-    chosen |= {"BLOCK_L": view.BLOCK_L, "BLOCK_C": view.BLOCK_C}
+    chosen = {"ACT": bool(activation), "GRADIENT": gradient, **view.tile}
     part_dz, part_product = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
     gradient_sums_kernel[(view.channel_blocks * parts,)](
         dy, x, weight, bias, mean, rstd, part_dz, part_product, view.C, view.L, view.num_tiles, view.tiles_of_l, parts,
         *view.strides, **chosen,
     )  # fmt: skip
-    grid, tile = _merging(view.C, parts)
+    grid, tile = _merging(view.C)
     merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile)
     x_gradient_kernel[(view.channel_blocks * view.num_tiles,)](
-        dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, view.C, view.L, view.tiles_of_l, 1.0 / (view.N * view.L),
-        *view.strides, BATCH=batch, **chosen,
+        dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, view.C, view.L, view.tiles_of_l,
+        1.0 / (view.N * view.L), *view.strides, BATCH=batch, **chosen,
     )  # fmt: skip
     if out is not dx:
         dx.copy_(out)
 
 
-def _merging(C: int, parts: int) -> tuple[tuple[int], dict[str, int]]:
+def _merging(C: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and tile of a kernel that merges parts."""
-    PARTS = _power_of_two(parts)
-    BLOCK_C = max(1, min(_MERGED // PARTS, 32, _power_of_two(C)))
-    return (-(-C // BLOCK_C),), {"PARTS": PARTS, "BLOCK_C": BLOCK_C, "num_warps": _NUM_WARPS}
+    BLOCK_C = min(_MERGED // _MOST_PARTS, _power_of_two(C))
+    return (-(-C // BLOCK_C),), {"PARTS": _MOST_PARTS, "BLOCK_C": BLOCK_C, "num_warps": _NUM_WARPS}
 
 
 def _power_of_two(size: int) -> int:

@@ -90,7 +90,7 @@ def batch_norm_act_backward(
     activation: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, the last two as wide as the statistics. `batch`: mean and rstd are those of x."""
+    """Gradients of x, weight and bias, the last two as wide as the statistics. `batch`: mean and rstd are x's."""
     dx, d_weight, d_bias = torch.empty_like(x), _per_channel(x), _per_channel(x)
     if x.numel():
         _implementation(variant).backward(
@@ -153,7 +153,7 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
         own: list[Any] = [
             None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors
         ]
-        wide = [None if x is None else x.to(mean.dtype) for x in own]
+        wide: list[Any] = [None if x is None else x.to(mean.dtype) for x in own]
         dy, x, weight, bias = wide
         y = reference(x, weight, bias, None if ctx.batch else (mean, rstd), ctx.eps, ctx.activation)
         inputs = [x, weight, bias]

@@ -15,7 +15,7 @@ from torchstorm.kernels.elementwise.parallel import BACKWARD, FORWARD
 
 
 @njit(parallel=True, error_model="numpy")
-def _statistics(x, mean, var):  # pragma: no cover
+def _statistics(x, mean, var):
     N, C, L = x.shape
     for c in prange(C):
         total = 0.0
@@ -35,7 +35,8 @@ def _statistics(x, mean, var):  # pragma: no cover
 def _normalise(activation: str) -> Any:
     act = FORWARD.get(activation)
 
-    def forward(x, weight, bias, mean, rstd, y):  # pragma: no cover
+    @njit(parallel=True, error_model="numpy")
+    def forward(x, weight, bias, mean, rstd, y):
         N, C, L = x.shape
         for c in prange(C):
             for n in range(N):
@@ -43,14 +44,15 @@ def _normalise(activation: str) -> Any:
                     z = (x[n, c, i] - mean[c]) * rstd[c] * weight[c] + bias[c]
                     y[n, c, i] = z if act is None else act(z)
 
-    return njit(parallel=True, error_model="numpy")(forward)
+    return forward
 
 
 @cache
 def _backward(activation: str) -> Any:
     gradient = BACKWARD.get(activation)
 
-    def backward(dy, x, weight, bias, mean, rstd, share, dx, d_weight, d_bias):  # pragma: no cover
+    @njit(parallel=True, error_model="numpy")
+    def backward(dy, x, weight, bias, mean, rstd, share, dx, d_weight, d_bias):
         N, C, L = x.shape
         for c in prange(C):
             sum_dz = sum_product = 0.0
@@ -68,7 +70,7 @@ def _backward(activation: str) -> Any:
             d_weight[c] = sum_product
             d_bias[c] = sum_dz
 
-    return njit(parallel=True, error_model="numpy")(backward)
+    return backward
 
 
 def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,10 +71,10 @@ def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor] | None, eps: float,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """The definition under autograd, with given mean and rstd or those of the batch; x, weight and bias in one dtype."""
+    """The definition under autograd, with given mean and rstd or those of the batch; all of one dtype."""
     if statistics is None:
         var, mean = torch.var_mean(x, _dims(x), correction=0)
         statistics = mean, (var + eps).rsqrt()
     z = _scaled(_normal(x, *statistics), weight, bias)
-    named = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
-    return named[activation](z) if activation else z
+    named: dict[str, Callable[[Tensor], Tensor]] = {"": lambda z: z, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+    return named[activation](z)

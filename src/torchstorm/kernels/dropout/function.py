@@ -1,4 +1,4 @@
-"""Dropout whose mask is never kept: it is a function of a seed and of a number's place, and is made again for backward."""
+"""Dropout whose mask is never kept: it follows from a seed and a number's place, and is made again for backward."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SHIFT = np.uint64(32 - BITS)
 
 
 @njit(parallel=True)
-def _dropout(x, y, seed, threshold, kept, dropped):  # pragma: no cover
+def _dropout(x, y, seed, threshold, kept, dropped):
     for group in prange((x.size + WORDS * LANES - 1) // (WORDS * LANES)):
         for lane in range(LANES):
             counter = np.uint64(group * LANES + lane)

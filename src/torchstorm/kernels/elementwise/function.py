@@ -39,7 +39,7 @@ VARIANTS: Ladder = (
     Variant(
         name="naive",
         taught="a thread for each number: neighbours in a warp read neighbours in memory, which becomes one access",
-        costs="reads and writes once, but 2 or 4 bytes a thread at a time: too few on their way to fill the memory's lanes",
+        costs="reads and writes once, but 2 or 4 bytes a thread: too few on their way to keep memory busy",
         dtypes=_GPU_DTYPES,
         needs=("triton",),
     ),
@@ -53,7 +53,7 @@ VARIANTS: Ladder = (
     Variant(
         name="persistent",
         taught="as many programs as the GPU holds, each going on by the whole grid: no program to start for each block",
-        costs="as vectorised; the loop waits for its own writes' addresses, and the GPU starts programs for nothing anyway",
+        costs="as vectorised; its last round leaves some of the GPU idle, and starting programs costs little anyway",
         dtypes=_GPU_DTYPES,
         needs=("triton",),
     ),

@@ -117,13 +117,16 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
         _write(y, value, i * y0 + j * y1, row, column, row_in, column_in, y2, y3)
 
 
-@triton.jit(do_not_specialize=["parts", "part_tiles", "column_tiles"])
+@triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
 def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
-                INPUTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                INPUTS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
-    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end.
+    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end. ALIGNED: rows are a multiple
+    of 16, which lets neighbouring ones be read 16 bytes at once.
     """
+    if ALIGNED:
+        rows = rows // 16 * 16
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tile // column_tiles

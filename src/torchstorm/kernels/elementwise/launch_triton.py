@@ -96,8 +96,8 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
         i, j, rows, columns = _last_four(found.sizes, 1)
         steps = [_last_four(own, 0) for own in found.strides]
         own_outputs, own_inputs = steps[: len(outputs)], steps[len(outputs) :]
-        COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns), block)
-        ROWS = min(block // COLUMNS, _power_of_two(rows))
+        COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, _power_of_two(columns), block)
+        ROWS = 1 if rows == 1 else block // COLUMNS
         row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
         strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
         strided_kernel[(i * j * row_tiles * column_tiles,)](
@@ -124,7 +124,7 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
         return
     i, rows, columns, steps = plan
     COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns))
-    ROWS = min(_SUM_TILE // COLUMNS, _power_of_two(rows))
+    ROWS = _SUM_TILE // COLUMNS
     column_tiles = -(-columns // COLUMNS)
     parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
     part_tiles = -(-rows // (parts * ROWS))
@@ -132,14 +132,13 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
     sums_kernel[(i * parts * column_tiles,)](
         a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        ALIGNED=columns == 1 and rows % 16 == 0, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     if parts > 1:
-        ROWS = min(_SUM_TILE // COLUMNS, _power_of_two(parts))
         strides = parts * columns, columns, 1
         sums_kernel[(i * column_tiles,)](
-            sums, None, out, parts, columns, 1, parts, column_tiles, *strides, *strides, INPUTS=1, ROWS=ROWS,
-            COLUMNS=COLUMNS, num_warps=4,
+            sums, None, out, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides, INPUTS=1,
+            ALIGNED=False, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 

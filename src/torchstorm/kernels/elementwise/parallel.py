@@ -22,71 +22,71 @@ from torchstorm.kernels.elementwise.plain import product_sum
 
 __all__ = ["binary", "mul_backward", "product_sum", "unary", "unary_backward"]
 
-_scalar = njit(error_model="numpy", nogil=True)
+_NUMPY: dict[str, Any] = {"error_model": "numpy", "nogil": True}  # 1 / 0 is infinite, and no error
 
 
-@_scalar
+@njit(**_NUMPY)
 def _relu(x):
     return 0.0 if x < 0.0 else x
 
 
-@_scalar
+@njit(**_NUMPY)
 def _relu_gradient(dy, x):
     return 0.0 if x <= 0.0 else dy
 
 
-@_scalar
+@njit(**_NUMPY)
 def _sigmoid(x):
     return 1.0 / (1.0 + math.exp(-x))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _sigmoid_gradient(dy, x):
     s = _sigmoid(x)
     return dy * s * (1.0 - s)
 
 
-@_scalar
+@njit(**_NUMPY)
 def _silu(x):
     return x / (1.0 + math.exp(-x))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _silu_gradient(dy, x):
     s = _sigmoid(x)
     return dy * s * (1.0 + x * (1.0 - s))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _gelu(x):
     return 0.5 * x * (1.0 + math.erf(x * math.sqrt(0.5)))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _gelu_gradient(dy, x):
     share = 0.5 * (1.0 + math.erf(x * math.sqrt(0.5)))
     return dy * (share + x * math.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _gelu_tanh(x):
     near = min(max(x, -BEYOND), BEYOND)
     return x * _sigmoid(TWO_U * near * (1.0 + CUBIC * near * near))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _gelu_tanh_gradient(dy, x):
     near = min(max(x, -BEYOND), BEYOND)
     s = _sigmoid(TWO_U * near * (1.0 + CUBIC * near * near))
     return dy * (s + x * (s * (1.0 - s)) * (TWO_U * (1.0 + 3.0 * CUBIC * near * near)))
 
 
-@_scalar
+@njit(**_NUMPY)
 def _add(a, b):
     return a + b
 
 
-@_scalar
+@njit(**_NUMPY)
 def _mul(a, b):
     return a * b
 
@@ -106,18 +106,20 @@ _BINARY = {"add": _add, "mul": _mul}
 def _loop(operation: Any, num_inputs: int) -> Any:
     """The loop over numbers around an operation of one or two of them."""
 
-    def of_one(a, y):  # pragma: no cover
+    @njit(parallel=True, **_NUMPY)
+    def of_one(a, y):
         for i in prange(y.size):
             y[i] = operation(a[i])
 
-    def of_two(a, b, y):  # pragma: no cover
+    @njit(parallel=True, **_NUMPY)
+    def of_two(a, b, y):
         for i in prange(y.size):
             y[i] = operation(a[i], b[i])
 
-    return njit(parallel=True, error_model="numpy")(of_one if num_inputs == 1 else of_two)
+    return of_one if num_inputs == 1 else of_two
 
 
-def row_of(x: Tensor) -> np.ndarray:
+def _row_of(x: Tensor) -> np.ndarray:
     """A dense tensor's numbers in the order of memory, not copied."""
     return x.detach().as_strided((x.numel(),), (1,)).numpy()
 
@@ -125,7 +127,7 @@ def row_of(x: Tensor) -> np.ndarray:
 def _apply(operation: Any, inputs: Sequence[Tensor], y: Tensor) -> None:
     """Fills y, which is dense and of the inputs' shape."""
     lying = [x if same_memory([y, x]) else torch.empty_like(y).copy_(x) for x in inputs]
-    _loop(operation, len(lying))(*(row_of(x) for x in lying), row_of(y))
+    _loop(operation, len(lying))(*(_row_of(x) for x in lying), _row_of(y))
 
 
 def unary(name: str, x: Tensor, y: Tensor, variant: str) -> None:

@@ -30,6 +30,6 @@ def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, varia
 
 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """Fills out with a, or a b, summed over the dimensions in which out has size 1 or that it lacks; fp32 for halves."""
+    """Fills out with a, or a b, summed in fp32 over the dimensions in which out has size 1 or that it lacks."""
     wide = a.double() if a.dtype == torch.float64 else a.float()
     out.copy_((wide if b is None else wide * b).sum_to_size(out.shape))
