@@ -181,7 +181,7 @@ def _to_factors(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _summed(dy: Tensor, factor: Tensor | None, shape: torch.Size, variant: str) -> Tensor:
     """dy, or dy times a factor, summed to a shape."""
     if dy.shape == shape:
-        return dy if factor is None else mul_op(dy, factor, variant)  # type: ignore[no-any-return]
+        return dy if factor is None else mul_op(dy, factor, variant)
     return product_sum(dy, factor, shape, variant)  # type: ignore[no-any-return]
 
 
