@@ -7,13 +7,13 @@ from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
 from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
 from torchstorm.kernels.elementwise.function import VARIANTS as _ELEMENTWISE
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
-from torchstorm.kernels.variants import names_of
+from torchstorm.kernels.variants import names
 
 _LADDERS = {
     "mlstm": _MLSTM,
-    **dict.fromkeys(("add", "mul", "relu", "sigmoid", "gelu", "silu"), names_of(_ELEMENTWISE)),
-    "dropout": names_of(_DROPOUT),
-    "batch_norm_act": names_of(_BATCH_NORM),
+    **dict.fromkeys(("add", "mul", "relu", "sigmoid", "gelu", "silu"), names(_ELEMENTWISE)),
+    "dropout": names(_DROPOUT),
+    "batch_norm_act": names(_BATCH_NORM),
 }
 
 

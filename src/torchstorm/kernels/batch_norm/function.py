@@ -21,6 +21,7 @@ from torchstorm.kernels.variants import Ladder, Variant, choose
 
 Activation = Literal["relu", "silu", "gelu"]
 ACTIVATIONS = ("relu", "silu", "gelu")
+_TRITON = find_spec("triton") is not None  # asked once: it searches folders
 _GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 VARIANTS: Ladder = (
@@ -138,5 +139,5 @@ def _check(
 
 
 def _fastest(x: Tensor) -> str:
-    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and find_spec("triton") is not None
+    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and _TRITON
     return "two-stage" if on_gpu else "torch"

@@ -13,6 +13,7 @@ from torchstorm.kernels.dropout.op import dropout_op
 from torchstorm.kernels.elementwise.function import DTYPES, check_dtype, fastest
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
+_NUMBA = find_spec("numba") is not None  # asked once: it searches folders
 _GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 VARIANTS: Ladder = (
@@ -101,5 +102,5 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 
 def _fastest(x: Tensor) -> str:
-    by_numba = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and find_spec("numba") is not None
+    by_numba = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _NUMBA
     return "parallel" if by_numba else fastest(x)

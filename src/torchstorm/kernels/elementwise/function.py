@@ -18,6 +18,7 @@ from torchstorm.kernels.elementwise.op import FORWARD, add_op, mul_op
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_TRITON = find_spec("triton") is not None  # asked once: it searches folders
 _GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 VARIANTS: Ladder = (
@@ -132,7 +133,7 @@ def check_dtype(op: str, name: str, x: Tensor) -> None:
 
 def fastest(x: Tensor) -> str:
     """What "auto" stands for."""
-    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and find_spec("triton") is not None
+    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and _TRITON
     return "vectorised" if on_gpu else "torch"
 
 
