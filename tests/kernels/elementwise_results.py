@@ -46,6 +46,7 @@ BATCH_NORM = [
     _case("check_batch_norm", "two-stage", "float16", norm="of many rows", activation="gelu"),
     _case("check_batch_norm", "naive", "float32", norm="of many rows", activation="relu"),
     _case("check_batch_norm", "two-stage", "float32", norm="of one sample", activation="silu"),
+    _case("check_batch_norm", "two-stage", "float32", norm="of images, transposed", activation="relu"),
     _case("check_batch_norm", "two-stage", "float32", norm="of images", activation="silu", training=False),
 ]
 

@@ -38,7 +38,7 @@ def test_parallel() -> None:
     pytest.importorskip("numba")
     for norm in NORMS:
         check_batch_norm(norm, "gelu", "parallel", torch.float32)
-    check_batch_norm("of images", None, "parallel", torch.float32, training=False, affine=False)
+    check_batch_norm("of images", "gelu", "parallel", torch.float32, training=False, affine=False)
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", None])

@@ -33,7 +33,7 @@ def test_norms(norm: str, dtype: torch.dtype, variant: str) -> None:
 
 @pytest.mark.parametrize("shape", [(32, 64, 56, 56), (256, 512, 7, 7), (65536, 256)])
 def test_large(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NORMS, "large", (shape, False))
+    monkeypatch.setitem(NORMS, "large", (shape, ""))
     check_batch_norm("large", "silu", "two-stage", torch.bfloat16, "cuda")
 
 

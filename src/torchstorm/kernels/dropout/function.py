@@ -27,7 +27,7 @@ VARIANTS: Ladder = (
     Variant(
         name="parallel",
         taught="bits are made where they are used, on all of a CPU's cores: nothing but x and y is in memory",
-        costs="reads and writes once; some 25 integer operations a number",
+        costs="reads and writes once; some 20 integer operations a number",
         devices=("cpu",),
         dtypes=(torch.float32, torch.float64),
         needs=("numba",),
@@ -35,7 +35,7 @@ VARIANTS: Ladder = (
     Variant(
         name="naive",
         taught="the same with a thread for each number",
-        costs="makes four words and takes one: some 60 integer operations a number, more than a GPU has time for",
+        costs="makes four words and takes one: some 100 instructions a number, more than a GPU has time for",
         dtypes=_GPU_DTYPES,
         needs=("triton",),
     ),

@@ -4,7 +4,7 @@ Forward functions take x, or a and b. A gradient's take dy and x. `mul_gradients
 NaN passes through all of them.
 
 A GPU that reads and writes bf16 at full speed has about 27 instructions for each number. erf of Triton's library takes
-that many alone; where results are halves, a polynomial is enough: `HALF` in the names says so.
+that many alone; where results are halves, a polynomial is enough: `_half` in the names says so.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
