@@ -1,4 +1,4 @@
-"""What the elementwise operations compute, in plain PyTorch, any dtype up to float64: values, derivatives, second ones.
+"""What the elementwise operations compute, in plain PyTorch, any dtype up to float64.
 
     relu     max(x, 0)
     sigmoid  s = 1 / (1 + e^-x)
@@ -31,13 +31,12 @@ class Operation:
         name: of `torch.ops.torchstorm.NAME`.
         forward: x, out -> out, filled by PyTorch's own operator.
         backward: dy, x, out -> out, likewise.
-        derivative, second_derivative: of x, in operations that autograd can differentiate again.
+        second_derivative: of x, in operations that autograd can differentiate again.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]
     second_derivative: Callable[[Tensor], Tensor]
 
 
@@ -45,44 +44,20 @@ def _normal(x: Tensor) -> Tensor:
     return torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
 
 
-def _gelu_derivative(x: Tensor) -> Tensor:
-    return 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5))) + x * _normal(x)
-
-
 def _gelu_second_derivative(x: Tensor) -> Tensor:
     return (2.0 - x * x) * _normal(x)
 
 
-def _inner(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The sigmoid of 2 u, and the first and second derivative of 2 u."""
-    x = x.clamp(-BEYOND, BEYOND)
-    first = TWO_U * (1.0 + 3.0 * CUBIC * x * x)
-    return torch.sigmoid(TWO_U * (x + CUBIC * x * x * x)), first, 6.0 * TWO_U * CUBIC * x
-
-
-def _gelu_tanh_derivative(x: Tensor) -> Tensor:
-    s, first, _ = _inner(x)
-    return s + x * s * (1.0 - s) * first
-
-
 def _gelu_tanh_second_derivative(x: Tensor) -> Tensor:
-    s, first, second = _inner(x)
-    return s * (1.0 - s) * (2.0 * first + x * ((1.0 - 2.0 * s) * first * first + second))
-
-
-def _silu_derivative(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
+    near = x.clamp(-BEYOND, BEYOND)
+    s = torch.sigmoid(TWO_U * near * (1.0 + CUBIC * near * near))
+    first, second = TWO_U * (1.0 + 3.0 * CUBIC * near * near), 6.0 * TWO_U * CUBIC * near  # derivatives of 2 u
+    return s * (1.0 - s) * (2.0 * first + near * ((1.0 - 2.0 * s) * first * first + second))
 
 
 def _silu_second_derivative(x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return s * (1.0 - s) * (2.0 + x * (1.0 - 2.0 * s))
-
-
-def _sigmoid_derivative(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1.0 - s)
 
 
 def _sigmoid_second_derivative(x: Tensor) -> Tensor:
@@ -97,35 +72,30 @@ OPERATIONS = (
         name="relu",
         forward=lambda x, out: torch.clamp_min(x, 0.0, out=out),
         backward=lambda dy, x, out: _aten.threshold_backward.grad_input(dy, x, 0.0, grad_input=out),
-        derivative=lambda x: torch.where(x <= 0.0, 0.0, 1.0).to(x.dtype),
         second_derivative=torch.zeros_like,
     ),
     Operation(
         name="sigmoid",
         forward=lambda x, out: torch.sigmoid(x, out=out),
         backward=lambda dy, x, out: _aten.sigmoid_backward.grad_input(dy, torch.sigmoid(x), grad_input=out),
-        derivative=_sigmoid_derivative,
         second_derivative=_sigmoid_second_derivative,
     ),
     Operation(
         name="gelu",
         forward=lambda x, out: _aten.gelu.out(x, out=out),
         backward=lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, grad_input=out),
-        derivative=_gelu_derivative,
         second_derivative=_gelu_second_derivative,
     ),
     Operation(
         name="gelu_tanh",
         forward=lambda x, out: _aten.gelu.out(x, approximate="tanh", out=out),
         backward=lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out),
-        derivative=_gelu_tanh_derivative,
         second_derivative=_gelu_tanh_second_derivative,
     ),
     Operation(
         name="silu",
         forward=lambda x, out: _aten.silu.out(x, out=out),
         backward=lambda dy, x, out: _aten.silu_backward.grad_input(dy, x, grad_input=out),
-        derivative=_silu_derivative,
         second_derivative=_silu_second_derivative,
     ),
 )
