@@ -16,13 +16,13 @@ from torchstorm.kernels import mlstm
 
 def nan_wherever_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that kernels are given to fill holds NaN."""
-    new_empty = Tensor.new_empty
+    new_empty, empty_like = Tensor.new_empty, torch.empty_like
 
-    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
-        made = new_empty(self, *size, **options)
+    def filled(made: Tensor) -> Tensor:
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *size, **options: filled(new_empty(self, *size, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda like, **options: filled(empty_like(like, **options)))
 
 
 def by(variant: str, chunk: int | None = None) -> Callable[..., Any]:

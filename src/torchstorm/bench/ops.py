@@ -20,13 +20,14 @@ class Op:
     cases: str
 
 
+_ELEMENTWISE = "torchstorm.bench.elementwise_cases:elementwise_cases"
+_NORMS = "torchstorm.bench.norm_cases:norm_cases"
+_LINEAR = "torchstorm.bench.linear_cases"
 _ALL = (
-    Op(name="linear", title="linear layers", cases="torchstorm.bench.linear_cases:linear_cases"),
-    Op(
-        name="linear_cross_entropy",
-        title="the last layer and its loss",
-        cases="torchstorm.bench.linear_cases:linear_cross_entropy_cases",
-    ),
+    Op(name="elementwise", title="elementwise operations, dropout and batch_norm_act", cases=_ELEMENTWISE),
+    Op(name="norms", title="softmax, log_softmax, layer_norm and rms_norm", cases=_NORMS),
+    Op(name="linear", title="linear layers", cases=f"{_LINEAR}:linear_cases"),
+    Op(name="linear_cross_entropy", title="the last layer and its loss", cases=f"{_LINEAR}:linear_cross_entropy_cases"),
 )
 OPS = {op.name: op for op in _ALL}
 """By name."""

@@ -3,6 +3,9 @@
 Functions here have the names of their folders, whose modules are imported by their own names.
 """
 
+from torchstorm.kernels.batch_norm import batch_norm_act
+from torchstorm.kernels.dropout import dropout
+from torchstorm.kernels.elementwise import add, gelu, mul, relu, sigmoid, silu
 from torchstorm.kernels.ladders import variants
 from torchstorm.kernels.linear import linear
 from torchstorm.kernels.linear_cross_entropy import linear_cross_entropy
@@ -14,6 +17,10 @@ from torchstorm.kernels.softmax import log_softmax, softmax
 __all__ = [
     "MLSTMState",
     "Rung",
+    "add",
+    "batch_norm_act",
+    "dropout",
+    "gelu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -21,7 +28,11 @@ __all__ = [
     "mlstm",
     "mlstm_ladder",
     "mlstm_step",
+    "mul",
+    "relu",
     "rms_norm",
+    "sigmoid",
+    "silu",
     "softmax",
     "variants",
 ]

@@ -54,6 +54,11 @@ Ladder = tuple[Variant, ...]
 """Variants in order of history."""
 
 
+def names(ladder: Ladder) -> tuple[str, ...]:
+    """Each once, in order of history."""
+    return tuple(dict.fromkeys(variant.name for variant in ladder))
+
+
 def available(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> Ladder:
     """Those that can run."""
     return tuple(variant for variant in ladder if not variant.why_not(device, dtype))
@@ -77,8 +82,8 @@ def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[
         return auto()
     found = next((each for each in ladder if each.name == variant), None)
     if found is None:
-        names = ", ".join(repr(each.name) for each in ladder)
-        raise ConfigError(f"variant={variant!r}, but {op} has {names} and 'auto'.")
+        known = ", ".join(repr(each.name) for each in ladder)
+        raise ConfigError(f"variant={variant!r}, but {op} has {known} and 'auto'.")
     why_not = found.why_not(x.device, x.dtype)
     if why_not:
         here = ", ".join(repr(each.name) for each in available(ladder, x.device, x.dtype)) or "none"

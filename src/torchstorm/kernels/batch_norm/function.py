@@ -1,0 +1,143 @@
+"""Batch normalisation with the activation that follows it, in one pass over memory.
+
+    y = act((x - mean) rstd weight + bias),    rstd = 1 / sqrt(var + eps),    of each of C channels
+
+Source: arXiv 1502.03167. Traffic, training: x is read twice and y written; backward reads dy and x twice and writes dx.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.batch_norm.op import batch_norm_act_op, wide_dtype
+from torchstorm.kernels.elementwise.function import DTYPES, check_dtype
+from torchstorm.kernels.variants import Ladder, Variant, choose
+
+Activation = Literal["relu", "silu", "gelu"]
+ACTIVATIONS = ("relu", "silu", "gelu")
+_TRITON = find_spec("triton") is not None  # asked once: it searches folders
+_GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+VARIANTS: Ladder = (
+    Variant(
+        name="torch",
+        taught="the definition, operation by operation, in fp32",
+        costs="each operation reads and writes all of it",
+        devices=("cpu", "cuda"),
+        dtypes=DTYPES,
+    ),
+    Variant(
+        name="parallel",
+        taught="channels know nothing of each other: each core takes some, with the activation in the same loop",
+        costs="reads x twice, from a core's cache where a channel fits; seconds to compile when first used",
+        devices=("cpu",),
+        dtypes=(torch.float32, torch.float64),
+        needs=("numba",),
+    ),
+    Variant(
+        name="naive",
+        taught="the same on a GPU: one program a channel, or a few neighbouring ones",
+        costs="reads twice, but with few channels most of the GPU looks on",
+        dtypes=_GPU_DTYPES,
+        needs=("triton",),
+    ),
+    Variant(
+        name="two-stage",
+        taught="a channel is cut into parts; one's mean and spread can be merged with another's, always in one order",
+        costs="reads x twice and writes y once, at nearly a copy's speed; a few numbers a part besides",
+        dtypes=_GPU_DTYPES,
+        needs=("triton",),
+    ),
+)
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: Activation | None = "relu",
+    variant: str = "auto",
+) -> Tensor:
+    """Normalises each channel and applies the activation; updates the running statistics in place where `training`.
+
+    Args:
+        x: (N, C, ...) in float32, float16, bfloat16 or float64; computed in fp32. Contiguous or channels-last memory is
+            kept; otherwise it is copied.
+        weight, bias: (C,) in x's dtype or float32, or None.
+        running_mean, running_var: (C,), used where not `training` and else brought up to date, as by
+            `torch.nn.functional.batch_norm`: the variance without bias. None: the batch's, always.
+        momentum: share of the new value in the running one.
+        eps: added to the variance.
+        activation: "relu", "silu", "gelu" or None.
+        variant: one of `variants("batch_norm_act")`, or "auto": the fastest here.
+
+    Returns:
+        Of x's shape, dtype and memory order.
+
+    Raises:
+        ShapeError: sizes, dtypes or devices do not fit, or there is one value a channel to take a variance of.
+        ConfigError: there is no such activation or variant.
+        DeviceError: the variant does not run on this device or in this dtype.
+    """
+    _check(x, weight, bias, running_mean, running_var, training)
+    if activation is not None and activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ConfigError(f"activation={activation!r}, but batch_norm_act has {names} and None.")
+    chosen = choose("batch_norm_act", VARIANTS, variant, x, auto=partial(_fastest, x))
+    of_batch = training or running_mean is None
+    num = x.numel() // max(x.shape[1], 1)
+    if of_batch and num == 1:
+        raise ShapeError(
+            f"x {tuple(x.shape)} has one value a channel, and no variance: training needs more, or use training=False."
+        )
+    given = (None, None) if of_batch else (running_mean, running_var)
+    y: Tensor
+    y, mean, _, var = batch_norm_act_op(x, weight, bias, *given, eps, activation or "", chosen)
+    if training and running_mean is not None and running_var is not None and x.numel():
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (num / (num - 1))).to(running_var.dtype), momentum)
+    return y
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+) -> None:
+    check_dtype("batch_norm_act", "x", x)
+    if x.dim() < 2:
+        raise ShapeError(f"x of batch_norm_act is {tuple(x.shape)}: it must be (N, C, ...).")
+    if (running_mean is None) != (running_var is None):
+        raise ShapeError("running_mean and running_var of batch_norm_act go together: give both, or None for both.")
+    named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    wide = wide_dtype(x)
+    for name, each in named.items():
+        if each is None:
+            continue
+        if each.shape != x.shape[1:2]:
+            raise ShapeError(f"{name} is {tuple(each.shape)}: with x {tuple(x.shape)} it must be ({x.shape[1]},).")
+        if each.dtype not in (x.dtype, wide):
+            raise ShapeError(f"{name} is {each.dtype}, but x is {x.dtype}: {name} must be {x.dtype} or {wide}.")
+        if each.device != x.device:
+            raise ShapeError(f"{name} is on {each.device}, but x is on {x.device}: both must be on one device.")
+
+
+def _fastest(x: Tensor) -> str:
+    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and _TRITON
+    return "two-stage" if on_gpu else "torch"

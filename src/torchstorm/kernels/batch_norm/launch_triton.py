@@ -1,0 +1,160 @@
+"""Tiles, parts and grids of batch normalisation's Triton kernels."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.batch_norm.batch_norm_triton import (
+    gradient_sums_kernel,
+    merge_statistics_kernel,
+    merge_sums_kernel,
+    normalise_kernel,
+    statistics_kernel,
+    x_gradient_kernel,
+)
+from torchstorm.kernels.elementwise.operations_triton import (
+    BACKWARD,
+    FORWARD,
+    HALF_BACKWARD,
+    HALF_FORWARD,
+    identity,
+)
+
+TILE_BYTES = 8192
+_NUM_WARPS = 4
+_WIDEST = 64  # channels of a tile, where channels lie side by side
+_PROGRAMS = 1024  # that fill a GPU several times over
+_MOST_PARTS = 256  # which one program can merge
+_MERGED = 4096  # numbers that a merging program holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class _View:
+    """x as (N, C, L), cut into tiles.
+
+    Attributes:
+        of_memory: x, copied where it is neither contiguous nor channels-last.
+        strides: over N, C, L.
+        channel_blocks, tiles_of_l: how many tiles there are over C, and over L.
+    """
+
+    of_memory: Tensor
+    N: int
+    C: int
+    L: int
+    strides: tuple[int, int, int]
+    BLOCK_L: int
+    BLOCK_C: int
+
+    @property
+    def tile(self) -> dict[str, Any]:
+        aligned = self.strides[2] == 1 and self.L % 16 == 0
+        return {"ALIGNED": aligned, "BLOCK_L": self.BLOCK_L, "BLOCK_C": self.BLOCK_C, "num_warps": _NUM_WARPS}
+
+    @property
+    def channel_blocks(self) -> int:
+        return -(-self.C // self.BLOCK_C)
+
+    @property
+    def tiles_of_l(self) -> int:
+        return -(-self.L // self.BLOCK_L)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.N * self.tiles_of_l
+
+    def parts(self, variant: str) -> int:
+        """Programs that share a channel."""
+        if variant == "naive":
+            return 1
+        return max(1, min(self.num_tiles, _MOST_PARTS, -(-_PROGRAMS // self.channel_blocks)))
+
+
+def _view(x: Tensor) -> _View:
+    N, C = x.shape[:2]
+    L = x.numel() // (N * C)
+    block = TILE_BYTES // x.element_size()
+    if L == 1 or x.movedim(1, -1).is_contiguous():
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        BLOCK_C = min(_WIDEST, _power_of_two(C))
+        BLOCK_L = block // BLOCK_C
+        return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
+    BLOCK_L = min(block, _power_of_two(L))
+    BLOCK_C = min(block // BLOCK_L, _power_of_two(C))
+    strides = C * L, L, 1
+    return _View(of_memory=x.contiguous(), N=N, C=C, L=L, strides=strides, BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
+
+
+def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
+    """Fills mean and the biased variance of each channel."""
+    view = _view(x)
+    parts = view.parts(variant)
+    num = mean.new_empty((parts,))
+    means, spreads = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
+    statistics_kernel[(view.channel_blocks * parts,)](
+        view.of_memory, num, means, spreads, view.C, view.L, view.num_tiles, view.tiles_of_l, parts, *view.strides,
+        **view.tile,
+    )  # fmt: skip
+    grid, tile = _merging(view.C)
+    merge_statistics_kernel[grid](
+        view.of_memory, num, means, spreads, mean, var, view.C, parts, view.strides[1], **tile
+    )
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, activation: str, y: Tensor,
+    variant: str,
+) -> None:  # fmt: skip
+    """Fills y with the activation of (x - mean) rstd weight + bias."""
+    view = _view(x)
+    out = y if y.stride() == view.of_memory.stride() else torch.empty_like(view.of_memory)
+    named = HALF_FORWARD if x.dtype != torch.float32 else FORWARD
+    normalise_kernel[(view.channel_blocks * view.num_tiles,)](
+        view.of_memory, out, weight, bias, mean, rstd, view.C, view.L, view.tiles_of_l, *view.strides,
+        ACT=named[activation] if activation else identity, **view.tile,
+    )  # fmt: skip
+    if out is not y:
+        y.copy_(out)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, batch: bool,
+    activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
+) -> None:  # fmt: skip
+    """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
+    view = _view(x)
+    parts = view.parts(variant)
+    x = view.of_memory
+    dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
+    out = dx if dx.stride() == x.stride() else torch.empty_like(x)
+    gradient = (HALF_BACKWARD if x.dtype != torch.float32 else BACKWARD)[activation] if activation else identity
+    chosen = {"ACT": bool(activation), "GRADIENT": gradient, **view.tile}
+    part_dz, part_product = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
+    gradient_sums_kernel[(view.channel_blocks * parts,)](
+        dy, x, weight, bias, mean, rstd, part_dz, part_product, view.C, view.L, view.num_tiles, view.tiles_of_l, parts,
+        *view.strides, **chosen,
+    )  # fmt: skip
+    grid, tile = _merging(view.C)
+    merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile)
+    x_gradient_kernel[(view.channel_blocks * view.num_tiles,)](
+        dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, view.C, view.L, view.tiles_of_l,
+        1.0 / (view.N * view.L), *view.strides, BATCH=batch, **chosen,
+    )  # fmt: skip
+    if out is not dx:
+        dx.copy_(out)
+
+
+def _merging(C: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and tile of a kernel that merges parts."""
+    BLOCK_C = min(_MERGED // _MOST_PARTS, _power_of_two(C))
+    return (-(-C // BLOCK_C),), {"PARTS": _MOST_PARTS, "BLOCK_C": BLOCK_C, "num_warps": _NUM_WARPS}
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not below size."""
+    return 1 << (size - 1).bit_length()

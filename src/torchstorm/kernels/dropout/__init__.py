@@ -1,0 +1,5 @@
+"""Dropout without a mask in memory."""
+
+from torchstorm.kernels.dropout.function import dropout
+
+__all__ = ["dropout"]

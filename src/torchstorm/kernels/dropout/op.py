@@ -1,0 +1,43 @@
+"""torch.ops.torchstorm.dropout as an operator of PyTorch. It is linear: its gradient is itself, with the same seed.
+
+Backward keeps the seed, 8 bytes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_IMPLEMENTATIONS = {"torch": "torchstorm.kernels.dropout.plain", "parallel": "torchstorm.kernels.dropout.parallel"}
+_BY_TRITON = "torchstorm.kernels.dropout.dropout_triton"
+
+
+@torch.library.custom_op("torchstorm::dropout", mutates_args=())
+def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
+    """x / (1 - p) where a number is kept, and x times 0 where it is not; contiguous."""
+    x = x.contiguous()
+    y = x.new_empty(x.shape)
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON)).dropout(x, seed, y, p, scale, variant)
+    return y
+
+
+@dropout_op.register_fake
+def _(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, ctx.p, ctx.variant = inputs
+    ctx.save_for_backward(seed)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    (seed,) = ctx.saved_tensors
+    return dropout_op(dy, seed, ctx.p, ctx.variant), None, None, None
+
+
+dropout_op.register_autograd(_backward, setup_context=_keep_seed)

@@ -1,0 +1,43 @@
+"""Dropout on a CPU's cores, by numba. Tensors in float32 or float64."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+from torch import Tensor
+
+from torchstorm.kernels.dropout.philox import BITS, LANES, MULTIPLIERS, ROUNDS, STEPS, WORDS, threshold_of
+
+_M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
+_S0, _S1 = (np.uint64(s) for s in STEPS)
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_SHIFT = np.uint64(32 - BITS)
+
+
+@njit(parallel=True)
+def _dropout(x, y, seed, threshold, kept, dropped):
+    for group in prange((x.size + WORDS * LANES - 1) // (WORDS * LANES)):
+        for lane in range(LANES):
+            counter = np.uint64(group * LANES + lane)
+            x0, x1 = counter & _WORD, counter >> _HALF
+            x2 = x3 = np.uint64(0)
+            k0, k1 = seed & _WORD, seed >> _HALF
+            for _ in range(ROUNDS):
+                one, two = x0 * _M0, x2 * _M1
+                x0, x1, x2, x3 = (two >> _HALF) ^ x1 ^ k0, two & _WORD, (one >> _HALF) ^ x3 ^ k1, one & _WORD
+                k0, k1 = (k0 + _S0) & _WORD, (k1 + _S1) & _WORD
+            place = group * WORDS * LANES + lane
+            for word in (x0, x1, x2, x3):
+                if place < x.size:
+                    y[place] = x[place] * (kept if (word >> _SHIFT) >= threshold else dropped)
+                place += LANES
+
+
+def dropout(x: Tensor, seed: Tensor, y: Tensor, p: float, scale: float, variant: str) -> None:
+    """Fills y from x, both contiguous."""
+    key = np.uint64(int(seed) & 0xFFFFFFFFFFFFFFFF)
+    numbers = x.detach().numpy().reshape(-1)
+    factors = numbers.dtype.type(scale), numbers.dtype.type(0.0)
+    _dropout(numbers, y.numpy().reshape(-1), key, np.uint64(threshold_of(p)), *factors)

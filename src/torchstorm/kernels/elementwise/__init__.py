@@ -1,0 +1,5 @@
+"""Elementwise operations, on CPUs and by Triton kernels on GPUs."""
+
+from torchstorm.kernels.elementwise.function import add, gelu, mul, relu, sigmoid, silu
+
+__all__ = ["add", "gelu", "mul", "relu", "sigmoid", "silu"]

@@ -1,0 +1,148 @@
+"""Triton kernels that apply any elementwise operation: one to three inputs, one or two outputs.
+
+`flat_kernel` walks tensors that lie in memory alike as one row of numbers. `strided_kernel` takes any strides, 0 for
+what is broadcast, over up to four dimensions. `sums_kernel` adds up what was broadcast, in a fixed order.
+Arithmetic in fp32. Absent tensors are None. Traffic: each input read once, each output written once.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _apply(a, b, c, OP: tl.constexpr, INPUTS: tl.constexpr):
+    if INPUTS == 1:
+        return OP(a)
+    elif INPUTS == 2:
+        return OP(a, b)
+    else:
+        return OP(a, b, c)
+
+
+@triton.jit
+def _flat_block(a, b, c, y, z, at, end, OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr):
+    inside = at < end
+    left = tl.load(a + at, mask=inside, other=0.0).to(tl.float32)
+    middle = left
+    right = left
+    if INPUTS > 1:
+        middle = tl.load(b + at, mask=inside, other=0.0).to(tl.float32)
+    if INPUTS > 2:
+        right = tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
+    if OUTPUTS == 2:
+        first, second = _apply(left, middle, right, OP, INPUTS)
+        tl.store(y + at, first.to(y.dtype.element_ty), mask=inside)
+        tl.store(z + at, second.to(z.dtype.element_ty), mask=inside)
+    else:
+        tl.store(y + at, _apply(left, middle, right, OP, INPUTS).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num"])
+def flat_kernel(a, b, c, y, z, num, OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
+                STRIDES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Blocks of consecutive numbers; with STRIDES, each program goes on by as many blocks as there are programs.
+
+    A mask forbids reading 16 bytes at once unless its end is known to be a multiple of them. So blocks end at a
+    multiple of 16 numbers, and the first program also does the few after it: one compiled kernel for any `num`.
+    """
+    num = num.to(tl.int64)
+    end = num // 16 * 16
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offset = tl.arange(0, BLOCK)
+    if STRIDES:
+        while start < end:
+            _flat_block(a, b, c, y, z, start + offset, end, OP, INPUTS, OUTPUTS)
+            start += tl.num_programs(0).to(tl.int64) * BLOCK
+    else:
+        _flat_block(a, b, c, y, z, start + offset, end, OP, INPUTS, OUTPUTS)
+    if (tl.program_id(0) == 0) & (end < num):
+        _flat_block(a, b, c, y, z, end + tl.arange(0, 16), num, OP, INPUTS, OUTPUTS)
+
+
+@triton.jit
+def _read(a, base, row, column, row_in, column_in, row_stride, column_stride, ONE_ROW: tl.constexpr,
+          ONE_COLUMN: tl.constexpr):  # fmt: skip
+    """A tile, or the one row or column of it that all others repeat."""
+    a += base
+    if ONE_ROW:
+        return tl.load(a + (column * column_stride)[None, :], mask=column_in[None, :], other=0.0).to(tl.float32)
+    elif ONE_COLUMN:
+        return tl.load(a + (row * row_stride)[:, None], mask=row_in[:, None], other=0.0).to(tl.float32)
+    else:
+        at = (row * row_stride)[:, None] + (column * column_stride)[None, :]
+        return tl.load(a + at, mask=row_in[:, None] & column_in[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(y, value, base, row, column, row_in, column_in, row_stride, column_stride):
+    at = (row * row_stride)[:, None] + (column * column_stride)[None, :]
+    value = tl.broadcast_to(value, (row.shape[0], column.shape[0])).to(y.dtype.element_ty)
+    tl.store(y + base + at, value, mask=row_in[:, None] & column_in[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "j_size", "row_tiles", "column_tiles"])
+def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles,
+                   a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, y0, y1, y2, y3, z0, z1, z2, z3,
+                   OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ONE_ROW: tl.constexpr,
+                   ONE_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Dimensions i, j, rows, columns with their strides. Grid: i * j * row tiles * column tiles.
+
+    ONE_ROW, ONE_COLUMN: a bit for each of a, b, c that is the same in all rows, or in all columns.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tile // column_tiles
+    row = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
+    tile = tile // row_tiles
+    i = tile // j_size
+    j = tile % j_size
+    row_in = row < rows
+    column_in = column < columns
+    left = _read(a, i * a0 + j * a1, row, column, row_in, column_in, a2, a3, ONE_ROW & 1, ONE_COLUMN & 1)
+    middle = left
+    right = left
+    if INPUTS > 1:
+        middle = _read(b, i * b0 + j * b1, row, column, row_in, column_in, b2, b3, ONE_ROW & 2, ONE_COLUMN & 2)
+    if INPUTS > 2:
+        right = _read(c, i * c0 + j * c1, row, column, row_in, column_in, c2, c3, ONE_ROW & 4, ONE_COLUMN & 4)
+    if OUTPUTS == 2:
+        first, second = _apply(left, middle, right, OP, INPUTS)
+        _write(y, first, i * y0 + j * y1, row, column, row_in, column_in, y2, y3)
+        _write(z, second, i * z0 + j * z1, row, column, row_in, column_in, z2, z3)
+    else:
+        value = _apply(left, middle, right, OP, INPUTS)
+        _write(y, value, i * y0 + j * y1, row, column, row_in, column_in, y2, y3)
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
+def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
+                INPUTS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
+
+    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end. ALIGNED: rows are a multiple
+    of 16, which lets neighbouring ones be read 16 bytes at once.
+    """
+    if ALIGNED:
+        rows = rows // 16 * 16
+    tile = tl.program_id(0).to(tl.int64)
+    column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = tile // column_tiles
+    part = tile % parts
+    i = tile // parts
+    column_in = column < columns
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    start = part * part_tiles * ROWS
+    end = tl.minimum(start + part_tiles * ROWS, rows)
+    while start < end:
+        row = start + tl.arange(0, ROWS)
+        row_in = row < rows
+        value = _read(a, i * a0, row, column, row_in, column_in, a1, a2, False, False)
+        if INPUTS == 2:
+            value *= _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
+        total += value
+        start += ROWS
+    at = (i * parts + part) * columns + column
+    tl.store(sums + at, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column_in)

@@ -1,0 +1,182 @@
+"""Grids and blocks of the elementwise Triton kernels."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.elementwise import plain
+from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, strided_kernel, sums_kernel
+from torchstorm.kernels.elementwise.layout import Walk, same_memory, walk
+from torchstorm.kernels.elementwise.operations_triton import (
+    BACKWARD,
+    FORWARD,
+    HALF_BACKWARD,
+    HALF_FORWARD,
+    add,
+    mul,
+    mul_gradients,
+)
+
+_MOST_DIMENSIONS = 4
+_MOST_COLUMNS = 1024
+_SUM_TILE = 4096  # numbers that a program adds up at a time
+_SUM_PROGRAMS = 1024  # that fill a GPU several times over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What a program takes at a time.
+
+    Attributes:
+        lane_bytes: of each input and thread; 0 for one number.
+        num_warps: of a program.
+        programs: on each multiprocessor, where they go on to other blocks; 0 for a program a block.
+    """
+
+    lane_bytes: int = 0
+    num_warps: int = 4
+    programs: int = 0
+
+    def block(self, x: Tensor) -> int:
+        """Numbers."""
+        return 32 * self.num_warps * max(1, self.lane_bytes // x.element_size())
+
+
+TILES = {"naive": Tile(), "vectorised": Tile(lane_bytes=64), "persistent": Tile(lane_bytes=64, programs=8)}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def unary(name: str, x: Tensor, y: Tensor, variant: str) -> None:
+    """Fills y."""
+    operation = (HALF_FORWARD if x.dtype in _HALF else FORWARD)[name]
+    launch(operation, (x,), (y,), variant)
+
+
+def unary_backward(name: str, dy: Tensor, x: Tensor, dx: Tensor, variant: str) -> None:
+    """Fills dx."""
+    operation = (HALF_BACKWARD if x.dtype in _HALF else BACKWARD)[name]
+    launch(operation, (dy, x), (dx,), variant)
+
+
+def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
+    """Fills y, which has the shape of a and b together."""
+    launch({"add": add, "mul": mul}[name], (a.expand(y.shape), b.expand(y.shape)), (y,), variant)
+
+
+def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
+    """Fills da and db; all of one shape."""
+    launch(mul_gradients, (dy, a, b), (da, db), variant)
+
+
+def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], variant: str) -> None:
+    """Applies an operation of `operations_triton`; the outputs are dense, and of the inputs' shape."""
+    num = outputs[0].numel()
+    if num == 0:
+        return
+    tile = TILES[variant]
+    block = tile.block(outputs[0])
+    given = *_padded(inputs, 3), *_padded(outputs, 2)
+    counts: dict[str, Any] = {"INPUTS": len(inputs), "OUTPUTS": len(outputs), "num_warps": tile.num_warps}
+    found = None if same_memory([*outputs, *inputs]) else walk([*outputs, *inputs])
+    if found is None or found.is_flat:
+        grid = -(-num // block)
+        if tile.programs:
+            grid = min(grid, tile.programs * _multiprocessors(outputs[0].device))
+        flat_kernel[(grid,)](*given, num, operation, **counts, STRIDES=tile.programs > 0, BLOCK=block)
+    elif len(found.sizes) > _MOST_DIMENSIONS:
+        launch(operation, [torch.empty_like(outputs[0]).copy_(x) for x in inputs], outputs, variant)
+    else:
+        i, j, rows, columns = _last_four(found.sizes, 1)
+        steps = [_last_four(own, 0) for own in found.strides]
+        own_outputs, own_inputs = steps[: len(outputs)], steps[len(outputs) :]
+        COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, _power_of_two(columns), block)
+        ROWS = 1 if rows == 1 else block // COLUMNS
+        row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
+        strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
+        strided_kernel[(i * j * row_tiles * column_tiles,)](
+            *given, rows, columns, j, row_tiles, column_tiles, *strides, operation, **counts,
+            ONE_ROW=_bits([own[2] == 0 for own in own_inputs]),
+            ONE_COLUMN=_bits([own[3] == 0 and own[2] != 0 for own in own_inputs]), ROWS=ROWS, COLUMNS=COLUMNS,
+        )  # fmt: skip
+
+
+def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """Fills out with a, or a b, summed over the dimensions in which out has size 1 or that it lacks.
+
+    In two stages and always in the same order. Three dimensions, of which the middle one is added up, go through the
+    kernel without a copy. What is more tangled becomes a product in fp32, which PyTorch adds up.
+    """
+    if out.numel() == 0 or a.numel() == 0:
+        out.zero_()
+        return
+    given = [a] if b is None else [a, b.expand(a.shape)]
+    found = walk([*given, out.expand(a.shape)])
+    plan = _rows_to_add(found)
+    if plan is None:
+        plain.product_sum(a, b, out)
+        return
+    i, rows, columns, steps = plan
+    COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns))
+    ROWS = _SUM_TILE // COLUMNS
+    column_tiles = -(-columns // COLUMNS)
+    parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
+    part_tiles = -(-rows // (parts * ROWS))
+    parts = -(-rows // (part_tiles * ROWS))
+    sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
+    sums_kernel[(i * parts * column_tiles,)](
+        a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
+        ALIGNED=columns == 1 and rows % 16 == 0, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    if parts > 1:
+        strides = parts * columns, columns, 1
+        sums_kernel[(i * column_tiles,)](
+            sums, None, out, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides, INPUTS=1,
+            ALIGNED=False, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+
+
+def _rows_to_add(found: Walk) -> tuple[int, int, int, list[tuple[int, ...]]] | None:
+    """(i, rows, columns) and the inputs' strides over them, where only rows are added up; None where that is not so."""
+    *inputs, out = found.strides
+    added = [d for d, stride in enumerate(out) if stride == 0]
+    if len(added) != 1 or len(found.sizes) > 3 or added[0] > 1 or len(found.sizes) - added[0] > 2:
+        return None
+    before, after = (1,) * (1 - added[0]), (1,) * (added[0] + 2 - len(found.sizes))
+    i, rows, columns = before + found.sizes + after
+    steps = [(0,) * len(before) + own + (0,) * len(after) for own in (*inputs, out)]
+    if (i > 1 and steps[-1][0] != columns) or (columns > 1 and steps[-1][2] != 1):
+        return None
+    return i, rows, columns, steps[:-1]
+
+
+def _padded(tensors: Sequence[Tensor], num: int) -> tuple[Tensor | None, ...]:
+    return (*tensors, *(None,) * (num - len(tensors)))
+
+
+def _last_four(values: tuple[int, ...], fill: int) -> tuple[int, ...]:
+    return (fill,) * (_MOST_DIMENSIONS - len(values)) + values
+
+
+def _filled(steps: list[tuple[int, ...]], num: int) -> list[tuple[int, ...]]:
+    return steps + [(0,) * _MOST_DIMENSIONS] * (num - len(steps))
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(flag << number for number, flag in enumerate(flags))
+
+
+def _power_of_two(size: int) -> int:
+    """The least that is not below size."""
+    return 1 << (size - 1).bit_length()
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,201 @@
+"""torch.ops.torchstorm.relu, sigmoid, gelu, gelu_tanh, silu, add, mul and their gradients, as operators of PyTorch.
+
+All activations come from `_register`, so each is one entry of `operations.OPERATIONS`. An implementation is a module
+that fills results: `plain` by PyTorch, `parallel` by numba, `launch_triton` on a GPU. It is imported when first used.
+
+Backward keeps x alone for an activation, nothing for `add`, and for `mul` the factors that the wanted gradients need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.elementwise.layout import empty_result
+from torchstorm.kernels.elementwise.operations import OPERATIONS, Operation
+
+_IMPLEMENTATIONS = {
+    "torch": "torchstorm.kernels.elementwise.plain",
+    "parallel": "torchstorm.kernels.elementwise.parallel",
+}
+_BY_TRITON = "torchstorm.kernels.elementwise.launch_triton"
+
+
+def _implementation(variant: str) -> Any:
+    return import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON))
+
+
+def _register(operation: Operation) -> tuple[Any, Any]:
+    """The operator of an activation and that of its gradient, which can be differentiated again and again."""
+
+    @torch.library.custom_op(f"torchstorm::{operation.name}", mutates_args=())
+    def forward(x: Tensor, variant: str) -> Tensor:
+        y = torch.empty_like(x)
+        _implementation(variant).unary(operation.name, x, y, variant)
+        return y
+
+    @torch.library.custom_op(f"torchstorm::{operation.name}_backward", mutates_args=())
+    def backward(dy: Tensor, x: Tensor, variant: str) -> Tensor:
+        dx = torch.empty_like(x)
+        _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
+        return dx
+
+    @forward.register_fake
+    def _(x: Tensor, variant: str) -> Tensor:
+        return torch.empty_like(x)
+
+    @backward.register_fake
+    def _(dy: Tensor, x: Tensor, variant: str) -> Tensor:
+        return torch.empty_like(x)
+
+    def keep_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.variant = inputs
+        ctx.save_for_backward(x)
+
+    def to_x(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return backward(dy, x, ctx.variant), None
+
+    def keep_dy_and_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        dy, x, ctx.variant = inputs
+        ctx.save_for_backward(dy, x)
+
+    def to_dy_and_x(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        dy, x = ctx.saved_tensors
+        to_dy = backward(ddx, x, ctx.variant) if ctx.needs_input_grad[0] else None
+        to_x = None
+        if ctx.needs_input_grad[1]:
+            wide = x if x.dtype == torch.float64 else x.float()
+            to_x = (ddx * (dy * operation.second_derivative(wide))).to(x.dtype)
+        return to_dy, to_x, None
+
+    forward.register_autograd(to_x, setup_context=keep_x)
+    backward.register_autograd(to_dy_and_x, setup_context=keep_dy_and_x)
+    return forward, backward
+
+
+FORWARD: dict[str, Any] = {}
+BACKWARD: dict[str, Any] = {}
+for _operation in OPERATIONS:
+    FORWARD[_operation.name], BACKWARD[_operation.name] = _register(_operation)
+
+
+@torch.library.custom_op("torchstorm::product_sum", mutates_args=())
+def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
+    """a, or a b, where b broadcasts to a, summed over what `size` was broadcast along."""
+    out = a.new_empty(size)
+    _implementation(variant).product_sum(a, b, out)
+    return out
+
+
+@product_sum.register_fake
+def _(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
+    return a.new_empty(size)
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _, ctx.variant = inputs
+    ctx.shape = a.shape
+    ctx.save_for_backward(a if b is not None else None, b)
+
+
+def _spread(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    a, b = ctx.saved_tensors
+    whole = d_sum.expand(ctx.shape)
+    if b is None:
+        return whole, None, None, None
+    to_a = mul_op(whole, b, ctx.variant) if ctx.needs_input_grad[0] else None
+    to_b = product_sum(whole, a, b.shape, ctx.variant) if ctx.needs_input_grad[1] else None
+    return to_a, to_b, None, None
+
+
+product_sum.register_autograd(_spread, setup_context=_keep_factors)
+
+
+@torch.library.custom_op("torchstorm::add", mutates_args=())
+def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
+    """a + b, broadcast."""
+    y = empty_result(a, b)
+    _implementation(variant).binary("add", a, b, y, variant)
+    return y
+
+
+@torch.library.custom_op("torchstorm::mul", mutates_args=())
+def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
+    """a b, broadcast."""
+    y = empty_result(a, b)
+    _implementation(variant).binary("mul", a, b, y, variant)
+    return y
+
+
+@torch.library.custom_op("torchstorm::mul_backward", mutates_args=())
+def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """Both gradients of a b at once; all of one shape."""
+    da, db = torch.empty_like(a), torch.empty_like(b)
+    _implementation(variant).mul_backward(dy, a, b, da, db, variant)
+    return da, db
+
+
+@add_op.register_fake
+@mul_op.register_fake
+def _(a: Tensor, b: Tensor, variant: str) -> Tensor:
+    return empty_result(a, b)
+
+
+@mul_backward.register_fake
+def _(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(b)
+
+
+def _keep_shapes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, ctx.variant = inputs
+    ctx.shapes = a.shape, b.shape
+
+
+def _to_terms(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = zip(ctx.shapes, ctx.needs_input_grad[:2], strict=True)
+    return *(_summed(dy, None, shape, ctx.variant) if needed else None for shape, needed in wanted), None
+
+
+def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, ctx.variant = inputs
+    ctx.shapes = a.shape, b.shape
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+
+
+def _to_factors(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    if needs_a and needs_b and ctx.shapes[0] == ctx.shapes[1]:
+        return *mul_backward(dy, a, b, ctx.variant), None
+    to_a = _summed(dy, b, ctx.shapes[0], ctx.variant) if needs_a else None
+    to_b = _summed(dy, a, ctx.shapes[1], ctx.variant) if needs_b else None
+    return to_a, to_b, None
+
+
+def _summed(dy: Tensor, factor: Tensor | None, shape: torch.Size, variant: str) -> Tensor:
+    """dy, or dy times a factor, summed to a shape."""
+    if dy.shape == shape:
+        return dy if factor is None else mul_op(dy, factor, variant)
+    return product_sum(dy, factor, shape, variant)  # type: ignore[no-any-return]
+
+
+def _keep_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.variant = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _to_all(ctx: Any, dda: Tensor, ddb: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    """Gradients of dy b and dy a together."""
+    dy, a, b = ctx.saved_tensors
+    return dda * b + ddb * a, ddb * dy, dda * dy, None
+
+
+add_op.register_autograd(_to_terms, setup_context=_keep_shapes)
+mul_op.register_autograd(_to_factors, setup_context=_keep_both)
+mul_backward.register_autograd(_to_all, setup_context=_keep_all)

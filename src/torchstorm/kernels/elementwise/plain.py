@@ -1,0 +1,35 @@
+"""The elementwise operations by PyTorch's own operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.elementwise.operations import BY_NAME
+
+
+def unary(name: str, x: Tensor, y: Tensor, variant: str) -> None:
+    """Fills y."""
+    BY_NAME[name].forward(x, y)
+
+
+def unary_backward(name: str, dy: Tensor, x: Tensor, dx: Tensor, variant: str) -> None:
+    """Fills dx."""
+    BY_NAME[name].backward(dy, x, dx)
+
+
+def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
+    """Fills y, which has the shape of a and b together."""
+    torch.add(a, b, out=y) if name == "add" else torch.mul(a, b, out=y)
+
+
+def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
+    """Fills da and db; all of one shape."""
+    torch.mul(dy, b, out=da)
+    torch.mul(dy, a, out=db)
+
+
+def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
+    """Fills out with a, or a b, summed in fp32 over the dimensions in which out has size 1 or that it lacks."""
+    wide = a.double() if a.dtype == torch.float64 else a.float()
+    out.copy_((wide if b is None else wide * b).sum_to_size(out.shape))

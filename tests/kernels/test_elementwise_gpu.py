@@ -1,0 +1,98 @@
+"""add, mul and activations on a GPU: by the one tolerance rule, the same bits twice, in every variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.elementwise_runs import (
+    ACTIVATIONS,
+    LAYOUTS,
+    PAIRS,
+    check_activation,
+    check_pair,
+    check_special,
+    check_strided_pair,
+)
+from kernels.mlstm_on_gpu import nan_wherever_nothing_is_written
+from torchstorm.errors import DeviceError
+from torchstorm.kernels import add, gelu, mul, silu, variants
+from torchstorm.kernels.elementwise import op
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+VARIANTS = ("torch", "naive", "vectorised", "persistent")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan_wherever_nothing_is_written(monkeypatch)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, dtype: torch.dtype, variant: str) -> None:
+    for layout in LAYOUTS:
+        check_activation(name, layout, variant, dtype, "cuda")
+    if variant != "torch":
+        check_special(name, variant, dtype, "cuda")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["add", "mul"])
+def test_pairs(name: str, dtype: torch.dtype, variant: str) -> None:
+    for pair in PAIRS:
+        check_pair(name, pair, variant, dtype, "cuda")
+    check_strided_pair(name, variant, dtype, "cuda")
+
+
+@pytest.mark.parametrize("variant", ["naive", "vectorised", "persistent"])
+def test_more_numbers_than_32_bits_count(variant: str) -> None:
+    num = (1 << 31) + 4099
+    x = torch.ones(num, dtype=torch.bfloat16, device="cuda")
+    y = silu(x, variant=variant)
+    assert torch.equal(y, y[:1].expand(num))
+    del y
+    rows = x[: 1 << 31].view(1 << 16, 1 << 15)
+    assert bool((add(rows, rows[0], variant=variant) == 2.0).all())
+
+
+def test_float64_is_pytorchs() -> None:
+    x = torch.randn(5, 7, dtype=torch.float64, device="cuda")
+    assert torch.equal(gelu(x), torch.nn.functional.gelu(x))
+    with pytest.raises(DeviceError, match=r"float64.*'torch'"):
+        gelu(x, variant="vectorised")
+
+
+def test_auto_is_vectorised() -> None:
+    x = torch.randn(1000, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(gelu(x), gelu(x, variant="vectorised"))
+    assert "parallel" in variants("gelu")
+    with pytest.raises(DeviceError, match="cpu, not on cuda"):
+        gelu(x, variant="parallel")
+
+
+def test_rules() -> None:
+    x = torch.randn(33, 7, device="cuda", requires_grad=True)
+    bias = torch.randn(7, device="cuda", requires_grad=True)
+    torch.library.opcheck(op.FORWARD["gelu"], (x, "vectorised"))
+    torch.library.opcheck(op.BACKWARD["gelu"], (x.detach().clone().requires_grad_(), x, "vectorised"))
+    torch.library.opcheck(op.mul_op, (x, bias, "vectorised"))
+    torch.library.opcheck(op.product_sum, (x, None, (7,), "vectorised"))
+
+
+def test_compiled_by_inductor_and_the_same_as_a_cpu() -> None:
+    def compute(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return mul(gelu(add(x, bias), "tanh"), silu(x))
+
+    x, bias = torch.randn(64, 96), torch.randn(96)
+    found = []
+    for function, device in ((compute, "cpu"), (compute, "cuda"), (torch.compile(compute, fullgraph=True), "cuda")):
+        own = [each.to(device).requires_grad_() for each in (x, bias)]
+        y = function(*own)
+        found.append([each.cpu() for each in (y, *torch.autograd.grad(y.square().sum(), own))])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
