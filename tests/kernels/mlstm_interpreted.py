@@ -15,6 +15,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import quick_interpreter
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -47,6 +48,7 @@ def mend() -> None:
         made = new_empty(self, *size, **options)
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
+    quick_interpreter.quicken()
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot
     Tensor.new_empty = poisoned  # type: ignore[method-assign]
