@@ -1,10 +1,13 @@
 """What `make test-gpu` stands on: a run in which something skips, or nothing runs, has failed."""
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SKIPS = {
     "test_in_the_body": "import pytest\n\ndef test_skips():\n    pytest.skip('no GPU')\n",
@@ -19,29 +22,69 @@ NO_SKIPS = {
 }
 
 
-def run_pytest(folder: Path, sources: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
-    shutil.copy(Path(__file__).with_name("conftest.py"), folder / "conftest.py")
-    for name, source in sources.items():
-        (folder / f"{name}.py").write_text(source)
-    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-rA"]
-    command += ["--continue-on-collection-errors", ".", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+RUNS = {
+    "lax": (SKIPS | NO_SKIPS, []),
+    "strict": (SKIPS | NO_SKIPS, ["--fail-on-skip"]),
+    "strict without skips": (NO_SKIPS, ["--fail-on-skip"]),
+    "strict without tests": (NO_SKIPS, ["--fail-on-skip", "-k", "nothing"]),
+}
+# A process that has imported torch, and what the fixtures let it import, forks one for each run.
+FORKS = """
+import json, os, sys
+import pytest, torch
+
+torch.use_deterministic_algorithms(False)
+for folder, options in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.dup2(os.open("said", os.O_CREAT | os.O_WRONLY), 1)
+        usual = ["-c", "/dev/null", "--rootdir", ".", "-p", "no:cacheprovider", "-rA"]
+        code = pytest.main([*usual, "--continue-on-collection-errors", ".", *options])
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 
-def test_every_way_to_skip_fails_where_skips_are_not_allowed_and_nothing_else_does(tmp_path: Path) -> None:
-    lax = run_pytest(tmp_path, SKIPS | NO_SKIPS)
-    assert lax.returncode == 0
-    assert "1 passed, 4 skipped, 1 xfailed" in lax.stdout
-    strict = run_pytest(tmp_path, {}, "--fail-on-skip")
-    assert strict.returncode == 1
-    assert re.search(r" 1 failed, 1 passed, 1 xfailed, 3 errors in", strict.stdout), strict.stdout
-    assert strict.stdout.count("skipped, and --fail-on-skip allows none") >= 4
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and what was said, by the run's name."""
+    given = []
+    for name, (sources, options) in RUNS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        shutil.copy(Path(__file__).with_name("conftest.py"), folder / "conftest.py")
+        for module, source in sources.items():
+            (folder / f"{module}.py").write_text(source)
+        given.append((str(folder), options))
+    command = [sys.executable, "-c", FORKS, json.dumps(given)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    codes = map(int, done.stdout.split())
+    return {
+        name: (code, (Path(folder) / "said").read_text())
+        for name, code, (folder, _) in zip(RUNS, codes, given, strict=True)
+    }
 
 
-def test_a_run_without_skips_passes_where_none_are_allowed(tmp_path: Path) -> None:
-    assert run_pytest(tmp_path, NO_SKIPS, "--fail-on-skip").returncode == 0
+def test_every_way_to_skip_fails_where_skips_are_not_allowed_and_nothing_else_does(
+    runs: dict[str, tuple[int, str]],
+) -> None:
+    code, said = runs["lax"]
+    assert code == 0
+    assert "1 passed, 4 skipped, 1 xfailed" in said
+    code, said = runs["strict"]
+    assert code == 1
+    assert re.search(r" 1 failed, 1 passed, 1 xfailed, 3 errors in", said), said
+    assert said.count("skipped, and --fail-on-skip allows none") >= 4
 
 
-def test_a_run_of_no_tests_fails(tmp_path: Path) -> None:
-    assert run_pytest(tmp_path, NO_SKIPS, "--fail-on-skip", "-k", "nothing").returncode != 0
+def test_a_run_without_skips_passes_where_none_are_allowed(runs: dict[str, tuple[int, str]]) -> None:
+    code, said = runs["strict without skips"]
+    assert code == 0
+    assert "1 passed, 1 xfailed" in said
+
+
+def test_a_run_of_no_tests_fails(runs: dict[str, tuple[int, str]]) -> None:
+    code, said = runs["strict without tests"]
+    assert code == 5
+    assert "2 deselected" in said

@@ -12,6 +12,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
+import quick_interpreter
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -43,6 +44,7 @@ def mend() -> None:
     def poisoned_like(like: Tensor, **options: Any) -> Tensor:
         return filled(empty_like(like, **options))
 
+    quick_interpreter.quicken()
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot
     Tensor.new_empty = poisoned  # type: ignore[method-assign]

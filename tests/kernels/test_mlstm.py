@@ -49,6 +49,7 @@ def test_any_length_in_any_chunks(num_tokens: int, chunk: int | None) -> None:
     assert_as_exact(draw(len(GATES), 1, num_tokens, 8, 12, gates=GATES, state=num_tokens % 2 == 0), chunk=chunk)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 def test_a_thousand_tokens(gate: str) -> None:
     assert_as_exact(draw(len(GATES), 1, 1000, 16, 16, gates=GATES), gate=gate)
@@ -66,12 +67,14 @@ def test_the_gradients_of_outputs_alone() -> None:
     assert_as_exact(draw(len(GATES), 1, 40, 8, 12, gates=GATES), through_state=False)
 
 
+@pytest.mark.no_cover
 def test_many_tokens_against_the_recurrence() -> None:
     # Without yardsticks: float32 is computed in float64, so rounding the results is all that is allowed.
     inputs = draw(2, 1, 8192, 16, 16, gates=("remember", "wild"), state=False)
     assert_all_close(by_row(results(by_op(), inputs)), by_row(truth(inputs)))
 
 
+@pytest.mark.no_cover
 def test_very_many_tokens() -> None:
     inputs = draw(1, 1, 131072, 16, 16, state=False)
     found = results(by_op(), inputs)
@@ -97,6 +100,7 @@ def outputs_in_numpy(inputs: Inputs) -> np.ndarray[Any, Any]:
     return h
 
 
+@pytest.mark.no_cover
 @settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_the_shape(data: st.DataObject) -> None:

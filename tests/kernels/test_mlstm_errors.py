@@ -83,17 +83,27 @@ def test_many_offsets_are_told_in_short() -> None:
         packed_offsets(torch.arange(100), 5)
 
 
-@pytest.mark.parametrize("first", ["torchstorm.kernels.mlstm.step", "torchstorm.kernels", "torchstorm.kernels.ladders"])
-def test_the_function_is_found_by_its_name_though_its_folder_has_it_too(first: str) -> None:
-    code = (
-        f"import {first}\n"
-        "from torchstorm import kernels\n"
-        "import torchstorm.kernels.mlstm.maximum\n"
-        "assert callable(kernels.mlstm) and kernels.mlstm.__name__ == 'mlstm', kernels.mlstm\n"
-        "import pickle, torchstorm\n"
-        "assert pickle.loads(pickle.dumps(torchstorm.kernels.mlstm)) is kernels.mlstm\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+# Each from the start, in a fork of a process that has imported nothing but torch.
+FOUND_BY_NAME = """
+import importlib, os, pickle, sys
+import torch
+
+for first in ("torchstorm.kernels.mlstm.step", "torchstorm.kernels", "torchstorm.kernels.ladders"):
+    child = os.fork()
+    if child == 0:
+        importlib.import_module(first)
+        from torchstorm import kernels
+        import torchstorm.kernels.mlstm.maximum
+        assert callable(kernels.mlstm) and kernels.mlstm.__name__ == "mlstm", kernels.mlstm
+        assert pickle.loads(pickle.dumps(torchstorm.kernels.mlstm)) is kernels.mlstm
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0, first
+"""
+
+
+def test_the_function_is_found_by_its_name_though_its_folder_has_it_too() -> None:
+    command = [sys.executable, "-c", FOUND_BY_NAME]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

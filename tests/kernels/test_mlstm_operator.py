@@ -17,6 +17,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 DYNAMIC = "test_aot_dispatch_dynamic"
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 @pytest.mark.parametrize("lengths", [None, [1, 0, 3]], ids=["batch", "packed"])
 @pytest.mark.parametrize("state", [True, False], ids=["state", "no state"])
@@ -88,6 +89,7 @@ def test_an_input_that_needs_no_gradient_and_one_given_twice() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_without_a_break_and_not_again_for_another_batch_or_length(backend: str) -> None:
     torch.compiler.reset()
@@ -113,6 +115,7 @@ def test_compiled_without_a_break_and_not_again_for_another_batch_or_length(back
     torch.compiler.reset()
 
 
+@pytest.mark.no_cover
 def test_packed_sequences_compile_too() -> None:
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")

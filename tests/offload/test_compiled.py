@@ -136,6 +136,7 @@ def assert_variants_agree(
 # ---------------------------------------------------------------------- Inductor
 
 
+@pytest.mark.no_cover
 def test_variants_and_a_mix_of_them_have_the_bits_of_torch_compile_with_dropout() -> None:
     plain = gpt(4)
     for block in plain.blocks:
@@ -170,6 +171,7 @@ def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path:
     assert report.num_planned > 0
 
 
+@pytest.mark.no_cover
 def test_low_precision_is_rounded_where_the_saved_value_was() -> None:
     """Without EXACT_OPTIONS a recomputed bfloat16 value keeps digits that the saved one had lost."""
     assert private.EXACT_OPTIONS["emulate_precision_casts"]
@@ -195,6 +197,7 @@ def test_low_precision_is_rounded_where_the_saved_value_was() -> None:
 # ---------------------------------------------------------------------- what is saved
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_what_a_variant_is_said_to_save_is_what_it_saves() -> None:
     model = gpt()
@@ -320,11 +323,13 @@ def autocast_step(model: nn.Module, index: int) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_convolutions_and_batch_norm_agree_and_its_statistics_count_once() -> None:
     assert_variants_agree(lambda: nn.Sequential(*(Convolutional() for _ in range(2))), image_step)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_under_autocast_the_variants_agree() -> None:
     assert_variants_agree(gpt, autocast_step, (SAVE, INPUTS))
@@ -345,6 +350,7 @@ def test_blocks_whose_graphs_break_agree_and_are_planned(capsys: pytest.CaptureF
         assert {table.name for table in blocks.tables()} == {"0", "1"}
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_blocks_that_differ_in_a_constant_are_all_compiled() -> None:
     """More than Dynamo's own limit of eight, beyond which it would leave them uncompiled."""
@@ -354,6 +360,7 @@ def test_blocks_that_differ_in_a_constant_are_all_compiled() -> None:
     assert num_compiled() == 12
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_another_batch_size_agrees() -> None:
     def step(model: nn.Module, index: int) -> torch.Tensor:
@@ -490,6 +497,7 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
     assert sum(attention > 0 for _, attention in found.values()) == 1
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views_of_it(variant: str) -> None:
     """Of q, k and v, three views of one storage, a graph saves each with a version counter of its own."""

@@ -85,6 +85,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torc
 # ---------------------------------------------------------------------- a budget that is too small
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("with_disk", [True, False], ids=["ram and disk", "ram alone"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_smallest_feasible_budget_that_the_error_names_is_feasible(

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 VOCAB = 64
 BATCH, LENGTH = 4, 48
 
+pytestmark = pytest.mark.no_cover
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:

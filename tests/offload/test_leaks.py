@@ -134,6 +134,7 @@ def changing_step(session: Session, model: nn.Module, index: int) -> None:
         forward(model, ROWS - 8 * (index % 3)).backward()
 
 
+@pytest.mark.no_cover
 def test_two_hundred_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
     model = mlp()
     with session_on(model, tmp_path) as session:
@@ -155,6 +156,7 @@ def test_two_hundred_steps_leave_everything_as_it_was(tmp_path: Path) -> None:
     assert after.anonymous_bytes - before.anonymous_bytes < 8 * MIB
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "kind", ["forward raises", "backward raises", "graph dropped", "graph dropped later", "graph retained", "lengths"]
 )
@@ -195,6 +197,7 @@ def test_odd_steps_leave_nothing_either(kind: str, tmp_path: Path) -> None:
     assert after.anonymous_bytes - before.anonymous_bytes < 8 * MIB
 
 
+@pytest.mark.no_cover
 def test_new_shapes_for_ever_do_not_keep_a_plan_each_for_ever(tmp_path: Path) -> None:
     """Every new length is measured and planned anew; fifty of them must not hold fifty steps' memory or files."""
     model = mlp()

@@ -12,7 +12,7 @@ import pytest
 
 MIB = 2**20
 
-# A chain of tanh: each saves its result, 32 MiB, and 52 of them save 1.6 GiB. The peak of RssAnon is sampled all the
+# A chain of tanh: each saves its result, 8 MiB, and 52 of them save 416 MiB. The peak of RssAnon is sampled all the
 # while. malloc gives large blocks back at once only with a fixed threshold (field notes), hence the environment.
 CHILD = """
 import json, sys, threading
@@ -44,7 +44,7 @@ class Chain(torch.nn.Module):
 
 model = Chain()
 session = Session(model, ram=budget, disk=directory, recompute=False) if budget else Session(model, unlimited=True)
-x = torch.randn(8 * 2**20)
+x = torch.randn(2 * 2**20)
 sampler = threading.Thread(target=sample)
 gradients = []
 for index in range(2):
@@ -87,18 +87,18 @@ def run(budget_bytes: int, directory: Path) -> dict[str, float]:
 
 def test_the_process_shrinks_by_what_the_plan_moves_to_disk(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
-    if free < 4 * 2**30:
-        pytest.skip("4 GiB of free disk are needed")
+    if free < 2**30:
+        pytest.skip("1 GiB of free disk is needed")
     without = run(0, tmp_path)
-    assert without["ram_bytes"] >= 1.5 * 2**30
-    limited = run(400 * MIB, tmp_path)
+    assert without["ram_bytes"] >= 400 * MIB
+    limited = run(100 * MIB, tmp_path)
     assert limited["gradients"] == without["gradients"]
-    assert limited["ram_bytes"] <= 400 * MIB
+    assert limited["ram_bytes"] <= 100 * MIB
     moved = limited["planned_disk_bytes"]
-    assert moved >= 1 * 2**30, "the plan must move most of 1.6 GiB for 400 MiB to do"
+    assert moved >= 256 * MIB, "the plan must move most of 416 MiB for 100 MiB to do"
     fell = without["peak_bytes"] - limited["peak_bytes"]
     assert fell >= 0.7 * moved, f"the peak fell by {fell / MIB:.0f} MiB of {moved / MIB:.0f} MiB moved"
     # Two steps went out and came back; of the first one, without a plan, what is needed soon may stay.
-    assert limited["written_bytes"] >= moved + 1 * 2**30
-    assert limited["read_bytes"] >= moved + 1 * 2**30
+    assert limited["written_bytes"] >= moved + 256 * MIB
+    assert limited["read_bytes"] >= moved + 256 * MIB
     assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,8 @@ WIDTH = 16
 # A storage has a few hundred bytes, 64 KiB or 256 KiB: too small to move, moved with others, moved alone.
 ROWS = (4, 1000, 4096)
 
+pytestmark = pytest.mark.no_cover
+
 
 class Cube(torch.autograd.Function):
     """Saves its input, its output and a tensor of its own."""

@@ -43,6 +43,7 @@ def test_everything_that_can_be_is_computed_again_to_the_same_bits(name: str, mo
     assert any(num_recomputed(plan) for plan in plans) == (name not in NOTHING_RECOMPUTED)
 
 
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings(*THIRD_PARTY)
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(
@@ -157,6 +158,7 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_known_trap_of_recomputing_is_no_trap_here(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

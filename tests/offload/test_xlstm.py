@@ -24,8 +24,9 @@ from torchstorm.plan.variants import CHEAP, INPUTS, SAVE
 
 CONFIG = XLSTMConfig(vocab_size=32, num_layers=3, num_heads=2, width=64, dropout=0.1, input_gate_bias=-1.0)
 PATTERNS = [("mlstm",), ("slstm",), ("mlstm-mlp",), ("mlstm", "slstm", "mlstm-mlp")]
-# Said by Inductor and Dynamo of themselves.
 pytestmark = [
+    pytest.mark.no_cover,
+    # Said by Inductor and Dynamo of themselves.
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -167,6 +167,7 @@ def test_everything_is_kept_where_it_fits(trace: Trace, machine: Machine, spare:
     assert_keeps_to(plan, budget)
 
 
+@pytest.mark.no_cover
 @settings(max_examples=150, deadline=None)
 @given(case=feasible(), machine=machines(), more=st.integers(1, 100_000))
 def test_more_memory_is_never_slower(case: tuple[Trace, Budget], machine: Machine, more: int) -> None:
@@ -178,6 +179,7 @@ def test_more_memory_is_never_slower(case: tuple[Trace, Budget], machine: Machin
     assert plan.forecast.step_ms <= solve(trace, machine, budget).forecast.step_ms * (1 + 1e-9)
 
 
+@pytest.mark.no_cover
 @quick
 @given(
     trace=traces(device="cuda", max_storages=8),
@@ -254,6 +256,7 @@ def test_without_a_slower_tier_what_can_be_computed_again_makes_room(trace: Trac
         solve(trace, machine, budget_of(trace, smallest - 1, ram=0, disk=0))
 
 
+@pytest.mark.no_cover
 @quick
 @given(case=feasible(), machine=machines())
 def test_the_same_question_has_the_same_answer(case: tuple[Trace, Budget], machine: Machine) -> None:
@@ -429,6 +432,7 @@ def test_what_a_slower_tier_lacks_has_the_spare_in_it(trace: Trace, machine: Mac
         solve(trace, machine, budget_of(trace, limit, **{slow: needed - 1}, **other), spare=spare)
 
 
+@pytest.mark.no_cover
 @quick
 @given(trace=traces(device="cuda"), machine=machines(), spare_bytes=st.integers(1, 100_000), share=st.floats(0, 1.2))
 def test_what_the_spare_leaves_of_ram_is_what_the_disk_relieves(
@@ -444,6 +448,7 @@ def test_what_the_spare_leaves_of_ram_is_what_the_disk_relieves(
         assert "disk" not in {placement.tier for placement in plan.placements}
 
 
+@pytest.mark.no_cover
 @quick
 @given(
     trace=traces(device="cpu"),

@@ -1,0 +1,65 @@
+"""Triton's interpreter made quicker, with the same values, for the scripts that run it (see interpreting.py)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def quicken() -> None:
+    """Leaves out what the interpreter does again and again, and what it does for nothing.
+
+    For a process that only interprets: the language stays as the interpreter has changed it.
+    """
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)  # else at every call of a device function
+    # Every sum and product of integers again in 64 bits, for an assertion that is left out unless debugging.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    interpreter.ScanOps.generic_scan = _scan
+    tl.tensor.__init__ = _tensor
+
+
+def _by_name(numpy_type: Any) -> Any:
+    """The same function, which makes its table of types only once for each."""
+    known: dict[str, Any] = {}
+
+    def look_up(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = numpy_type(dtype)
+        return known[name]
+
+    return look_up
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape(tuple(type.shape) if type.is_block() else ())
+
+
+@functools.cache
+def _shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    numel = tl.constexpr(int(np.prod(sizes)))
+    return tl.tuple([tl.constexpr(size) for size in sizes]), numel
+
+
+def _scan(self: Any, tensors: tuple[Any, ...]) -> list[Any]:
+    """Each number combined with that one `step` before it, then with what that one holds by now: log2(length) times."""
+    values = [tensor.handle.data for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    length = values[0].shape[self.axis]
+    at = np.arange(length).reshape([-1 if axis == self.axis else 1 for axis in range(values[0].ndim)])
+    step = 1
+    while step < length:
+        before = [np.roll(value, step, self.axis) for value in values]
+        both = [self.to_tensor(value, dtype) for value, dtype in zip(before + values, dtypes * 2, strict=True)]
+        combined = self.combine_fn.fn(*both)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        values = [np.where(at < step, old, new.handle.data) for old, new in zip(values, combined, strict=True)]
+        step *= 2
+    return [self.to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
