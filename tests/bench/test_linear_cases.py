@@ -44,4 +44,16 @@ def test_target_cases_are_the_issue_s() -> None:
     loss = linear_cross_entropy_cases("target", CPU, torch.bfloat16)[0]
     assert (linear.shape, loss.shape) == ("16384x4096x16384 gelu", "32768x4096x131072")
     assert linear.work["forward"] == 2 * 16384 * 4096 * 16384
-    assert loss.work["backward"] == 2 * loss.work["forward"] == 4 * 32768 * 4096 * 131072
+    assert loss.work["both"] == 3 * loss.work["forward"] == 6 * 32768 * 4096 * 131072
+
+
+def test_the_truth_of_the_loss_is_its_definition_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchstorm.bench.linear_cases._TRUE_ROWS", 100)
+    (case,) = linear_cross_entropy_cases("small", CPU, torch.float64)
+    inputs = case.make(CPU, 0)
+    leaves = {name: inputs[name].requires_grad_() for name in ("x", "weight")}
+    assert case.truth is not None
+    ours, plain = case.truth(inputs)["loss"], case.reference(inputs)["loss"]
+    assert torch.allclose(ours, plain, rtol=1e-12)
+    grads = zip(*(torch.autograd.grad(loss, list(leaves.values())) for loss in (ours, plain)), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-10, atol=1e-14) for one, other in grads)
