@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from torchstorm.errors import ConfigError
+from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
+from torchstorm.kernels.variants import names
 
-_LADDERS = {"mlstm": _MLSTM}
+_LADDERS = {
+    "matmul": names(MATMUL),
+    "mlstm": _MLSTM,
+}
 
 
 def variants(op: str) -> tuple[str, ...]:
