@@ -76,7 +76,7 @@ def compile_source(source: Source, arch: str) -> Compiled:
         arch=arch,
         std="c++17",
         ptxas_options=list(_OPTIONS),
-        define_macro=[(name, str(value)) for name, value in source.defines],
+        define_macro=[(name, str(value)) for name, value in source.defines] or None,
     )
     log = io.StringIO()
     try:
