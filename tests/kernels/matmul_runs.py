@@ -61,12 +61,17 @@ def assert_right(a: Tensor, b: Tensor, variant: str) -> None:
     truth, theirs = run(torch.matmul, a.double(), b.double()), run(torch.matmul, a, b)
     assert mine["c"].is_contiguous()
     eps = torch.finfo(a.dtype).eps
+    terms = {"c": a.shape[-1], "da": b.shape[-1], "db": truth["c"].numel() // max(b.shape[-1], 1)}
     for name, x in mine.items():
         assert torch.equal(x, again[name]), f"{name} differs from run to run"
         # PyTorch's float64 is the truth itself, and a few sums of its may happen to be exact.
         exact = a.dtype == torch.float64 or x.numel() < FEW
         scale = float(truth[f"terms of {name}"].norm()) if exact else 0.0
-        assert_close(x, truth[name], theirs[name], floor=8 * eps if exact else None, scale=scale, name=name)
+        floor = 8 * eps if exact else eps
+        if a.dtype == torch.float32 and a.is_cuda:
+            # Where results are few, cuBLAS has several threads share a sum, which makes it more exact than a plain one.
+            floor = max(floor, eps * terms[name] ** 0.5 / 4)
+        assert_close(x, truth[name], theirs[name], floor=floor, scale=scale, name=name)
 
 
 def run(compute: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> dict[str, Tensor]:

@@ -76,8 +76,8 @@ MATMUL: Ladder = (
     ),
     Variant(
         name="wgmma",
-        taught="Four warps multiply 64 x 256 x 16 straight from shared memory, without waiting (wgmma); one thread asks "
-        "the copy engine for tiles (TMA), two blocks share b's; blocks stay and take tile after tile.",
+        taught="Four warps multiply 64 x 256 x 16 straight from shared memory, without waiting (wgmma); one thread "
+        "asks the copy engine for tiles (TMA), two blocks share b's; blocks stay and take tile after tile.",
         costs="One block with 226 KiB of shared memory on each multiprocessor; strides of whole 16 bytes, or else "
         "it runs as tensor-cores. Rounds up to 256 x 256 results.",
         dtypes=_HALVES,
