@@ -168,7 +168,7 @@ def test_opcheck() -> None:
         a, b = (x.requires_grad_() for x in draw(shapes, torch.float32))
         torch.library.opcheck(matmul_op, (a, b, "blocked"))
     a, b = draw(((4, 3), (5, 4)), torch.float32)
-    torch.library.opcheck(matmul_op, (a.mT, b.mT.detach().requires_grad_(), "torch"))
+    torch.library.opcheck(matmul_op, (a.mT, b.mT.detach().requires_grad_(), "naive"))
 
 
 def test_compiled_without_a_break_and_not_again_for_other_numbers_of_rows() -> None:
@@ -186,6 +186,17 @@ def test_compiled_without_a_break_and_not_again_for_other_numbers_of_rows() -> N
         torch.testing.assert_close(found[0], found[1])
     assert counter.frame_count <= 2  # the first shape, then any
     assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+def test_pytorchs_own_is_called_directly_and_compiles() -> None:
+    torch.compiler.reset()
+    a, b = draw(((30, 40), (40, 50)), torch.float32)
+    compiled = torch.compile(matmul, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = compiled(a, b)
+    assert torch.equal(within, a @ b)
+    assert torch.equal(compiled(a, b), a @ b)
     torch.compiler.reset()
 
 

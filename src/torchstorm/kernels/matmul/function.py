@@ -16,6 +16,7 @@ from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.matmul.op import matmul_op
 from torchstorm.kernels.variants import choose
 
+PYTORCHS = ("torch", "cublas")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -34,7 +35,7 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         variant: one of `variants("matmul")` that runs on this device, or "auto": PyTorch's own, cuBLAS on a GPU.
 
     Returns:
-        (..., M, N) in the same dtype, without the dimension that a (K) has not; without gaps.
+        (..., M, N) in the same dtype, without the dimension that a (K) has not.
 
     Raises:
         ShapeError: sizes, dtypes or devices do not fit.
@@ -44,6 +45,8 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     """
     _check(a, b)
     chosen = choose("matmul", MATMUL, variant, a, auto=lambda: "cublas" if a.is_cuda else "torch")
+    if chosen in PYTORCHS:
+        return _by_pytorch(a, b)
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b, variant=chosen).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1:
@@ -57,6 +60,14 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     return c
 
 
+def _by_pytorch(a: Tensor, b: Tensor) -> Tensor:
+    """Directly: an operator around PyTorch's would only add its own microseconds to small products."""
+    if a.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.matmul(a, b)
+    return torch.matmul(a, b)
+
+
 def _check(a: Tensor, b: Tensor) -> None:
     if a.dtype not in DTYPES or b.dtype != a.dtype:
         raise ShapeError(
@@ -65,17 +76,24 @@ def _check(a: Tensor, b: Tensor) -> None:
         )
     if a.device != b.device:
         raise ShapeError(f"a is on {a.device}, b on {b.device}: move them to one device.")
-    shapes = f"a {tuple(a.shape)} @ b {tuple(b.shape)}"
     if a.dim() == 0 or b.dim() == 0:
-        raise ShapeError(f"{shapes}: both need at least one dimension. For numbers, a * b.")
+        raise ShapeError(f"{_shapes(a, b)}: both need at least one dimension. For numbers, a * b.")
     K = b.shape[-2] if b.dim() > 1 else b.shape[0]
     if a.shape[-1] != K:
         raise ShapeError(
-            f"{shapes}: a has rows of {a.shape[-1]}, but b has columns of {K}. Of (N, K), b.mT makes (K, N), for free."
+            f"{_shapes(a, b)}: a has rows of {a.shape[-1]}, but b has columns of {K}. Of (N, K), b.mT makes (K, N), for "
+            "free."
         )
-    for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
-        if x != y and x != 1 and y != 1:
-            raise ShapeError(f"{shapes}: batches of {x} and {y} cannot be broadcast; they must be equal, or one be 1.")
+    if a.dim() > 2 and b.dim() > 2:
+        for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
+            if x != y and x != 1 and y != 1:
+                raise ShapeError(
+                    f"{_shapes(a, b)}: batches of {x} and {y} cannot be broadcast; they must be equal, or one be 1."
+                )
+
+
+def _shapes(a: Tensor, b: Tensor) -> str:
+    return f"a {tuple(a.shape)} @ b {tuple(b.shape)}"
 
 
 def _rows_are_one_matrix(a: Tensor) -> bool:

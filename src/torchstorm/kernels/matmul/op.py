@@ -1,4 +1,4 @@
-"""torch.ops.torchstorm.matmul: a matrix product as an operator of PyTorch, by any variant.
+"""torch.ops.torchstorm.matmul: a matrix product as an operator of PyTorch, by any variant of ours.
 
 Its backward pass is two products by the same variant, and so are theirs, so gradients of any order exist. Batches
 are equal here: `function.py` has broadcast them, by strides.
@@ -22,9 +22,6 @@ def matmul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros((*a.shape[:-1], b.shape[-1]))
     with torch.autocast(a.device.type, enabled=False):
-        if variant in ("torch", "cublas"):
-            c: Tensor = torch.matmul(a, b).contiguous()
-            return c
         return (_on_gpu if a.is_cuda else _on_cpu)(a, b, variant)
 
 
