@@ -105,21 +105,17 @@ def test_any_sizes_batches_and_strides(
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 3), max_size=4),
-    order=st.randoms(use_true_random=False),
-    shared=st.lists(st.booleans(), min_size=4, max_size=4),
-)
-def test_merged_batches_name_every_pair_of_matrices_once(sizes: list[int], order: object, shared: list[bool]) -> None:
-    dims = list(range(len(sizes)))
-    order.shuffle(dims)  # type: ignore[attr-defined]
-    a = torch.arange(torch.Size(sizes).numel()).view([sizes[d] for d in dims]).permute([dims.index(d) for d in dims])
-    a = a.permute(sorted(range(len(sizes)), key=lambda d: d)) if sizes else a
-    a = a[..., None, None]
-    b = torch.arange(1000)[: torch.Size(a.shape[:-2]).numel()].view(a.shape)
-    for dim, is_shared in enumerate(shared[: a.dim() - 2]):
-        if is_shared:
-            b = b.narrow(dim, 0, 1).expand(a.shape)
+@given(data=st.data(), sizes=st.lists(st.integers(1, 3), max_size=4))
+def test_merged_batches_name_every_pair_of_matrices_once(data: st.DataObject, sizes: list[int]) -> None:
+    def numbered() -> Tensor:
+        """Matrices (1, 1) that hold their own place, their batch dimensions in any order, some of them shared."""
+        order = data.draw(st.permutations(range(len(sizes))))
+        shared = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+        own = [1 if is_shared else size for size, is_shared in zip(sizes, shared, strict=True)]
+        x = torch.arange(torch.Size(own).numel()).view([own[d] for d in order])
+        return x.permute([order.index(d) for d in range(len(sizes))]).expand(sizes)[..., None, None]
+
+    a, b = numbered(), numbered()
     found = []
     for batches in batches_of(a, b):
         assert batches.first == len(found)

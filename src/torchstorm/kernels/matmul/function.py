@@ -81,8 +81,8 @@ def _check(a: Tensor, b: Tensor) -> None:
     K = b.shape[-2] if b.dim() > 1 else b.shape[0]
     if a.shape[-1] != K:
         raise ShapeError(
-            f"{_shapes(a, b)}: a has rows of {a.shape[-1]}, but b has columns of {K}. Of (N, K), b.mT makes (K, N), for "
-            "free."
+            f"{_shapes(a, b)}: a has rows of {a.shape[-1]}, but b has columns of {K}. Of (N, K), b.mT makes (K, N), "
+            "for free."
         )
     if a.dim() > 2 and b.dim() > 2:
         for x, y in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
