@@ -193,6 +193,16 @@ def doctor(
         examine(Console(), directory=str(directory))
 
 
+@app.command()
+def demo(device: Device = None) -> None:
+    """Take a short tour of this device: memory there and back, the ladder of matrix products, how exact they are."""
+    from torchstorm.bench.demo import demo as tour
+
+    with told():
+        if not tour(device, console=Console()):
+            raise typer.Exit(1)
+
+
 def main() -> None:
     """Runs the command."""
     app()

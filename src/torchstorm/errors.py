@@ -12,6 +12,7 @@ Each message says what was asked, what was found, the limit and the way out, wit
     ├── ShapeError         (ValueError)           tensors whose sizes, dtypes or devices do not fit together
     ├── PlanError          (ValueError)           a plan or trace that cannot be read or does not fit
     ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory within a step, which must be repeated
+    ├── KernelError        (RuntimeError)         a GPU kernel that cannot be compiled, loaded or launched
     ├── UnsupportedError   (NotImplementedError)  something that cannot be done exactly, so it is not done
     └── StorageError       (OSError)              a disk that is full, not writable, or failed
         └── CorruptionError                       bytes that came back other than they left
@@ -135,6 +136,10 @@ class OutOfVRAMError(TorchstormError, RuntimeError):
         self.budget_bytes = budget_bytes
         self.planned_anew = planned_anew
         self.lost_gradients = lost_gradients
+
+
+class KernelError(TorchstormError, RuntimeError):
+    """A GPU kernel cannot be compiled, loaded or launched; says what compiler or driver said."""
 
 
 class UnsupportedError(TorchstormError, NotImplementedError):

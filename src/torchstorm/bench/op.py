@@ -93,6 +93,10 @@ def bench_op(
 
 
 def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    if sizes not in ("small", "target"):
+        raise ConfigError(f"--sizes {sizes!r}, but there are small and target.")
+    if sizes == "target" and device.type == "cpu":
+        raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
     module, _, function = OPS[op].cases.partition(":")
     found: tuple[OpCase, ...] = getattr(import_module(module), function)(sizes, device, dtype)
     return found

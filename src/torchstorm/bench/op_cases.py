@@ -1,4 +1,4 @@
-"""What the bench of an operation needs to know: inputs at a shape, ways, the definition, and how much is to be done."""
+"""What the bench of an operation needs to know: inputs at a shape, ways, the definition, and how much to do."""
 
 from __future__ import annotations
 

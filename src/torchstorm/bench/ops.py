@@ -24,6 +24,7 @@ _ELEMENTWISE = "torchstorm.bench.elementwise_cases:elementwise_cases"
 _NORMS = "torchstorm.bench.norm_cases:norm_cases"
 _LINEAR = "torchstorm.bench.linear_cases"
 _ALL = (
+    Op(name="matmul", title="matrix products", cases="torchstorm.bench.matmul_cases:matmul_cases"),
     Op(name="elementwise", title="elementwise operations, dropout and batch_norm_act", cases=_ELEMENTWISE),
     Op(name="norms", title="softmax, log_softmax, layer_norm and rms_norm", cases=_NORMS),
     Op(name="linear", title="linear layers", cases=f"{_LINEAR}:linear_cases"),

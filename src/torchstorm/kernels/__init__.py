@@ -9,6 +9,7 @@ from torchstorm.kernels.elementwise import add, gelu, mul, relu, sigmoid, silu
 from torchstorm.kernels.ladders import variants
 from torchstorm.kernels.linear import linear
 from torchstorm.kernels.linear_cross_entropy import linear_cross_entropy
+from torchstorm.kernels.matmul import matmul
 from torchstorm.kernels.mlstm import MLSTMState, mlstm, mlstm_step
 from torchstorm.kernels.mlstm.ladder import Rung, mlstm_ladder
 from torchstorm.kernels.norms import layer_norm, rms_norm
@@ -25,6 +26,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
+    "matmul",
     "mlstm",
     "mlstm_ladder",
     "mlstm_step",

@@ -8,6 +8,7 @@ from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
 from torchstorm.kernels.elementwise.function import VARIANTS as _ELEMENTWISE
 from torchstorm.kernels.linear import LADDER as _LINEAR
 from torchstorm.kernels.linear_cross_entropy import LADDER as _LINEAR_CROSS_ENTROPY
+from torchstorm.kernels.matmul.ladder import MATMUL as _MATMUL
 from torchstorm.kernels.mlstm.function import VARIANTS as _MLSTM
 from torchstorm.kernels.norms.function import NORMS as _NORMS
 from torchstorm.kernels.softmax.function import SOFTMAX as _SOFTMAX
@@ -20,6 +21,7 @@ _LADDERS: dict[str, Ladder] = {
     **dict.fromkeys(("layer_norm", "rms_norm"), _NORMS),
     "linear": _LINEAR,
     "linear_cross_entropy": _LINEAR_CROSS_ENTROPY,
+    "matmul": _MATMUL,
     **dict.fromkeys(("log_softmax", "softmax"), _SOFTMAX),
 }
 _NAMES = {"mlstm": _MLSTM, **{op: names(ladder) for op, ladder in _LADDERS.items()}}

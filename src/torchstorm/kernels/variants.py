@@ -38,11 +38,11 @@ class Variant:
         """Why it cannot compute in that dtype on that device, as the end of a sentence; "" where it can."""
         if device.type not in self.devices:
             return f"it runs on {' or '.join(self.devices)}, not on {device.type}"
-        missing = [module for module in self.needs if find_spec(module) is None]
+        missing = [module for module in self.needs if not _is_installed(module)]
         if missing:
             return f"it needs {', '.join(missing)}, which is not installed"
         if device.type == "cuda":  # pragma: gpu
-            here = torch.cuda.get_device_capability(device)
+            here = _capability(device)
             if here < self.capability:
                 return f"it needs compute capability {self.capability}, and {device} has {here}"
         if self.dtypes and dtype not in self.dtypes:
@@ -50,8 +50,20 @@ class Variant:
         return ""
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(device: torch.device) -> tuple[int, int]:  # pragma: gpu
+    return torch.cuda.get_device_capability(device)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
+
+
 Ladder = tuple[Variant, ...]
-"""Variants in order of history."""
+"""Variants in order of history. A name may be there twice, for different devices: it means the device's own."""
 
 
 def names(ladder: Ladder) -> tuple[str, ...]:
@@ -80,10 +92,11 @@ def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[
     """
     if variant == "auto":
         return auto()
-    found = next((each for each in ladder if each.name == variant), None)
-    if found is None:
-        known = ", ".join(repr(each.name) for each in ladder)
+    named = [each for each in ladder if each.name == variant]
+    if not named:
+        known = ", ".join(map(repr, names(ladder)))
         raise ConfigError(f"variant={variant!r}, but {op} has {known} and 'auto'.")
+    found = next((each for each in named if x.device.type in each.devices), named[0])
     why_not = found.why_not(x.device, x.dtype)
     if why_not:
         here = ", ".join(repr(each.name) for each in available(ladder, x.device, x.dtype)) or "none"

@@ -1,0 +1,80 @@
+"""Matrix products to be timed: inputs, ways and operations at each shape."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
+from torchstorm.errors import ConfigError
+from torchstorm.kernels.matmul import MATMUL, matmul
+from torchstorm.kernels.variants import available
+
+# Batches, M, N and K: squares from what fits a cache to what fills a GPU; tokens through a feed-forward layer and back;
+# a shape that fits no tile; heads of an attention.
+_SMALL = ((1, 256, 256, 256), (1, 257, 263, 269), (4, 128, 64, 128))
+_TARGET = (
+    (1, 1024, 1024, 1024),
+    (1, 2048, 2048, 2048),
+    (1, 4096, 4096, 4096),
+    (1, 8192, 8192, 8192),
+    (1, 16384, 16384, 4096),
+    (1, 16384, 4096, 16384),
+    (1, 4095, 4097, 4099),
+    (64, 2048, 2048, 128),
+)
+
+
+def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """The shapes called "small", which take seconds anywhere, or "target", for a GPU.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    known = {"small": _SMALL, "target": _TARGET}
+    if sizes not in known:
+        raise ConfigError(f"--sizes {sizes}, but matmul has {', '.join(known)}.")
+    return tuple(matmul_case(*shape, device, dtype) for shape in known[sizes])
+
+
+def matmul_case(batch: int, M: int, N: int, K: int, device: torch.device, dtype: torch.dtype) -> OpCase:
+    """A batch of products of (M, K) and (K, N)."""
+    flops = 2.0 * batch * M * N * K
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    names = [
+        variant.name
+        for variant in available(MATMUL, device, dtype)
+        if variant.name != "tensor-cores" or dtype != torch.float32 or tf32
+    ]
+    return OpCase(
+        op="matmul",
+        shape=f"{M}x{N}x{K}" if batch == 1 else f"{batch}x{M}x{N}x{K}",
+        dtype=dtype,
+        make=partial(_make, batch, M, N, K, dtype),
+        ours=_ours,
+        variants=(*names, "auto"),
+        reference=_reference,
+        peers={},
+        differentiable=("a", "b"),
+        work={"forward": flops, "backward": 2 * flops},
+        unit="FLOP/s",
+    )
+
+
+def _make(batch: int, M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seed)
+    batches = (batch,) if batch > 1 else ()
+    shapes = {"a": (M, K), "b": (K, N), "d_c": (M, N)}
+    return {
+        name: torch.randn((*batches, *shape), device=device, dtype=dtype, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def _ours(inputs: Inputs, variant: str) -> Outputs:
+    return {"c": matmul(inputs["a"], inputs["b"], variant=variant)}
+
+
+def _reference(inputs: Inputs) -> Outputs:
+    return {"c": torch.matmul(inputs["a"], inputs["b"])}

@@ -1,0 +1,6 @@
+"""Matrix products; `matmul` is what is public."""
+
+from torchstorm.kernels.matmul.function import matmul
+from torchstorm.kernels.matmul.ladder import MATMUL
+
+__all__ = ["MATMUL", "matmul"]

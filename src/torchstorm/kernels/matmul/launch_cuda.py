@@ -1,0 +1,134 @@
+"""Grids, blocks and compile-time choices of the kernels for CUDA cores and for Ampere's tensor cores.
+
+Operands come with any strides. Each is read along the dimension that lies without gaps, in wide reads where addresses,
+strides and sizes allow it; which of these is compiled into the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.matmul.batches import batches_of
+from torchstorm.kernels.nvrtc import Source, launch
+
+FOLDER = Path(__file__).parent
+ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The macro ELEMENT by dtype."""
+
+STAGES = 4
+_TENSOR_CORE_TILE_BYTES = 128 * 64
+_CHUNK_BYTES = 16
+_FOUR = 4
+_MOST_BLOCKS_Y = 65535
+
+
+class Problem(ctypes.Structure):
+    """`Problem` of elements.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("M", "N", "K", "num_inner", "first_batch")),
+        *((name, ctypes.c_longlong) for name in ("a_m", "a_k", "a_inner", "a_outer")),
+        *((name, ctypes.c_longlong) for name in ("b_k", "b_n", "b_inner", "b_outer")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What differs between these kernels.
+
+    Attributes:
+        file: the source, beside this file.
+        tile: rows and columns of a block's results.
+        threads: of a block.
+        reads: how operands are read: "any" by any strides; "fours" in fours of elements; "chunks" of 16 bytes.
+        defines: macros that are always the same.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    file: str
+    tile: tuple[int, int]
+    threads: int
+    reads: str = "any"
+    defines: tuple[tuple[str, int], ...] = ()
+    shared_bytes: int = 0
+
+    def source(self, dtype: torch.dtype, layouts: tuple[tuple[str, int], ...]) -> Source:
+        """The source with its macros."""
+        files = ("elements.cuh", *(("fours.cuh",) if self.reads == "fours" else ()), self.file)
+        return Source(
+            kernel=f"matmul_{Path(self.file).stem}",
+            files=tuple(FOLDER / file for file in files),
+            defines=(("ELEMENT", ELEMENTS[dtype]), *layouts, *self.defines),
+            shared_bytes=self.shared_bytes,
+        )
+
+
+KERNELS = {
+    "naive": Kernel(file="naive.cu", tile=(8, 32), threads=256),
+    "tiled": Kernel(file="tiled.cu", tile=(32, 32), threads=1024),
+    "vectorised": Kernel(file="vectorised.cu", tile=(64, 64), threads=256, reads="fours"),
+    "coarsened": Kernel(file="coarsened.cu", tile=(128, 128), threads=256, reads="fours", defines=(("STEP_K", 8),)),
+    "tensor-cores": Kernel(
+        file="tensor_cores.cu",
+        tile=(128, 128),
+        threads=256,
+        reads="chunks",
+        defines=(("STAGES", STAGES),),
+        shared_bytes=STAGES * 2 * _TENSOR_CORE_TILE_BYTES,
+    ),
+}
+
+
+def layout_of(x: Tensor, mn_dim: int, k_dim: int, reads: str) -> tuple[bool, bool]:
+    """Whether an operand is read along k, and in wide reads."""
+    along_k = _step(x, k_dim) <= _step(x, mn_dim)
+    fast = (k_dim if along_k else mn_dim) % x.dim()
+    wide = _FOUR if reads == "fours" else _CHUNK_BYTES // x.element_size()
+    others = [stride for dim, stride in enumerate(x.stride()) if dim != fast and x.shape[dim] > 1]
+    aligned = x.data_ptr() % (wide * x.element_size()) == 0 and all(stride % wide == 0 for stride in others)
+    # A four is read whole or not at all; of a chunk, cp.async reads what is there.
+    whole = reads == "chunks" or x.shape[fast] % wide == 0
+    return along_k, aligned and whole and (x.stride(fast) == 1 or x.shape[fast] == 1)
+
+
+def matmul_cuda(name: str, a: Tensor, b: Tensor) -> Tensor:  # pragma: gpu
+    """a (..., M, K) @ b (..., K, N), of the same batch sizes, by a kernel of this file."""
+    kernel = KERNELS[name]
+    M, N, K = a.shape[-2], b.shape[-1], a.shape[-1]
+    c = a.new_empty((*a.shape[:-1], N))
+    layouts: tuple[tuple[str, int], ...] = ()
+    if kernel.reads != "any":
+        a_along_k, a_wide = layout_of(a, -2, -1, kernel.reads)
+        b_along_k, b_wide = layout_of(b, -1, -2, kernel.reads)
+        layouts = (
+            *(("A_ALONG_K", int(a_along_k)), ("A_WIDE", int(a_wide))),
+            *(("B_ALONG_K", int(b_along_k)), ("B_WIDE", int(b_wide))),
+        )
+    source = kernel.source(a.dtype, layouts)
+    tiles = -(-M // kernel.tile[0]) * -(-N // kernel.tile[1])
+    for batches in batches_of(a, b):
+        places = (
+            a.data_ptr() + batches.a_offset * a.element_size(),
+            b.data_ptr() + batches.b_offset * b.element_size(),
+            c.data_ptr() + batches.first * M * N * c.element_size(),
+        )
+        for first in range(0, batches.count, _MOST_BLOCKS_Y):
+            problem = Problem(
+                *(M, N, K, batches.sizes[1], first),
+                *(a.stride(-2), a.stride(-1), batches.a_strides[1], batches.a_strides[0]),
+                *(b.stride(-2), b.stride(-1), batches.b_strides[1], batches.b_strides[0]),
+            )
+            grid = (tiles, min(batches.count - first, _MOST_BLOCKS_Y), 1)
+            pointers = [ctypes.c_void_p(place) for place in places]
+            launch(source, *pointers, problem, grid=grid, threads=kernel.threads, device=a.device)
+    return c
+
+
+def _step(x: Tensor, dim: int) -> float:
+    """The stride, or infinity where it leads nowhere else."""
+    return x.stride(dim) if x.shape[dim] > 1 and x.stride(dim) > 0 else float("inf")

@@ -1,0 +1,173 @@
+"""The kernel for Hopper's tensor cores: tensor maps, shared memory and the grid of wgmma.cu.
+
+The copy engine wants addresses and strides that are multiples of 16 bytes, one dimension of each matrix without gaps,
+and rows of the result of whole 16 bytes. `why_not` says what is in the way; such operands go to Ampere's tensor cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.matmul.batches import Batches, batches_of
+from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
+from torchstorm.kernels.nvrtc import Source, TensorMap, launch, tensor_map
+
+TILE_M = 128
+TILE_K = 64
+SLICE = 64
+"""Elements of 128 bytes, the width of every box."""
+_ALIGN = 8  # elements of 16 bytes
+_WARPGROUP = 128
+_CONSUMERS = 2
+_MOST_SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What may be tuned.
+
+    Attributes:
+        tile_n: columns of a block's results, 128 or 256.
+        stages: tiles of operands in shared memory.
+        cluster: blocks that share b's tile, 1 or 2.
+        group: tiles that a column of the order has, a multiple of `cluster`.
+    """
+
+    tile_n: int = 256
+    stages: int = 4
+    cluster: int = 2
+    group: int = 16
+
+    @property
+    def shared_bytes(self) -> int:
+        """Tiles, two buffers of results for each consumer, barriers, and what aligning may cost."""
+        tiles = self.stages * (TILE_M + self.tile_n) * TILE_K * 2
+        results = _CONSUMERS * 2 * 64 * SLICE * 2
+        return 1024 + tiles + results + 2 * self.stages * 8
+
+    def source(self, dtype: torch.dtype, a_along_k: bool, b_along_k: bool) -> Source:
+        """The source with its macros."""
+        return Source(
+            kernel="matmul_wgmma",
+            files=(FOLDER / "elements.cuh", FOLDER / "wgmma.cu"),
+            defines=(
+                ("ELEMENT", ELEMENTS[dtype]),
+                *(("A_ALONG_K", int(a_along_k)), ("B_ALONG_K", int(b_along_k))),
+                *(("TILE_N", self.tile_n), ("STAGES", self.stages), ("CLUSTER", self.cluster), ("GROUP", self.group)),
+                ("SHARED_BYTES", self.shared_bytes),
+            ),
+            shared_bytes=self.shared_bytes,
+        )
+
+
+CONFIG = Config()
+
+
+class WgmmaProblem(ctypes.Structure):
+    """`WgmmaProblem` of wgmma.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in ("M", "N", "K", "num_inner", "num_batches", "a_inner", "a_outer", "b_inner", "b_outer")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """One operand or the result as a tensor map sees it: the dimension without gaps first. Strides in elements."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]  # of all but the first
+    box: tuple[int, ...]
+
+
+def along_k_of(x: Tensor, mn_dim: int, k_dim: int) -> bool | None:
+    """Whether k is the dimension without gaps; None where neither is fit for the copy engine."""
+    for fast, slow in ((k_dim, mn_dim), (mn_dim, k_dim)):
+        packed = x.stride(fast) == 1 or x.shape[fast] == 1
+        spaced = x.stride(slow) % _ALIGN == 0 and x.stride(slow) >= x.shape[fast]
+        if packed and (spaced or x.shape[slow] == 1):
+            return fast == k_dim
+    return None
+
+
+def why_not(a: Tensor, b: Tensor) -> str:
+    """Why the copy engine cannot serve a (..., M, K) @ b (..., K, N), as the end of a sentence; "" where it can."""
+    N = b.shape[-1]
+    if N % _ALIGN:
+        return f"rows of {N} results are no multiple of {_ALIGN}"
+    for name, x, mn_dim, k_dim in (("a", a, -2, -1), ("b", b, -1, -2)):
+        if x.data_ptr() % 16:
+            return f"{name} begins {x.data_ptr() % 16} bytes past a multiple of 16"
+        if along_k_of(x, mn_dim, k_dim) is None:
+            return f"{name} has strides {x.stride()}, and needs one of 1 and the others multiples of {_ALIGN}"
+        if any(step % _ALIGN for size, step in zip(x.shape[:-2], x.stride()[:-2], strict=True) if size > 1):
+            return f"{name} has strides {x.stride()}, and those of batches must be multiples of {_ALIGN}"
+    return ""
+
+
+def operand_boxes(x: Tensor, mn_dim: int, k_dim: int, batches: Batches, steps: tuple[int, int], rows: int) -> Boxes:
+    """Of an operand, with both batch dimensions, of size 1 where one matrix serves all.
+
+    Args:
+        x: the operand.
+        mn_dim, k_dim: which dimension is which.
+        batches: the batch dimensions.
+        steps: x's strides of them, (outer, inner).
+        rows: of MN that one copy brings, where k is the dimension without gaps.
+    """
+    along_k = along_k_of(x, mn_dim, k_dim)
+    fast, slow = (k_dim, mn_dim) if along_k else (mn_dim, k_dim)
+    (outer, inner), (outer_step, inner_step) = batches.sizes, steps
+    row = _round_up(x.shape[fast])
+    slow_step = x.stride(slow) if x.shape[slow] > 1 else row
+    sizes = (x.shape[fast], x.shape[slow], inner if inner_step else 1, outer if outer_step else 1)
+    # The stride of a dimension of size 1 leads nowhere, but must be a legal one.
+    strides = (slow_step, inner_step or row, outer_step or row)
+    return Boxes(sizes=sizes, strides=strides, box=(SLICE, rows if along_k else TILE_K, 1, 1))
+
+
+def matmul_wgmma(a: Tensor, b: Tensor, config: Config = CONFIG) -> Tensor:  # pragma: gpu
+    """a (..., M, K) @ b (..., K, N), of the same batch sizes, in fp16 or bf16; `why_not` must have nothing to say."""
+    M, N, K = a.shape[-2], b.shape[-1], a.shape[-1]
+    c = a.new_empty((*a.shape[:-1], N))
+    a_along_k, b_along_k = bool(along_k_of(a, -2, -1)), bool(along_k_of(b, -1, -2))
+    source = config.source(a.dtype, a_along_k, b_along_k)
+    num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    for batches in batches_of(a, b):
+        count = batches.count
+        tiles = -(-M // (TILE_M * config.cluster)) * -(-N // config.tile_n) * count
+        maps = [
+            _map(a, batches.a_offset, operand_boxes(a, -2, -1, batches, batches.a_strides, TILE_M)),
+            _map(
+                b,
+                batches.b_offset,
+                operand_boxes(b, -1, -2, batches, batches.b_strides, config.tile_n // config.cluster),
+            ),
+            _map(c, batches.first * M * N, Boxes(sizes=(N, M, count), strides=(N, M * N), box=(SLICE, 64, 1))),
+        ]
+        shared = [int(step != 0) for steps in (batches.a_strides, batches.b_strides) for step in reversed(steps)]
+        problem = WgmmaProblem(M, N, K, batches.sizes[1], count, *shared)
+        grid = (min(num_sms // config.cluster, tiles) * config.cluster, 1, 1)
+        threads = (_CONSUMERS + 1) * _WARPGROUP
+        launch(source, *maps, problem, grid=grid, threads=threads, device=a.device)
+    return c
+
+
+def _map(x: Tensor, offset: int, boxes: Boxes) -> TensorMap:  # pragma: gpu
+    size = x.element_size()
+    strides_bytes = tuple(stride * size for stride in boxes.strides)
+    return _made(x.data_ptr() + offset * size, x.dtype, boxes.sizes, strides_bytes, boxes.box)
+
+
+# A map is made of numbers alone, and the same tensors come again and again.
+_made = functools.lru_cache(maxsize=1024)(tensor_map)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

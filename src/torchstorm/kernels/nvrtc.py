@@ -1,0 +1,251 @@
+"""Kernels in CUDA C++: compiled by NVRTC for the GPU that is there, kept on disk, launched on PyTorch's stream.
+
+NVRTC needs no CUDA toolkit, no headers and no driver, so every source can be compiled anywhere (`compile_source`). What
+it made is kept in the user's cache folder under a hash of source, options and compiler version, and checked when it
+is read again: a damaged file is made anew. The driver is called by its C interface, which has not changed in years.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchstorm.errors import KernelError
+
+NEEDS = ("cuda.core", "cuda.bindings")
+"""Modules without which nothing is compiled."""
+
+_OPTIONS = ("-v",)  # of ptxas: registers and spills in the log
+_DIGEST_BYTES = 32
+_SHARED_BYTES_OF_ANY_BLOCK = 48 << 10
+_SHARED_BYTES_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A kernel's source, by which it is known in a process.
+
+    Attributes:
+        kernel: its name, `extern "C"`.
+        files: read one after the other, as if each included those before.
+        defines: macros and their values.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    kernel: str
+    files: tuple[Path, ...]
+    defines: tuple[tuple[str, int], ...] = ()
+    shared_bytes: int = 0
+
+    def text(self) -> str:
+        """What the compiler is given; its messages name the files and their own lines."""
+        return "".join(f'#line 1 "{path.name}"\n{path.read_text()}\n' for path in self.files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A cubin, and what the compiler said: warnings, registers and spills."""
+
+    cubin: bytes
+    log: str
+
+
+def compile_source(source: Source, arch: str) -> Compiled:
+    """Compiles for "sm_80", "sm_90a" and so on, whatever is here.
+
+    Raises:
+        KernelError: the compiler refuses; the message has its log.
+    """
+    core = import_module("cuda.core")
+    options = core.ProgramOptions(
+        name=source.files[-1].name,
+        arch=arch,
+        std="c++17",
+        ptxas_options=list(_OPTIONS),
+        define_macro=[(name, str(value)) for name, value in source.defines] or None,
+    )
+    log = io.StringIO()
+    try:
+        made = core.Program(source.text(), "c++", options).compile("cubin", logs=log)
+    except Exception as error:  # cuda-core's own classes of errors are not public
+        raise KernelError(
+            f"{source.kernel} of {source.files[-1].name} with {dict(source.defines)} does not compile for {arch} by "
+            f"NVRTC {compiler_version()}:\n{error}\n{log.getvalue()}"
+        ) from error
+    return Compiled(cubin=bytes(made.code), log=log.getvalue())
+
+
+@functools.cache
+def compiler_version() -> str:
+    """NVRTC's, as in "13.0"."""
+    _, major, minor = import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    return f"{major}.{minor}"
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $XDG_CACHE_HOME/torchstorm/cubins, or the same under ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path("~/.cache").expanduser()) / "torchstorm" / "cubins"
+
+
+def cubin_of(source: Source, arch: str) -> bytes:
+    """From the cache, or compiled and put there. A folder that cannot be written to is done without.
+
+    Raises:
+        KernelError: the compiler refuses.
+    """
+    told = repr((source.text(), source.defines, arch, _OPTIONS, compiler_version()))
+    path = cache_folder() / f"{source.kernel}-{arch}-{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
+    with suppress(OSError):
+        kept = path.read_bytes()
+        digest, cubin = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if hashlib.sha256(cubin).digest() == digest:
+            return cubin
+    cubin = compile_source(source, arch).cubin
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside its place and renamed, so that another process sees a whole file or none.
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(cubin).digest() + cubin)
+        os.replace(file.name, path)
+    return cubin
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """What to compile for: from Hopper on with the instructions that only that very GPU has."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def launch(  # pragma: gpu
+    source: Source, *arguments: Any, grid: tuple[int, int, int], threads: int, device: torch.device
+) -> None:
+    """Runs a kernel on PyTorch's current stream of the device.
+
+    Args:
+        source: the kernel; compiled and loaded at its first launch on a device.
+        arguments: ctypes values and structures, as the kernel takes them.
+        grid: blocks.
+        threads: of a block.
+        device: a GPU.
+
+    Raises:
+        KernelError: it does not compile, or the driver refuses it.
+    """
+    with torch.cuda.device(device):
+        function = _function(source, torch.cuda.current_device())
+        places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(x) for x in arguments))
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        sizes = [ctypes.c_uint(size) for size in (*grid, threads, 1, 1, source.shared_bytes)]
+        _call("cuLaunchKernel", function, *sizes, stream, places, None, what=f"{source.kernel}, grid {grid}")
+
+
+TENSOR_MAP_BYTES = 128
+_TENSOR_MAP_ALIGNMENT = 64
+TENSOR_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+SWIZZLE_128B = 3  # CUtensorMapSwizzle
+_L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
+
+
+class TensorMap(ctypes.Structure):
+    """A tensor as the copy engine (TMA) sees it; an argument of kernels."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * TENSOR_MAP_BYTES),)
+
+
+def tensor_map(  # pragma: gpu
+    address: int, dtype: torch.dtype, sizes: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]
+) -> TensorMap:
+    """A map whose boxes lie in shared memory swizzled by 128 bytes.
+
+    Args:
+        address: of the first element, a multiple of 16.
+        dtype: of the elements.
+        sizes: of each dimension, the one without gaps first.
+        strides_bytes: of every dimension but the first, multiples of 16.
+        box: elements of each dimension that are copied at once, at most 256; 128 bytes of the first.
+
+    Raises:
+        KernelError: the driver refuses.
+    """
+    room = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
+    made = TensorMap.from_buffer(room, -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT)
+    rank = len(sizes)
+    _call(
+        "cuTensorMapEncodeTiled",
+        ctypes.byref(made),
+        ctypes.c_int(TENSOR_MAP_DTYPES[dtype]),
+        ctypes.c_uint(rank),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides_bytes),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        ctypes.c_int(0),  # no interleaving
+        ctypes.c_int(SWIZZLE_128B),
+        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(0),  # zeros outside of the tensor
+        what=f"a tensor map of sizes {tuple(sizes)}, strides {tuple(strides_bytes)} bytes, box {tuple(box)}",
+    )
+    return made
+
+
+_functions: dict[tuple[Source, int], ctypes.c_void_p] = {}
+
+
+def _function(source: Source, index: int) -> ctypes.c_void_p:  # pragma: gpu
+    found = _functions.get((source, index))
+    if found is not None:
+        _be_current(index)
+        return found
+    with _lock:
+        _be_current(index)
+        image = cubin_of(source, arch_of(torch.cuda.get_device_capability(index)))
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        what = f"{source.kernel} on cuda:{index}"
+        _call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image), what=what)
+        name = ctypes.c_char_p(source.kernel.encode())
+        _call("cuModuleGetFunction", ctypes.byref(function), module, name, what=what)
+        if source.shared_bytes > _SHARED_BYTES_OF_ANY_BLOCK:
+            most = ctypes.c_int(source.shared_bytes)
+            _call("cuFuncSetAttribute", function, ctypes.c_int(_SHARED_BYTES_ATTRIBUTE), most, what=what)
+        return _functions.setdefault((source, index), function)
+
+
+def _be_current(index: int) -> None:  # pragma: gpu
+    """A thread that has called nothing of CUDA's runtime yet, as autograd's may be, has no context."""
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context), what="the current context")
+    if context.value is None:
+        device, what = ctypes.c_int(), f"the context of cuda:{index}"
+        _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index), what=what)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device, what=what)
+        _call("cuCtxSetCurrent", context, what=what)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:  # pragma: gpu
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any, what: str) -> None:  # pragma: gpu
+    result = getattr(_driver(), name)(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(ctypes.c_int(result), ctypes.byref(text))
+        said = (text.value or b"unknown").decode()
+        raise KernelError(f"{what}: {name} failed with {result}, {said}.")
