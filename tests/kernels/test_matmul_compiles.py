@@ -15,9 +15,11 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.core")
+from torchstorm.errors import KernelError
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.matmul import headers
 from torchstorm.kernels.matmul.batches import batches_of
-from torchstorm.kernels.matmul.launch_cuda import KERNELS, Problem, layout_of
+from torchstorm.kernels.matmul.launch_cuda import KERNELS, Problem, layout_of, whole_chunks
 from torchstorm.kernels.matmul.wgmma import Config, WgmmaProblem, along_k_of, operand_boxes, why_not
 from torchstorm.kernels.nvrtc import Source, compile_source
 
@@ -46,7 +48,7 @@ def check(source: Source, arch: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if not kernel.uses_cutlass])
 def test_kernels_compile_without_warnings_and_fit(name: str, arch: str) -> None:
     kernel = KERNELS[name]
     half = torch.bfloat16 if arch == "sm_90a" else torch.float16
@@ -73,6 +75,34 @@ def test_wgmma_compiles_without_warnings_or_spills(
 ) -> None:
     # 168 is what three warpgroups have at the start; then the two that multiply take 232 of it each.
     assert check(config.source(dtype, a_along_k, b_along_k), "sm_90a") == (168, 0)
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_cutlass_compiles_where_it_is_installed(arch: str) -> None:
+    pytest.importorskip("cutlass_library")
+    layouts = tuple(LAYOUTS["wide" if arch == "sm_80" else "wide, both transposed"].items())
+    registers, spilled = check(KERNELS["cutlass"].source(torch.bfloat16, layouts), arch)
+    assert spilled == 0
+    assert registers * KERNELS["cutlass"].threads <= REGISTERS_OF_ALL
+
+
+def test_headers_that_are_missing_are_named_with_what_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headers, "find_spec", lambda name: None)
+    with pytest.raises(
+        KernelError, match=r"nvidia-cutlass, nvidia-cuda-runtime, .* pip install 'torchstorm\[cutlass\]'"
+    ):
+        headers.cutlass_includes.__wrapped__()
+
+
+def test_cutlass_is_given_whole_chunks() -> None:
+    def half(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.bfloat16)
+
+    assert whole_chunks(half(100, 64), half(64, 72))
+    assert whole_chunks(half(64, 104).mT, half(72, 64).mT)
+    assert not whole_chunks(half(100, 64), half(64, 76))
+    assert not whole_chunks(half(100, 64)[:, :60], half(60, 72))
+    assert not whole_chunks(half(64, 100).mT, half(64, 72))
 
 
 def test_the_hot_loop_of_wgmma_is_wgmma(tmp_path: Path) -> None:

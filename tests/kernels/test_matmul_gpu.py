@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ RUNGS = [
     (variant.name, dtype)
     for variant in MATMUL
     for dtype in variant.dtypes or (torch.float32, torch.bfloat16, torch.float64)
-    if "cuda" in variant.devices and (variant.name, dtype) != ("tensor-cores", torch.float32)
+    if "cuda" in variant.devices
+    and (variant.name, dtype) != ("tensor-cores", torch.float32)
+    and (variant.name != "cutlass" or find_spec("cutlass_library"))
 ]
 IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in RUNGS]
 

@@ -44,12 +44,16 @@ class Source:
         files: read one after the other, as if each included those before.
         defines: macros and their values.
         shared_bytes: dynamic shared memory of a block.
+        includes: folders of headers that are not ours.
+        headers: what those are, for the cache; they are not read for it.
     """
 
     kernel: str
     files: tuple[Path, ...]
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
+    includes: tuple[Path, ...] = ()
+    headers: str = ""
 
     def text(self) -> str:
         """What the compiler is given; its messages name the files and their own lines."""
@@ -77,6 +81,10 @@ def compile_source(source: Source, arch: str) -> Compiled:
         std="c++17",
         ptxas_options=list(_OPTIONS),
         define_macro=[(name, str(value)) for name, value in source.defines] or None,
+        include_path=[str(path) for path in source.includes] or None,
+        # Others' sources were not all written for NVRTC: they leave out that they are for a GPU, and warn.
+        device_as_default_execution_space=bool(source.includes),
+        disable_warnings=bool(source.includes),
     )
     log = io.StringIO()
     try:
@@ -108,7 +116,7 @@ def cubin_of(source: Source, arch: str) -> bytes:
     Raises:
         KernelError: the compiler refuses.
     """
-    told = repr((source.text(), source.defines, arch, _OPTIONS, compiler_version()))
+    told = repr((source.text(), source.defines, source.headers, arch, _OPTIONS, compiler_version()))
     path = cache_folder() / f"{source.kernel}-{arch}-{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
     with suppress(OSError):
         kept = path.read_bytes()

@@ -42,17 +42,12 @@ class Variant:
         if missing:
             return f"it needs {', '.join(missing)}, which is not installed"
         if device.type == "cuda":  # pragma: gpu
-            here = _capability(device)
+            here = torch.cuda.get_device_capability(device)
             if here < self.capability:
                 return f"it needs compute capability {self.capability}, and {device} has {here}"
         if self.dtypes and dtype not in self.dtypes:
             return f"it takes {', '.join(str(each).removeprefix('torch.') for each in self.dtypes)}, not {dtype}"
         return ""
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _capability(device: torch.device) -> tuple[int, int]:  # pragma: gpu
-    return torch.cuda.get_device_capability(device)
 
 
 def _is_installed(module: str) -> bool:

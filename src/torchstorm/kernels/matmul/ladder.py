@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.matmul.headers import CUTLASS_NEEDS
 from torchstorm.kernels.variants import Ladder, Variant
 
 _ANY_GPU = (torch.float32, torch.float16, torch.bfloat16)
@@ -73,6 +74,15 @@ MATMUL: Ladder = (
         "torch.set_float32_matmul_precision allows it. 64 KiB of shared memory a block.",
         dtypes=_ANY_GPU,
         needs=nvrtc.NEEDS,
+    ),
+    Variant(
+        name="cutlass",
+        taught="The same from a library of templates: a kernel is a type, and its tiles, stages and epilogue are "
+        "parameters of it; 64 x 64 results a warp and tiles of 128 x 256, as NVIDIA found best.",
+        costs="Seconds to compile at first use, 144 KiB of shared memory a block; strides and sizes of whole 16 bytes, "
+        "or else it runs as tensor-cores.",
+        dtypes=_HALVES,
+        needs=(*nvrtc.NEEDS, *CUTLASS_NEEDS),
     ),
     Variant(
         name="wgmma",

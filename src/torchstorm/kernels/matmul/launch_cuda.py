@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.matmul.batches import batches_of
+from torchstorm.kernels.matmul.headers import cutlass_includes, cutlass_version
 from torchstorm.kernels.nvrtc import Source, launch
 
 FOLDER = Path(__file__).parent
@@ -22,6 +23,8 @@ ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 STAGES = 4
 _TENSOR_CORE_TILE_BYTES = 128 * 64
+_CUTLASS_STAGES = 3
+_CUTLASS_SHARED_BYTES = _CUTLASS_STAGES * (128 + 256) * 64 * 2
 _CHUNK_BYTES = 16
 _FOUR = 4
 _MOST_BLOCKS_Y = 65535
@@ -48,6 +51,7 @@ class Kernel:
         reads: how operands are read: "any" by any strides; "fours" in fours of elements; "chunks" of 16 bytes.
         defines: macros that are always the same.
         shared_bytes: dynamic shared memory of a block.
+        uses_cutlass: whether it includes CUTLASS.
     """
 
     file: str
@@ -56,6 +60,7 @@ class Kernel:
     reads: str = "any"
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
+    uses_cutlass: bool = False
 
     def source(self, dtype: torch.dtype, layouts: tuple[tuple[str, int], ...]) -> Source:
         """The source with its macros."""
@@ -65,6 +70,8 @@ class Kernel:
             files=tuple(FOLDER / file for file in files),
             defines=(("ELEMENT", ELEMENTS[dtype]), *layouts, *self.defines),
             shared_bytes=self.shared_bytes,
+            includes=cutlass_includes() if self.uses_cutlass else (),
+            headers=cutlass_version() if self.uses_cutlass else "",
         )
 
 
@@ -81,6 +88,15 @@ KERNELS = {
         defines=(("STAGES", STAGES),),
         shared_bytes=STAGES * 2 * _TENSOR_CORE_TILE_BYTES,
     ),
+    "cutlass": Kernel(
+        file="cutlass.cu",
+        tile=(128, 256),
+        threads=256,
+        reads="chunks",
+        defines=(("STAGES", _CUTLASS_STAGES), ("SHARED_BYTES", _CUTLASS_SHARED_BYTES)),
+        shared_bytes=_CUTLASS_SHARED_BYTES,
+        uses_cutlass=True,
+    ),
 }
 
 
@@ -94,6 +110,13 @@ def layout_of(x: Tensor, mn_dim: int, k_dim: int, reads: str) -> tuple[bool, boo
     # A four is read whole or not at all; of a chunk, cp.async reads what is there.
     whole = reads == "chunks" or x.shape[fast] % wide == 0
     return along_k, aligned and whole and (x.stride(fast) == 1 or x.shape[fast] == 1)
+
+
+def whole_chunks(a: Tensor, b: Tensor) -> bool:
+    """Whether both operands and the result come in whole, aligned 16 bytes, as CUTLASS's kernel has them."""
+    (a_along_k, a_wide), (b_along_k, b_wide) = layout_of(a, -2, -1, "chunks"), layout_of(b, -1, -2, "chunks")
+    sizes = a.shape[-1 if a_along_k else -2], b.shape[-2 if b_along_k else -1], b.shape[-1]
+    return a_wide and b_wide and all(size % (_CHUNK_BYTES // a.element_size()) == 0 for size in sizes)
 
 
 def matmul_cuda(name: str, a: Tensor, b: Tensor) -> Tensor:  # pragma: gpu

@@ -36,7 +36,7 @@ def _on_cpu(a: Tensor, b: Tensor, variant: str) -> Tensor:
 
 
 def _on_gpu(a: Tensor, b: Tensor, variant: str) -> Tensor:  # pragma: gpu
-    from torchstorm.kernels.matmul.launch_cuda import matmul_cuda
+    from torchstorm.kernels.matmul.launch_cuda import matmul_cuda, whole_chunks
     from torchstorm.kernels.matmul.wgmma import matmul_wgmma, why_not
 
     if max(*a.shape[-2:], b.shape[-1]) >= 1 << 31:
@@ -52,6 +52,8 @@ def _on_gpu(a: Tensor, b: Tensor, variant: str) -> Tensor:  # pragma: gpu
     if variant == "wgmma":
         if not why_not(a, b):
             return matmul_wgmma(a, b)
+        variant = "tensor-cores"
+    if variant == "cutlass" and not whole_chunks(a, b):
         variant = "tensor-cores"
     return matmul_cuda(variant, a, b)
 
