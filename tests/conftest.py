@@ -1,7 +1,9 @@
-"""For all tests: the same random numbers, torch's global switches put back, and skips that fail where asked."""
+"""For all tests: the same random numbers, torch's global switches put back, skips that fail where asked."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
@@ -39,12 +41,25 @@ def _same_start() -> Iterator[None]:
     grad = torch.is_grad_enabled()
     threads = torch.get_num_threads()
     torch.manual_seed(0)
+    _spare_the_collector()
     yield
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+_num_modules_spared = 0
+
+
+def _spare_the_collector() -> None:
+    """What was imported is never garbage, and each of the many collections would go through all of it."""
+    global _num_modules_spared
+    if len(sys.modules) > _num_modules_spared + 100:
+        gc.collect()
+        gc.freeze()
+        _num_modules_spared = len(sys.modules)
 
 
 def _fail_where_skipped(report: Report, config: pytest.Config) -> Report:

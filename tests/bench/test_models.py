@@ -53,7 +53,10 @@ def test_a_small_model_of_every_kind_is_checked_by_every_way(case: ModelCase, tm
         assert row.step_s is not None
     assert half.peak_gib is not None
     assert half.peak_gib <= unlimited.peak_gib / 2
-    assert half.note == "50% of the unlimited peak"
+    share, _, rest = half.note.partition("; ")
+    assert share == "50% of the unlimited peak"
+    # Beside other work a step may miss its forecast, and the plan is made anew.
+    assert rest == "" or rest.startswith("planned anew in the timed steps")
     assert third.checked or "Smallest feasible" in third.note, third.note
     assert [Row(**row) for row in json.loads(file.read_text())["rows"]] == rows
 

@@ -285,6 +285,7 @@ def test_what_a_slower_tier_lacks_is_named_and_enough(trace: Trace, machine: Mac
         solve(trace, machine, budget_of(trace, limit, **{slow: needed - 1}, **other))
 
 
+@pytest.mark.no_cover
 @quick
 @given(trace=traces(device="cuda"), machine=machines(), ram_share=st.floats(0, 1.2))
 def test_a_gpu_uses_the_disk_only_for_what_ram_has_no_room_for(
@@ -305,6 +306,7 @@ def test_a_gpu_uses_the_disk_only_for_what_ram_has_no_room_for(
         assert "ram" not in {placement.tier for placement in plan.placements}
 
 
+@pytest.mark.no_cover
 @quick
 @given(trace=traces(device="cuda"), machine=machines())
 def test_both_slow_tiers_too_small_names_the_disk(trace: Trace, machine: Machine) -> None:
