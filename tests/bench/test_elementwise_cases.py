@@ -8,7 +8,6 @@ import torch
 from close import assert_all_close
 from torchstorm.bench.elementwise_cases import OPERATIONS, elementwise_cases
 from torchstorm.bench.op_cases import OpCase
-from torchstorm.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -42,10 +41,3 @@ def test_bytes_and_shapes() -> None:
     assert cases["add", "4096x1024"].work == {"forward": 2 * num, "backward": num}
     assert ("mul", "4096x65536") in cases
     assert ("batch_norm_act", "64x64x112x112") in cases
-
-
-def test_errors() -> None:
-    with pytest.raises(ConfigError, match="'small' and 'target'"):
-        elementwise_cases("large", CPU, torch.float32)
-    with pytest.raises(ConfigError, match="shapes for a GPU"):
-        elementwise_cases("target", CPU, torch.float32)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from torchstorm.bench.matmul_cases import matmul_cases
-from torchstorm.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -32,8 +30,3 @@ def test_the_variants_are_those_that_run_here() -> None:
     assert case.variants[-1] == "auto"
     assert "wgmma" not in case.variants
     assert case.shape == "1024x1024x1024"
-
-
-def test_an_unknown_set_of_sizes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--sizes huge, but matmul has small, target"):
-        matmul_cases("huge", CPU, torch.float32)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from torchstorm.bench.norm_cases import norm_cases
-from torchstorm.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -32,10 +30,3 @@ def test_the_targets_are_512_mib_in_rows_of_1k_to_64k() -> None:
     cases = norm_cases("target", torch.device("meta"), torch.bfloat16)
     assert [case.shape for case in cases[:7]] == [f"{(1 << 28) // N}x{N}" for N in (1024 << i for i in range(7))]
     assert all(case.work["forward"] == 2 * (512 << 20) for case in cases)
-
-
-def test_sizes_that_are_not_there() -> None:
-    with pytest.raises(ConfigError, match="'small' and 'target'"):
-        norm_cases("large", CPU, torch.float32)
-    with pytest.raises(ConfigError, match="--sizes small"):
-        norm_cases("target", CPU, torch.float32)

@@ -15,6 +15,7 @@ from torchstorm.bench import op as bench
 from torchstorm.bench import timing
 from torchstorm.bench.op import bench_op
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
+from torchstorm.bench.ops import OPS
 from torchstorm.errors import ConfigError, DeviceError
 
 
@@ -141,6 +142,16 @@ def test_some_ways_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for options, message in (({"variant_names": "none"}, "--variant 'none'"), ({"dtype": "int8"}, "--dtype 'int8'")):
         with pytest.raises(ConfigError, match=message):
             run(monkeypatch, tmp_path, case(), **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [("huge", "--sizes 'huge', but there are small and target"), ("target", "--sizes target has shapes for a GPU")],
+)
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_sizes_that_are_not_there(name: str, sizes: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench_op(name, "cpu", sizes=sizes, console=Console(file=io.StringIO()))
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

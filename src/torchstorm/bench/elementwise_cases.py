@@ -18,7 +18,6 @@ from torch import Tensor
 
 from torchstorm import kernels
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass
-from torchstorm.errors import ConfigError
 from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
 from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
 from torchstorm.kernels.dropout.philox import keep
@@ -102,15 +101,7 @@ OPERATIONS: dict[str, _Operation] = {
 
 
 def elementwise_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Every operation at the shapes called "small", or "target": 4096 rows of 1k to 64k numbers and images, for a GPU.
-
-    Raises:
-        ConfigError: there is no such name, or those shapes need a GPU and the device is none.
-    """
-    if sizes not in ("small", "target"):
-        raise ConfigError(f"--sizes {sizes}: there is 'small' and 'target'.")
-    if sizes == "target" and device.type == "cpu":
-        raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
+    """Every operation at the shapes called "small", or "target": 4096 rows of 1k to 64k numbers, and images."""
     rows, images = (_SMALL, _SMALL_IMAGES) if sizes == "small" else (tuple((_ROWS, N) for N in _COLUMNS), _IMAGES)
     return tuple(
         _case(name, shape, device, dtype)

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
-from torchstorm.errors import ConfigError
 from torchstorm.kernels.matmul import MATMUL, matmul
 from torchstorm.kernels.variants import available
 
@@ -27,14 +26,8 @@ _TARGET = (
 
 
 def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """The shapes called "small", which take seconds anywhere, or "target", for a GPU.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """The shapes called "small", which take seconds anywhere, or "target", for a GPU."""
     known = {"small": _SMALL, "target": _TARGET}
-    if sizes not in known:
-        raise ConfigError(f"--sizes {sizes}, but matmul has {', '.join(known)}.")
     return tuple(matmul_case(*shape, device, dtype) for shape in known[sizes])
 
 

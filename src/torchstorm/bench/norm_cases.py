@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way
-from torchstorm.errors import ConfigError
 from torchstorm.kernels import layer_norm, log_softmax, rms_norm, softmax
 from torchstorm.kernels.norms.function import NORMS
 from torchstorm.kernels.norms.reference import layer_norm_reference, rms_norm_reference
@@ -45,15 +44,7 @@ _REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def norm_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Every operation at the shapes called "small", or "target": 512 MiB in rows of 1k to 64k numbers, for a GPU.
-
-    Raises:
-        ConfigError: there is no such name, or those shapes need a GPU and the device is none.
-    """
-    if sizes not in ("small", "target"):
-        raise ConfigError(f"--sizes {sizes}: there is 'small' and 'target'.")
-    if sizes == "target" and device.type == "cpu":
-        raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
+    """Every operation at the shapes called "small", or "target": 512 MiB in rows of 1k to 64k numbers, for a GPU."""
     shapes = _SHAPES_SMALL
     if sizes == "target":
         shapes = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _TARGET_COLUMNS)
