@@ -23,11 +23,13 @@ _TARGET = (
     (1, 4095, 4097, 4099),
     (64, 2048, 2048, 128),
 )
+# Rows of 1024 floats are 4096 bytes apart, where a plain loop finds few places in a cache; those of 1000 are not.
+_TARGET_CPU = ((1, 1000, 1000, 1000), (1, 1024, 1024, 1024))
 
 
 def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """The shapes called "small", which take seconds anywhere, or "target", for a GPU."""
-    known = {"small": _SMALL, "target": _TARGET}
+    """The shapes called "small", which take seconds anywhere, or "target", of the device."""
+    known = {"small": _SMALL, "target": _TARGET_CPU if device.type == "cpu" else _TARGET}
     return tuple(matmul_case(*shape, device, dtype) for shape in known[sizes])
 
 

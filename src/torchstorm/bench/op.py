@@ -95,7 +95,7 @@ def bench_op(
 def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
     if sizes not in ("small", "target"):
         raise ConfigError(f"--sizes {sizes!r}, but there are small and target.")
-    if sizes == "target" and device.type == "cpu":
+    if sizes == "target" and device.type not in OPS[op].targets:
         raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
     module, _, function = OPS[op].cases.partition(":")
     found: tuple[OpCase, ...] = getattr(import_module(module), function)(sizes, device, dtype)

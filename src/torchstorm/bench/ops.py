@@ -13,18 +13,21 @@ class Op:
         name: of the command, and of the record.
         title: for people.
         cases: "module:function", which is given sizes, a device and a dtype, and returns `OpCase`s.
+        targets: types of devices that have shapes called "target".
     """
 
     name: str
     title: str
     cases: str
+    targets: tuple[str, ...] = ("cuda",)
 
 
+_MATMUL = "torchstorm.bench.matmul_cases:matmul_cases"
 _ELEMENTWISE = "torchstorm.bench.elementwise_cases:elementwise_cases"
 _NORMS = "torchstorm.bench.norm_cases:norm_cases"
 _LINEAR = "torchstorm.bench.linear_cases"
 _ALL = (
-    Op(name="matmul", title="matrix products", cases="torchstorm.bench.matmul_cases:matmul_cases"),
+    Op(name="matmul", title="matrix products", cases=_MATMUL, targets=("cpu", "cuda")),
     Op(name="elementwise", title="elementwise operations, dropout and batch_norm_act", cases=_ELEMENTWISE),
     Op(name="norms", title="softmax, log_softmax, layer_norm and rms_norm", cases=_NORMS),
     Op(name="linear", title="linear layers", cases=f"{_LINEAR}:linear_cases"),
