@@ -150,6 +150,26 @@ def bench_device(name: str | None) -> torch.device:
     return device
 
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def bench_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """What is computed in; None for bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        ConfigError: there is no such dtype.
+    """
+    chosen = name or ("bfloat16" if device.type == "cuda" else "float32")
+    if chosen not in DTYPES:
+        raise ConfigError(f"--dtype {chosen!r}, but there are {', '.join(DTYPES)}.")
+    return DTYPES[chosen]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:
     """Reads names with commas between.
 

@@ -10,14 +10,13 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchstorm import kernels
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, compiled
 from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
 from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
 from torchstorm.kernels.dropout.philox import keep
@@ -116,6 +115,7 @@ def _case(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.
     forward, backward = operation.tensors
     work: dict[Pass, float] = {"forward": forward * num_bytes, "backward": backward * num_bytes}
     op, *form = name.split()
+    by_compiler = compiled(operation.reference)
     return OpCase(
         op=op,
         shape=", ".join(["x".join(map(str, shape)), *form]),
@@ -124,7 +124,7 @@ def _case(name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.
         ours=functools.partial(_ours, name),
         variants=(*(each.name for each in available(operation.ladder, device, dtype)), "auto"),
         reference=functools.partial(_plain, name),
-        peers={"torch.compile": _compiled(name)},
+        peers={"torch.compile": lambda inputs: {"y": by_compiler(*_given(name, inputs))}},
         differentiable=tuple(each for each in operation.inputs if each != "seed"),
         work=work,
         unit="B/s",
@@ -153,14 +153,3 @@ def _ours(name: str, inputs: Inputs, variant: str) -> Outputs:
 
 def _plain(name: str, inputs: Inputs) -> Outputs:
     return {"y": OPERATIONS[name].reference(*_given(name, inputs))}
-
-
-def _compiled(name: str) -> Callable[[Inputs], Outputs]:
-    """The definition through torch.compile, anew for each case: after eight shapes of one function it would give up."""
-
-    @functools.cache
-    def compiled() -> Any:
-        torch.compiler.reset()
-        return torch.compile(OPERATIONS[name].reference, dynamic=False)
-
-    return lambda inputs: {"y": compiled()(*_given(name, inputs))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way, compiled
 from torchstorm.kernels import linear, linear_cross_entropy
 from torchstorm.kernels.linear import LADDER as LINEAR
 from torchstorm.kernels.linear.function import Activation
@@ -62,7 +62,7 @@ def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.d
         ours=ours,
         variants=_here(LINEAR, device, dtype),
         reference=plain,
-        peers={"torch.compile": _compiled(plain)},
+        peers={"torch.compile": compiled(plain)},
         differentiable=("x", "weight", "bias"),
         work={"forward": 2.0 * M * K * N, "backward": 4.0 * M * K * N},
         unit="FLOP/s",
@@ -125,7 +125,7 @@ def _true_loss(inputs: Inputs) -> Outputs:
 
 
 def _loss_peers() -> Mapping[str, Way]:
-    peers: dict[str, Way] = {"torch.compile": _compiled(_plain_loss)}
+    peers: dict[str, Way] = {"torch.compile": compiled(_plain_loss)}
     if find_spec("liger_kernel") is not None:  # pragma: no cover - a peer that need not be there
         function = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
         apply: Callable[..., tuple[Tensor, ...]] = function.LigerFusedLinearCrossEntropyFunction.apply
@@ -137,12 +137,6 @@ def _here(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> tuple[str
     """Variants as right as the dtype: "mixed" is as right as bfloat16."""
     names = [variant.name for variant in available(ladder, device, dtype)]
     return (*(name for name in names if name != "mixed" or dtype == torch.bfloat16), "auto")
-
-
-def _compiled(way: Way) -> Way:
-    """The way compiled when it is first taken: the compiler takes seconds to import."""
-    made = cache(lambda: torch.compile(way, dynamic=False))
-    return lambda inputs: made()(inputs)
 
 
 def normal(

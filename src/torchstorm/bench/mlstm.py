@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench.bars import Panel, draw_bars
-from torchstorm.bench.cases import bench_device, pick
+from torchstorm.bench.cases import bench_device, bench_dtype, dtype_name, pick
 from torchstorm.bench.measure import clean
 from torchstorm.bench.mlstm_cases import Inputs, MLSTMCase, mlstm_cases
 from torchstorm.bench.mlstm_checks import Check, Truth, check_alone, outputs_and_gradients
@@ -26,10 +26,7 @@ from torchstorm.bench.mlstm_ways import Way, peers, ways_for
 from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
 from torchstorm.bench.timing import median_ms
-from torchstorm.errors import ConfigError
 from torchstorm.report.picture import check_picture
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def bench_mlstm(
@@ -60,9 +57,8 @@ def bench_mlstm(
         TorchstormError: the device is not there, a name is not known, or a file cannot be written.
     """
     target = bench_device(device)
-    chosen_dtype = dtype or ("bfloat16" if target.type == "cuda" else "float32")
-    if chosen_dtype not in DTYPES:
-        raise ConfigError(f"--dtype {chosen_dtype!r}, but there are {', '.join(DTYPES)}.")
+    chosen = bench_dtype(dtype, target)
+    dtype = dtype_name(chosen)
     cases = mlstm_cases(sizes, target)
     ladder = ways_for(target)
     ways = ladder
@@ -75,15 +71,15 @@ def bench_mlstm(
     record = Record("mlstm", target, MLSTMRow, format_row, path=json_path, say=say)
     ours = {way.name for way in ways if way.is_ours}
     for case in cases:
-        say(f"\n{case.shape} {chosen_dtype}{_best_known(case, DTYPES[chosen_dtype])}")
+        say(f"\n{case.shape} {dtype}{_best_known(case, chosen)}")
         say(HEADER)
-        for row in _rows(case, ways, target, DTYPES[chosen_dtype], even_slow=variant_names is not None):
+        for row in _rows(case, ways, target, chosen, even_slow=variant_names is not None):
             row = replace(row, over_first=_over_first(row, ladder, record.all_rows()))
             _relate_to_peer(record, record.add(row))
         clean(target)
     if plot is not None:
-        shown = [row for row in record.all_rows() if row.dtype == chosen_dtype]
-        _draw(shown, plot, title=f"mLSTM, {chosen_dtype}, {record.device}")
+        shown = [row for row in record.all_rows() if row.dtype == dtype]
+        _draw(shown, plot, title=f"mLSTM, {dtype}, {record.device}")
     return not any(row.variant in ours and row.error is not None and not row.checked for row in record.rows)
 
 
@@ -113,7 +109,7 @@ def _rows(
         row = MLSTMRow(
             shape=case.shape,
             variant=way.name,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
             best_known_ms=case.best_known_ms(dtype),
         )
         why_not = "" if even_slow or device.type == "cpu" else way.why_not(case, dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way, compiled
 from torchstorm.kernels import layer_norm, log_softmax, rms_norm, softmax
 from torchstorm.kernels.norms.function import NORMS
 from torchstorm.kernels.norms.reference import layer_norm_reference, rms_norm_reference
@@ -96,21 +96,10 @@ def _way(function: Callable[..., Tensor], op: str) -> Way:
 
 
 def _peers(op: str, device: torch.device) -> dict[str, Way]:
-    peers = {"torch.compile": _compiled(op)}
+    peers = {"torch.compile": _way(compiled(_REFERENCES[op]), op)}
     if device.type == "cuda" and op in _LIGER and importlib.util.find_spec("liger_kernel") is not None:
         peers["liger"] = _way(functools.partial(_liger, op), op)  # pragma: gpu
     return peers
-
-
-def _compiled(op: str) -> Way:
-    """The definition through torch.compile, anew for each case: after eight shapes of one function it would give up."""
-
-    @functools.cache
-    def compiled() -> Way:
-        torch.compiler.reset()
-        return _way(torch.compile(_REFERENCES[op], dynamic=False), op)
-
-    return lambda inputs: compiled()(inputs)
 
 
 # In place, Liger's RMSNorm would write dx over the gradient that is given, which others are to be given as well.

@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 
 from torchstorm.bench.accuracy import allowed, error_of
 from torchstorm.bench.bars import Panel, draw_bars
-from torchstorm.bench.cases import bench_device, pick
+from torchstorm.bench.cases import bench_device, bench_dtype, dtype_name, pick
 from torchstorm.bench.ceilings import Ceilings
 from torchstorm.bench.measure import clean
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Way
@@ -33,7 +33,6 @@ from torchstorm.bench.timing import median_ms
 from torchstorm.errors import ConfigError, TorchstormError
 from torchstorm.report.picture import check_picture
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REFERENCE = "reference"
 _CACHE_BYTES = 60 * 10**6
 _MOST_SETS = 16
@@ -69,25 +68,24 @@ def bench_op(
         TorchstormError: the device is not there, a name is not known, or a file cannot be written.
     """
     target = bench_device(device)
-    chosen = dtype or ("bfloat16" if target.type == "cuda" else "float32")
-    if chosen not in DTYPES:
-        raise ConfigError(f"--dtype {chosen!r}, but there are {', '.join(DTYPES)}.")
+    chosen = bench_dtype(dtype, target)
+    dtype = dtype_name(chosen)
     if plot is not None:
         check_picture(plot, "--plot")
-    cases = _cases(op, sizes, target, DTYPES[chosen])
+    cases = _cases(op, sizes, target, chosen)
     names = tuple(dict.fromkeys(name for case in cases for name in _ways(case)))
     picked = names if variant_names is None else pick(variant_names, names, option="--variant")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     record = Record(op, target, OpRow, format_row, path=json_path, say=say)
     ceilings = Ceilings(target)
-    say(f"{record.device}: {ceilings.told(DTYPES[chosen])}")
+    say(f"{record.device}: {ceilings.told(chosen)}")
     for case in cases:
-        say(f"\n{case.op} {case.shape} {chosen}")
+        say(f"\n{case.op} {case.shape} {dtype}")
         say(HEADER)
         run_case(case, target, picked, ceilings, record)
         clean(target)
     if plot is not None:
-        _draw([row for row in record.all_rows() if row.dtype == chosen], plot, title=f"{op}, {chosen}, {record.device}")
+        _draw([row for row in record.all_rows() if row.dtype == dtype], plot, title=f"{op}, {dtype}, {record.device}")
     others = {REFERENCE, *(name for case in cases for name in case.peers)}
     return not any(row.error is not None and not row.checked for row in record.rows if row.variant not in others)
 
@@ -199,7 +197,7 @@ def _rows(case: OpCase, name: str, way: Way, sets: list[Inputs], truth: _Truth, 
     row = OpRow(
         op=case.op,
         shape=case.shape,
-        dtype=str(case.dtype).removeprefix("torch."),
+        dtype=dtype_name(case.dtype),
         variant=name,
         pass_="forward",
         unit=case.unit,

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 Inputs = Mapping[str, Tensor]
 Outputs = dict[str, Tensor]
 Way = Callable[[Inputs], Outputs]
 Pass = Literal["forward", "backward", "both"]
 """Forward without gradients; the gradients alone, of a forward pass that was made before; both together."""
+
+
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """A function through torch.compile, which takes seconds to import, from its first call on.
+
+    Anew for each: after eight shapes of one function it would give up.
+    """
+
+    @cache
+    def made() -> Callable[..., T]:
+        torch.compiler.reset()
+        return torch.compile(function, dynamic=False)
+
+    return lambda *given: made()(*given)
 
 
 @dataclass(frozen=True, kw_only=True)

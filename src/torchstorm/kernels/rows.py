@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.dtypes import FLOATS
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10}
 """Of variants that hold rows in registers as wholes; "persistent" has sums beside them."""
 
@@ -99,3 +100,16 @@ def loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:
 def num_walkers(x_MN: Tensor, tile: Tile) -> int:
     """How many programs walk over the rows of x."""
     return min(-(-x_MN.shape[0] // tile.rows), num_sms(x_MN) * tile.per_sm)
+
+
+def grid_of(x_MN: Tensor, tile: Tile) -> tuple[int]:
+    """Programs that walk over the rows of x, or one for each."""
+    return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
+
+
+def tile_options(variant: str, tile: Tile) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
+    if variant == "persistent":
+        options |= {"ROWS": tile.rows, "STAGES": tile.stages}
+    return options

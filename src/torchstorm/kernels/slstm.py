@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchstorm.errors import ShapeError
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from torchstorm.kernels.dtypes import FLOATS, wide
 
 
 class SLSTMState(NamedTuple):
@@ -237,12 +236,12 @@ def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = 
         raise ShapeError(
             f"r has shape {tuple(r_HDF.shape)}, but x of {tuple(x_BSHGD.shape)} needs (H, D, 4 D) = {(H, D, 4 * D)}."
         )
-    if x_BSHGD.dtype not in _DTYPES or r_HDF.dtype != x_BSHGD.dtype or r_HDF.device != x_BSHGD.device:
+    if x_BSHGD.dtype not in FLOATS or r_HDF.dtype != x_BSHGD.dtype or r_HDF.device != x_BSHGD.device:
         raise ShapeError(
             f"x is {x_BSHGD.dtype} on {x_BSHGD.device} and r {r_HDF.dtype} on {r_HDF.device}: they must agree, and be "
-            f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}."
+            f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOATS)}."
         )
-    sums = torch.float64 if x_BSHGD.dtype == torch.float64 else torch.float32
+    sums = wide(x_BSHGD.dtype)
     if initial_state is None:
         zeros = x_BSHGD.new_zeros((B, H, D), dtype=sums)
         initial_state = SLSTMState(zeros.to(x_BSHGD.dtype), zeros, zeros, torch.full_like(zeros, -math.inf))

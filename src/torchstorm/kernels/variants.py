@@ -34,11 +34,15 @@ class Variant:
     capability: tuple[int, int] = (8, 0)
     needs: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for module in self.needs:  # now, not while Dynamo traces a call
+            is_installed(module)
+
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why it cannot compute in that dtype on that device, as the end of a sentence; "" where it can."""
         if device.type not in self.devices:
             return f"it runs on {' or '.join(self.devices)}, not on {device.type}"
-        missing = [module for module in self.needs if not _is_installed(module)]
+        missing = [module for module in self.needs if not is_installed(module)]
         if missing:
             return f"it needs {', '.join(missing)}, which is not installed"
         if device.type == "cuda":  # pragma: gpu
@@ -50,11 +54,22 @@ class Variant:
         return ""
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
-        return False
+_found: dict[str, bool] = {}  # rather than functools.cache, which Dynamo warns of and looks through
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; looked for once, as that searches folders."""
+    if module not in _found:
+        try:
+            _found[module] = find_spec(module) is not None
+        except ModuleNotFoundError:  # the package that it would be in
+            _found[module] = False
+    return _found[module]
+
+
+def has_triton_for(x: Tensor) -> bool:
+    """Whether Triton's kernels run where x is, and in its dtype."""
+    return is_installed("triton") and x.device.type == "cuda" and x.dtype != torch.float64
 
 
 Ladder = tuple[Variant, ...]

@@ -8,21 +8,19 @@ Source: arXiv 1502.03167. Traffic, training: x is read twice and y written; back
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
-from torchstorm.kernels.batch_norm.op import batch_norm_act_op, wide_dtype
-from torchstorm.kernels.elementwise.function import DTYPES, check_dtype
-from torchstorm.kernels.variants import Ladder, Variant, choose
+from torchstorm.kernels.batch_norm.op import batch_norm_act_op
+from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32, wide
+from torchstorm.kernels.elementwise.function import check_dtype
+from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for
 
 Activation = Literal["relu", "silu", "gelu"]
 ACTIVATIONS = ("relu", "silu", "gelu")
-_TRITON = find_spec("triton") is not None  # asked once: it searches folders
-_GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 VARIANTS: Ladder = (
     Variant(
@@ -30,7 +28,7 @@ VARIANTS: Ladder = (
         taught="the definition, operation by operation, in fp32",
         costs="each operation reads and writes all of it",
         devices=("cpu", "cuda"),
-        dtypes=DTYPES,
+        dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
@@ -44,14 +42,14 @@ VARIANTS: Ladder = (
         name="naive",
         taught="the same on a GPU: one program a channel, or a few neighbouring ones",
         costs="reads twice, but with few channels most of the GPU looks on",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="two-stage",
         taught="a channel is cut into parts; one's mean and spread can be merged with another's, always in one order",
         costs="reads x twice and writes y once, at nearly a copy's speed; a few numbers a part besides",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
 )
@@ -126,18 +124,18 @@ def _check(
     if (running_mean is None) != (running_var is None):
         raise ShapeError("running_mean and running_var of batch_norm_act go together: give both, or None for both.")
     named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    wide = wide_dtype(x)
     for name, each in named.items():
         if each is None:
             continue
         if each.shape != x.shape[1:2]:
             raise ShapeError(f"{name} is {tuple(each.shape)}: with x {tuple(x.shape)} it must be ({x.shape[1]},).")
-        if each.dtype not in (x.dtype, wide):
-            raise ShapeError(f"{name} is {each.dtype}, but x is {x.dtype}: {name} must be {x.dtype} or {wide}.")
+        if each.dtype not in (x.dtype, wide(x.dtype)):
+            raise ShapeError(
+                f"{name} is {each.dtype}, but x is {x.dtype}: {name} must be {x.dtype} or {wide(x.dtype)}."
+            )
         if each.device != x.device:
             raise ShapeError(f"{name} is on {each.device}, but x is on {x.device}: both must be on one device.")
 
 
 def _fastest(x: Tensor) -> str:
-    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and _TRITON
-    return "two-stage" if on_gpu else "torch"
+    return "two-stage" if has_triton_for(x) else "torch"

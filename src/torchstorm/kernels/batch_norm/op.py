@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.batch_norm.plain import reference
+from torchstorm.kernels.dtypes import wide
+from torchstorm.kernels.second_order import own_views
 
 _IMPLEMENTATIONS = {
     "torch": "torchstorm.kernels.batch_norm.plain",
@@ -26,13 +28,8 @@ def _implementation(variant: str) -> Any:
     return import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON))
 
 
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """What statistics are kept in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _per_channel(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[1],), dtype=wide_dtype(x))
+    return x.new_empty((x.shape[1],), dtype=wide(x.dtype))
 
 
 @torch.library.custom_op("torchstorm::batch_norm_act", mutates_args=())
@@ -150,11 +147,9 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     *tensors, mean, rstd = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad():
-        own: list[Any] = [
-            None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors
-        ]
-        wide: list[Any] = [None if x is None else x.to(mean.dtype) for x in own]
-        dy, x, weight, bias = wide
+        own = own_views(tensors)
+        as_wide: list[Any] = [None if each is None else each.to(mean.dtype) for each in own]
+        dy, x, weight, bias = as_wide
         y = reference(x, weight, bias, None if ctx.batch else (mean, rstd), ctx.eps, ctx.activation)
         inputs = [x, weight, bias]
         given = [each for each in inputs if each is not None]

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.elementwise.operations import BY_NAME
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide(x.dtype))
 
 
 def _dims(x: Tensor) -> list[int]:

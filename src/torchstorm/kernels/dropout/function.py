@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.dropout.op import dropout_op
-from torchstorm.kernels.elementwise.function import DTYPES, check_dtype, fastest
-from torchstorm.kernels.variants import Ladder, Variant, choose
-
-_NUMBA = find_spec("numba") is not None  # asked once: it searches folders
-_GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
+from torchstorm.kernels.elementwise.function import check_dtype, fastest
+from torchstorm.kernels.variants import Ladder, Variant, choose, is_installed
 
 VARIANTS: Ladder = (
     Variant(
@@ -22,7 +19,7 @@ VARIANTS: Ladder = (
         taught="a counter and a key make random bits: no state, so that any number's bits can be made anywhere, again",
         costs="32 bytes and more of integers for each number, in memory",
         devices=("cpu", "cuda"),
-        dtypes=DTYPES,
+        dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
@@ -36,14 +33,14 @@ VARIANTS: Ladder = (
         name="naive",
         taught="the same with a thread for each number",
         costs="makes four words and takes one: some 100 instructions a number, more than a GPU has time for",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="vectorised",
         taught="all four words of a call are used, and laid out so that each lands where its number is already",
         costs="reads and writes once; near a copy's speed",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
 )
@@ -102,5 +99,5 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 
 def _fastest(x: Tensor) -> str:
-    by_numba = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and _NUMBA
+    by_numba = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and is_installed("numba")
     return "parallel" if by_numba else fastest(x)

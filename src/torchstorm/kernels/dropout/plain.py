@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchstorm.kernels.dropout.philox import keep
+from torchstorm.kernels.dtypes import wide
 
 
 def dropout(x: Tensor, seed: Tensor, y: Tensor, p: float, scale: float, variant: str) -> None:
     """Fills y from x."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    x = x.to(wide(x.dtype))
     # A product, so that NaN and infinity that are dropped give NaN, as in PyTorch.
-    y.copy_(wide * (keep(seed, x.numel(), p).view(x.shape).to(wide.dtype) * scale))
+    y.copy_(x * (keep(seed, x.numel(), p).view(x.shape).to(x.dtype) * scale))

@@ -7,19 +7,15 @@ kernel can learn is how to ask memory for enough at a time.
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
 from torchstorm.kernels.elementwise.op import FORWARD, add_op, mul_op
-from torchstorm.kernels.variants import Ladder, Variant, choose
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_TRITON = find_spec("triton") is not None  # asked once: it searches folders
-_GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for
 
 VARIANTS: Ladder = (
     Variant(
@@ -27,7 +23,7 @@ VARIANTS: Ladder = (
         taught="the definition: PyTorch's own kernels, one operation at a time",
         costs="each operation reads and writes all of it; already near a copy's speed on a GPU",
         devices=("cpu", "cuda"),
-        dtypes=DTYPES,
+        dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
@@ -41,21 +37,21 @@ VARIANTS: Ladder = (
         name="naive",
         taught="a thread for each number: neighbours in a warp read neighbours in memory, which becomes one access",
         costs="reads and writes once, but 2 or 4 bytes a thread: too few on their way to keep memory busy",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="vectorised",
         taught="16 bytes an access and several accesses under way in each thread hide the way to memory",
         costs="reads and writes once; near a copy's speed from some megabytes on",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="persistent",
         taught="as many programs as the GPU holds, each going on by the whole grid: no program to start for each block",
         costs="as vectorised; its last round leaves some of the GPU idle, and starting programs costs little anyway",
-        dtypes=_GPU_DTYPES,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
 )
@@ -127,14 +123,13 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none", *, variant: s
 
 def check_dtype(op: str, name: str, x: Tensor) -> None:
     """Raises ShapeError where x is not floating point."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in FLOATS:
         raise ShapeError(f"{name} of {op} is {x.dtype}: it must be float32, float16, bfloat16 or float64.")
 
 
 def fastest(x: Tensor) -> str:
     """What "auto" stands for."""
-    on_gpu = x.device.type == "cuda" and x.dtype != torch.float64 and _TRITON
-    return "vectorised" if on_gpu else "torch"
+    return "vectorised" if has_triton_for(x) else "torch"
 
 
 def _activation(name: str, x: Tensor, variant: str) -> Tensor:

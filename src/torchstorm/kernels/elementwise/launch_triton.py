@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.elementwise import plain
 from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, strided_kernel, sums_kernel
 from torchstorm.kernels.elementwise.layout import Walk, same_memory, walk
@@ -23,6 +23,7 @@ from torchstorm.kernels.elementwise.operations_triton import (
     mul,
     mul_gradients,
 )
+from torchstorm.kernels.rows import num_sms, power_of_two
 
 _MOST_DIMENSIONS = 4
 _MOST_COLUMNS = 1024
@@ -50,18 +51,17 @@ class Tile:
 
 
 TILES = {"naive": Tile(), "vectorised": Tile(lane_bytes=64), "persistent": Tile(lane_bytes=64, programs=8)}
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def unary(name: str, x: Tensor, y: Tensor, variant: str) -> None:
     """Fills y."""
-    operation = (HALF_FORWARD if x.dtype in _HALF else FORWARD)[name]
+    operation = (HALF_FORWARD if x.dtype in HALVES else FORWARD)[name]
     launch(operation, (x,), (y,), variant)
 
 
 def unary_backward(name: str, dy: Tensor, x: Tensor, dx: Tensor, variant: str) -> None:
     """Fills dx."""
-    operation = (HALF_BACKWARD if x.dtype in _HALF else BACKWARD)[name]
+    operation = (HALF_BACKWARD if x.dtype in HALVES else BACKWARD)[name]
     launch(operation, (dy, x), (dx,), variant)
 
 
@@ -88,7 +88,7 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
     if found is None or found.is_flat:
         grid = -(-num // block)
         if tile.programs:
-            grid = min(grid, tile.programs * _multiprocessors(outputs[0].device))
+            grid = min(grid, tile.programs * num_sms(outputs[0]))
         flat_kernel[(grid,)](*given, num, operation, **counts, STRIDES=tile.programs > 0, BLOCK=block)
     elif len(found.sizes) > _MOST_DIMENSIONS:
         launch(operation, [torch.empty_like(outputs[0]).copy_(x) for x in inputs], outputs, variant)
@@ -96,7 +96,7 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
         i, j, rows, columns = _last_four(found.sizes, 1)
         steps = [_last_four(own, 0) for own in found.strides]
         own_outputs, own_inputs = steps[: len(outputs)], steps[len(outputs) :]
-        COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, _power_of_two(columns), block)
+        COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, power_of_two(columns), block)
         ROWS = 1 if rows == 1 else block // COLUMNS
         row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
         strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
@@ -123,7 +123,7 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
         plain.product_sum(a, b, out)
         return
     i, rows, columns, steps = plan
-    COLUMNS = min(_MOST_COLUMNS, _power_of_two(columns))
+    COLUMNS = min(_MOST_COLUMNS, power_of_two(columns))
     ROWS = _SUM_TILE // COLUMNS
     column_tiles = -(-columns // COLUMNS)
     parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
@@ -170,13 +170,3 @@ def _filled(steps: list[tuple[int, ...]], num: int) -> list[tuple[int, ...]]:
 
 def _bits(flags: Sequence[bool]) -> int:
     return sum(flag << number for number, flag in enumerate(flags))
-
-
-def _power_of_two(size: int) -> int:
-    """The least that is not below size."""
-    return 1 << (size - 1).bit_length()
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

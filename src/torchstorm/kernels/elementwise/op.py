@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.elementwise.layout import empty_result
 from torchstorm.kernels.elementwise.operations import OPERATIONS, Operation
 
@@ -69,8 +70,7 @@ def _register(operation: Operation) -> tuple[Any, Any]:
         to_dy = backward(ddx, x, ctx.variant) if ctx.needs_input_grad[0] else None
         to_x = None
         if ctx.needs_input_grad[1]:
-            wide = x if x.dtype == torch.float64 else x.float()
-            to_x = (ddx * (dy * operation.second_derivative(wide))).to(x.dtype)
+            to_x = (ddx * (dy * operation.second_derivative(x.to(wide(x.dtype))))).to(x.dtype)
         return to_dy, to_x, None
 
     forward.register_autograd(to_x, setup_context=keep_x)

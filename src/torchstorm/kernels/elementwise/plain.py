@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.elementwise.operations import BY_NAME
 
 
@@ -31,5 +32,5 @@ def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, varia
 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     """Fills out with a, or a b, summed in fp32 over the dimensions in which out has size 1 or that it lacks."""
-    wide = a.double() if a.dtype == torch.float64 else a.float()
-    out.copy_((wide if b is None else wide * b).sum_to_size(out.shape))
+    a = a.to(wide(a.dtype))
+    out.copy_((a if b is None else a * b).sum_to_size(out.shape))

@@ -8,22 +8,19 @@ and writes dz, with the bias's gradient in passing. Kept for backward: x, and z 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
 from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference
-from torchstorm.kernels.variants import Variant, choose
+from torchstorm.kernels.variants import Variant, choose, has_triton_for, is_installed
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 
-_TRITON = find_spec("triton") is not None
-_HALVES = (torch.float16, torch.bfloat16)
-_UP_TO_FP32 = (torch.float32, *_HALVES)
 
 LADDER = (
     Variant(
@@ -31,7 +28,7 @@ LADDER = (
         taught="The definition as kernels: a tile of the product a program, then the bias, then the activation. "
         "Backward: the gradient, and a program for every 128 columns that adds up the bias's.",
         costs="y is read and written twice more, and the products leave most of the tensor cores idle.",
-        dtypes=_UP_TO_FP32,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
@@ -49,7 +46,7 @@ LADDER = (
         "epilogue in halves leaves shared memory to the product. Backward: the bias's sums from the registers that "
         "hold dz.",
         costs="Rows must begin at multiples of 16 bytes.",
-        dtypes=_HALVES,
+        dtypes=HALVES,
         capability=(9, 0),
         needs=("triton",),
     ),
@@ -68,7 +65,7 @@ LADDER = (
         "bias, ReLU and, where nothing is kept, tanh GELU in its epilogue, else that kernel. z is kept before the "
         "bias, which backward adds again, so that it is written once.",
         costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
-        dtypes=_UP_TO_FP32,
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
@@ -128,10 +125,9 @@ def linear(
 
 
 def _auto(x: Tensor, weight: Tensor, activation: Activation | None) -> str:
-    if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and _TRITON:
+    if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and is_installed("triton"):
         return "mixed"
-    on_gpu = _TRITON and x.device.type == "cuda" and x.dtype != torch.float64
-    return "cublaslt" if on_gpu and activation is not None else "torch"
+    return "cublaslt" if has_triton_for(x) and activation is not None else "torch"
 
 
 def _check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -154,7 +150,7 @@ def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: str) -
     wanted = torch.float32 if chosen == "mixed" else x.dtype
     given = {"weight": weight} | ({} if bias is None else {"bias": bias})
     found = ", ".join(f"{name} {t.dtype}" for name, t in ({"x": x} | given).items())
-    if x.dtype not in (*_UP_TO_FP32, torch.float64) or any(t.dtype != wanted for t in given.values()):
+    if x.dtype not in FLOATS or any(t.dtype != wanted for t in given.values()):
         raise ShapeError(
             f"{found}: all must be of one dtype, float32, float16, bfloat16 or float64; or x in float32 or bfloat16 "
             "and the others in float32, for variant='mixed'."

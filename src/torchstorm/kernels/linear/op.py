@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.kernels.linear import plain
 from torchstorm.kernels.linear.plain import keeps
+from torchstorm.kernels.second_order import own_views
 
 BACKWARD_RUNGS = {
     "naive": "naive", "fused": "atomic-free", "persistent": "warp-reduced", "mixed": "warp-reduced",
@@ -148,11 +149,7 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     """Differentiates what `linear_backward` computes, through PyTorch's operators."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view of its own for each, so that what one of them was made from stays out of the others' gradients.
-        own: list[Any] = [
-            None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_()
-            for t in ctx.saved_tensors
-        ]
+        own = own_views(ctx.saved_tensors)
         dy, x, weight, bias = own
         first = plain.differentiable(dy, x, weight, bias, ctx.activation)
         wanted = [(t, dt) for t, dt in zip(first, grads_of_grads, strict=True) if dt is not None]

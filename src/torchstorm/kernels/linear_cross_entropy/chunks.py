@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.linear_cross_entropy.reference import wide
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
 NUM_CHUNKS = 8

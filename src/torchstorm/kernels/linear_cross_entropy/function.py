@@ -9,18 +9,14 @@ which it names as its own source; the softmax's sum and maximum in one pass, arX
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.reference import Reduction, linear_cross_entropy_reference
-from torchstorm.kernels.variants import Variant, choose
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_TRITON = find_spec("triton") is not None
+from torchstorm.kernels.variants import Variant, choose, has_triton_for
 
 LADDER = (
     Variant(
@@ -41,7 +37,7 @@ LADDER = (
         taught="The softmax as one kernel: two reads of a row, the second from L2, and one write over it give loss and "
         "gradient.",
         costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits.",
-        dtypes=(torch.float32, torch.float16, torch.bfloat16),
+        dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
 )
@@ -104,8 +100,7 @@ def linear_cross_entropy(
 
 
 def _auto(x: Tensor) -> str:
-    on_gpu = _TRITON and x.device.type == "cuda" and x.dtype != torch.float64
-    return "fused" if on_gpu else "chunked"
+    return "fused" if has_triton_for(x) else "chunked"
 
 
 def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
@@ -124,7 +119,7 @@ def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> No
             f"bias {tuple(bias.shape)}: with weight {tuple(weight.shape)} it must be ({weight.shape[0]},)."
         )
     floats = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    if x.dtype not in _DTYPES or any(t.dtype != x.dtype for t in floats.values()):
+    if x.dtype not in FLOATS or any(t.dtype != x.dtype for t in floats.values()):
         found = ", ".join(f"{name} {t.dtype}" for name, t in floats.items())
         raise ShapeError(
             f"{found}: all must be of one dtype, float32, float16, bfloat16 or float64. For master weights in float32, "

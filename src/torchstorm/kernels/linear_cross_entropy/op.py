@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ShapeError, UnsupportedError
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
-from torchstorm.kernels.linear_cross_entropy.reference import wide
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

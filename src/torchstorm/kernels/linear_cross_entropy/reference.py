@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchstorm.kernels.dtypes import wide
+
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -35,8 +37,3 @@ def linear_cross_entropy_reference(
         logits, target.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
     return loss.view(target.shape) if reduction == "none" else loss
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What the softmax and the loss are computed in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

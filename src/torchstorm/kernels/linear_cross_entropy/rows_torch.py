@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchstorm.kernels.linear_cross_entropy.reference import wide
+from torchstorm.kernels.dtypes import wide
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.dtypes import FLOATS
 from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.matmul.op import matmul_op
 from torchstorm.kernels.variants import choose
 
 PYTORCHS = ("torch", "cublas")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def _by_pytorch(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check(a: Tensor, b: Tensor) -> None:
-    if a.dtype not in DTYPES or b.dtype != a.dtype:
+    if a.dtype not in FLOATS or b.dtype != a.dtype:
         raise ShapeError(
             f"a is {a.dtype}, b {b.dtype}: both must be of one dtype, float32, float16, bfloat16 or float64. Convert "
             "them with .to(dtype)."

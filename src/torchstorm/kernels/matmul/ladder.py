@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.dtypes import HALVES, UP_TO_FP32
 from torchstorm.kernels.matmul.headers import CUTLASS_NEEDS
 from torchstorm.kernels.variants import Ladder, Variant
-
-_ANY_GPU = (torch.float32, torch.float16, torch.bfloat16)
-_HALVES = (torch.float16, torch.bfloat16)
 
 MATMUL: Ladder = (
     Variant(
@@ -23,7 +19,7 @@ MATMUL: Ladder = (
         name="naive",
         taught="One thread, one result: M N threads hide how long memory takes, but each fetches a row and a column.",
         costs="2 M N K operations and 2 M N K reads, of which caches serve most.",
-        dtypes=_ANY_GPU,
+        dtypes=UP_TO_FP32,
         needs=nvrtc.NEEDS,
     ),
     Variant(
@@ -47,14 +43,14 @@ MATMUL: Ladder = (
         name="tiled",
         taught="A block's threads share what they read: a tile in shared memory serves 32 results for each read.",
         costs="2 M N K / 32 reads from memory; two from shared memory for every multiply-add, which limit it.",
-        dtypes=_ANY_GPU,
+        dtypes=UP_TO_FP32,
         needs=nvrtc.NEEDS,
     ),
     Variant(
         name="vectorised",
         taught="Reads of 16 bytes; with a's tile turned, two of them bring what sixteen multiply-adds need.",
         costs="2 M N K / 64 reads from memory, an eighth of a read from shared memory for each multiply-add.",
-        dtypes=_ANY_GPU,
+        dtypes=UP_TO_FP32,
         needs=nvrtc.NEEDS,
     ),
     Variant(
@@ -63,7 +59,7 @@ MATMUL: Ladder = (
         "multiply-adds; and two buffers, so that memory's answer arrives while the tile before is multiplied.",
         costs="2 M N K / 128 reads from memory, 128 registers a thread, 17 KiB of shared memory a block; rounds up to "
         "128 x 128 results.",
-        dtypes=_ANY_GPU,
+        dtypes=UP_TO_FP32,
         needs=nvrtc.NEEDS,
     ),
     Variant(
@@ -72,7 +68,7 @@ MATMUL: Ladder = (
         "are exchanged so that no bank is met twice, and cp.async fills four tiles ahead past the registers.",
         costs="fp16 and bf16 with sums in fp32; float32 as tf32, 10 bits of fraction, where "
         "torch.set_float32_matmul_precision allows it. 64 KiB of shared memory a block.",
-        dtypes=_ANY_GPU,
+        dtypes=UP_TO_FP32,
         needs=nvrtc.NEEDS,
     ),
     Variant(
@@ -81,7 +77,7 @@ MATMUL: Ladder = (
         "parameters of it; 64 x 64 results a warp and tiles of 128 x 256, as NVIDIA found best.",
         costs="Seconds to compile at first use, 144 KiB of shared memory a block; strides and sizes of whole 16 bytes, "
         "or else it runs as tensor-cores.",
-        dtypes=_HALVES,
+        dtypes=HALVES,
         needs=(*nvrtc.NEEDS, *CUTLASS_NEEDS),
     ),
     Variant(
@@ -90,7 +86,7 @@ MATMUL: Ladder = (
         "asks the copy engine for tiles (TMA), two blocks share b's; blocks stay and take tile after tile.",
         costs="One block with 226 KiB of shared memory on each multiprocessor; strides of whole 16 bytes, or else "
         "it runs as tensor-cores. Rounds up to 256 x 256 results.",
-        dtypes=_HALVES,
+        dtypes=HALVES,
         capability=(9, 0),
         needs=nvrtc.NEEDS,
     ),

@@ -17,6 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.matmul.batches import batches_of
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 256
@@ -123,10 +124,10 @@ _LOOPS: dict[str, Callable[[Any, Any, Any], None]] = {"naive": naive, "blocked":
 def matmul_cpu(name: str, a: Tensor, b: Tensor) -> Tensor:
     """a (..., M, K) @ b (..., K, N), of the same batch sizes, by a function of this file."""
     c = a.new_empty((*a.shape[:-1], b.shape[-1]))
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    a, b = a.detach().to(wide), b.detach().to(wide)
-    result = c if c.dtype == wide else c.new_empty(c.shape, dtype=wide)
-    loops = _compiled(name, wide)
+    dtype = wide(a.dtype)
+    a, b = a.detach().to(dtype), b.detach().to(dtype)
+    result = c if c.dtype == dtype else c.new_empty(c.shape, dtype=dtype)
+    loops = _compiled(name, dtype)
     for arrays in _in_three_dimensions(a, b, result):
         if name == "parallel":
             before = numba.get_num_threads()

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchstorm.kernels.matmul.batches import Batches, batches_of
 from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
 from torchstorm.kernels.nvrtc import Source, TensorMap, launch, tensor_map
+from torchstorm.kernels.rows import num_sms
 
 TILE_M = 128
 TILE_K = 64
@@ -138,7 +139,7 @@ def matmul_wgmma(a: Tensor, b: Tensor, config: Config = CONFIG) -> Tensor:  # pr
     c = a.new_empty((*a.shape[:-1], N))
     a_along_k, b_along_k = bool(along_k_of(a, -2, -1)), bool(along_k_of(b, -1, -2))
     source = config.source(a.dtype, a_along_k, b_along_k)
-    num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    sms = num_sms(a)
     for batches in batches_of(a, b):
         count = batches.count
         tiles = -(-M // (TILE_M * config.cluster)) * -(-N // config.tile_n) * count
@@ -153,7 +154,7 @@ def matmul_wgmma(a: Tensor, b: Tensor, config: Config = CONFIG) -> Tensor:  # pr
         ]
         shared = [int(step != 0) for steps in (batches.a_strides, batches.b_strides) for step in reversed(steps)]
         problem = WgmmaProblem(M, N, K, batches.sizes[1], count, *shared)
-        grid = (min(num_sms // config.cluster, tiles) * config.cluster, 1, 1)
+        grid = (min(sms // config.cluster, tiles) * config.cluster, 1, 1)
         threads = (_CONSUMERS + 1) * _WARPGROUP
         launch(source, *maps, problem, grid=grid, threads=threads, device=a.device)
     return c

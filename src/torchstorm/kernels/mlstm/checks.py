@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.dtypes import FLOATS
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_gate(gate: str) -> None:
@@ -20,7 +19,7 @@ def check_gate(gate: str) -> None:
 
 def check_together(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
     """One dtype and one device; the gates may be in float32, where they are often computed."""
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+    if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ShapeError(
             f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: all three must be of one dtype, float32, float16, bfloat16 or "
             "float64. Convert them with .to(dtype)."

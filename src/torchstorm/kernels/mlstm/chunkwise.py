@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.chunks import CHUNKS_PER_GROUP, Rows, backward_rows, compute_dtype, forward_rows, rounded
 from torchstorm.kernels.mlstm.maximum import maximum_backward
 from torchstorm.kernels.mlstm.reference import Gate, packed_offsets
@@ -53,7 +54,7 @@ def forward(
         torch.cat(part, dim=dim) for part, dim in zip(zip(*parts, strict=True), (2, 0, 0, 2), strict=True)
     )
     states = F.pad(states, (0, 0, 0, 0, 0, _num_groups(q_BHSK.shape[2], cu_seqlens, L) - states.shape[2]))
-    C_NHKW, m_NH = C_NHKW.to(_state_dtype(q_BHSK)), m_NH.to(_state_dtype(q_BHSK))
+    C_NHKW, m_NH = C_NHKW.to(wide(q_BHSK.dtype)), m_NH.to(wide(q_BHSK.dtype))
     C, n = (C_NHKW, torch.zeros_like(C_NHKW[..., 0])) if gate == "sigmoid" else _apart(C_NHKW)
     return h_BHSV, C, n, m_NH, *_nothing(q_BHSK), states
 
@@ -115,7 +116,7 @@ def backward(
     dq, dk, dv, dlog_i, dlog_f, dC0_NHKW, dm0_NH, along_NH = (
         torch.cat(part, dim=dim) for part, dim in zip(zip(*parts, strict=True), (2, 2, 2, 2, 2, 0, 0, 0), strict=True)
     )
-    dC0_NHKW = dC0_NHKW.to(_state_dtype(q_BHSK))
+    dC0_NHKW = dC0_NHKW.to(wide(q_BHSK.dtype))
     df_BHS = dlog_f * torch.sigmoid(-f_BHS.double())
     if gate == "sigmoid":
         di_BHS, dC0, dn0, dm0_NH = dlog_i * torch.sigmoid(-i_BHS.double()), dC0_NHKW, n.new_zeros(n.shape), m.double()
@@ -133,7 +134,7 @@ def backward(
         rounded(df_BHS, f_BHS.dtype),
         dC0,
         dn0,
-        dm0_NH.to(_state_dtype(q_BHSK)),
+        dm0_NH.to(wide(q_BHSK.dtype)),
     )
 
 
@@ -154,10 +155,6 @@ def differentiable(
     return forward(q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS, C0, n0, m0, cu_seqlens, chunk, gate)[:4]
 
 
-def _state_dtype(q_BHSK: Tensor) -> torch.dtype:
-    return torch.float64 if q_BHSK.dtype == torch.float64 else torch.float32
-
-
 def _apart(C_NHKW: Tensor) -> tuple[Tensor, Tensor]:
     # Copies: what an operator returns may not share memory.
     C_NHKV, n_NHK = (
@@ -167,7 +164,7 @@ def _apart(C_NHKW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nothing(q_BHSK: Tensor) -> tuple[Tensor, Tensor]:
-    return q_BHSK.new_empty((0,), dtype=_state_dtype(q_BHSK)), q_BHSK.new_empty((0,), dtype=_state_dtype(q_BHSK))
+    return q_BHSK.new_empty((0,), dtype=wide(q_BHSK.dtype)), q_BHSK.new_empty((0,), dtype=wide(q_BHSK.dtype))
 
 
 def _num_groups(num_tokens: int, cu_seqlens: Tensor | None, L: int) -> int:

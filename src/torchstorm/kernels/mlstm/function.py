@@ -14,19 +14,19 @@ Source: arXiv 2405.04517 and 2503.14376.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.op import IMPLEMENTATIONS, mlstm_forward
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, mlstm_reference
+from torchstorm.kernels.variants import has_triton_for
 
 VARIANTS = ("recurrent", "quadratic", *IMPLEMENTATIONS)
-_TRITON = find_spec("triton") is not None
 
 
 @overload
@@ -100,10 +100,10 @@ def mlstm(
     check_gate(gate)
     check_together(q, k, v, i, f)
     chosen = _choose(variant, chunk, q)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     if initial_state is not None:
         check_state(initial_state, q, v, num_rows)
-        initial_state = MLSTMState(*(x.to(wide) for x in initial_state))
+        initial_state = MLSTMState(*(x.to(dtype) for x in initial_state))
     if chosen in IMPLEMENTATIONS:
         C0, n0, m0 = initial_state or (None, None, None)
         if gate == "sigmoid":
@@ -112,9 +112,9 @@ def mlstm(
         state = MLSTMState(C, n, m)
     else:
         form = cast("Literal['recurrent', 'quadratic']", chosen)
-        q, k, i, f = q.to(wide), k.to(wide), i.to(wide), f.to(wide)
+        q, k, i, f = q.to(dtype), k.to(dtype), i.to(dtype), f.to(dtype)
         with torch.autocast(q.device.type, enabled=False):
-            given = q, k, v.to(wide), i, f, initial_state
+            given = q, k, v.to(dtype), i, f, initial_state
             h, state = mlstm_reference(*given, cu_seqlens=cu_seqlens, gate=gate, form=form)
         h = h.to(v.dtype)
     return (h, state) if return_state else h
@@ -147,8 +147,7 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, cu_seqle
 
 def _choose(variant: str, chunk: int | None, q: Tensor) -> str:
     if variant == "auto":
-        by_triton = _TRITON and q.device.type == "cuda" and q.dtype != torch.float64
-        variant = "triton-chunkwise" if by_triton else "chunkwise"
+        variant = "triton-chunkwise" if has_triton_for(q) else "chunkwise"
     if variant not in VARIANTS:
         raise ConfigError(f"variant={variant!r}, but mlstm has {', '.join(map(repr, VARIANTS))} and 'auto'.")
     if variant.startswith("triton") and q.device.type != "cuda":

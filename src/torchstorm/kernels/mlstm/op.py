@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm import chunkwise
+from torchstorm.kernels.second_order import own_views
 
 IMPLEMENTATIONS = {
     "chunkwise": "torchstorm.kernels.mlstm.chunkwise",
@@ -149,7 +151,7 @@ def _implementation(variant: str) -> Any:
 
 
 def _wide_empty(like: Tensor, size: tuple[int, ...]) -> Tensor:
-    return like.new_empty(size, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
+    return like.new_empty(size, dtype=wide(like.dtype))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -186,10 +188,7 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     *tensors, cu_seqlens = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view of its own for each, so that what one of them was made from stays out of the others' gradients.
-        own: list[Any] = [
-            None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors
-        ]
+        own = own_views(tensors)
         grads, inputs = own[:_NUM_OUTPUTS], own[_NUM_OUTPUTS:]
         q, k, v, i, f, C0, n0, m0 = inputs
         outputs = chunkwise.differentiable(q, k, v, i, f, C0, n0, m0, cu_seqlens, ctx.chunk, ctx.gate)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, advance, zero_state
 
@@ -48,12 +49,12 @@ def mlstm_step(
         )
     check_gate(gate)
     check_together(q, k, v, i, f)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     if state is None:
-        state = zero_state(q, v, wide)
+        state = zero_state(q, v, dtype)
     else:
         check_state(state, q, v, q.shape[0])
-        state = MLSTMState(*(x.to(wide) for x in state))
+        state = MLSTMState(*(x.to(dtype) for x in state))
     with torch.autocast(q.device.type, enabled=False):
-        h, after = advance(q.to(wide), k.to(wide), v.to(wide), i.to(wide), f.to(wide), state, gate)
+        h, after = advance(q.to(dtype), k.to(dtype), v.to(dtype), i.to(dtype), f.to(dtype), state, gate)
     return h.to(v.dtype), after

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.norms.op import norm_forward
 from torchstorm.kernels.rows import check_rows
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
-_HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = ("triton",)
 
 NORMS: Ladder = (
@@ -44,7 +44,7 @@ NORMS: Ladder = (
         name="naive",
         taught="a norm is a few sums over a row; dw is sums over a column, with one program a column block",
         costs="forward reads x three times (RMSNorm twice), backward x and dy three times; few programs add up dw",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -52,21 +52,21 @@ NORMS: Ladder = (
         taught="mean and variance in one pass, by Welford; the second pass comes from L2, when no more rows are under "
         "way than fit there; dw in two stages: sums over spans of rows, then over spans",
         costs="forward reads x once from memory, and once from L2; backward x and dy once more for dw; any length",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
         name="fused",
         taught="a row that stays in registers is read once, and its variance is that of what is left of it",
         costs="forward reads x once; backward x and dy twice, for dx and for dw; rows that fit into registers",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
         name="persistent",
         taught="programs that stay: weights are loaded once, and dw is summed up beside dx, with one read of x and dy",
         costs="reads everything once; (programs, N) numbers of partial sums; registers for rows and sums",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -74,7 +74,7 @@ NORMS: Ladder = (
         taught="long rows, backward: parts of rows are summed up, and a few megabytes later taken again from L2, for "
         "dx and dw, by programs of the same launch that wait for nothing but those before them",
         costs="reads everything once from memory and once from L2; a counter of turns; forward is online's",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -88,7 +88,7 @@ NORMS: Ladder = (
         taught="on a CPU a row lies in the cache of its core: any number of passes read memory once; dw by spans' sums",
         costs="reads x once; fp16 and bf16 are converted to fp32 and back",
         devices=("cpu",),
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=("numba",),
     ),
 )

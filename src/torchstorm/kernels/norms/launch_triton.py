@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchstorm.kernels.norms import backward_triton, forward_triton
 from torchstorm.kernels.norms.split_triton import split_kernel
-from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_sms, num_walkers, power_of_two
+from torchstorm.kernels.rows import (
+    Tile,
+    as_rows,
+    check_columns,
+    grid_of,
+    holds,
+    loop_tile,
+    num_sms,
+    num_walkers,
+    power_of_two,
+    tile_options,
+)
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
@@ -111,9 +121,9 @@ def forward(
     tile = tile or forward_tile(variant, x_MN)
     mean, rstd = (x.new_empty((m,), dtype=torch.float32) for m in (M if centred else 0, M))
     kernel = getattr(forward_triton, f"{variant}_forward_kernel")
-    kernel[_grid(x_MN, tile)](
+    kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, mean, rstd, M, N, x_MN.stride(0), eps, CENTRED=centred,
-        **_options(variant, tile),
+        **tile_options(variant, tile),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -145,8 +155,8 @@ def backward(
             parts = _persistent(*given, centred, needed, tile)
         else:
             kernel = getattr(backward_triton, f"{variant}_dx_kernel")
-            kernel[_grid(x_MN, tile)](
-                *given, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred, **_options(variant, tile)
+            kernel[grid_of(x_MN, tile)](
+                *given, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred, **tile_options(variant, tile)
             )
             parts = _columns(*given, centred, needed, in_spans=variant != "naive")
     return dx, *_totals(*parts, x_MN, needed, dtype)
@@ -167,9 +177,9 @@ def _persistent(
     tile: Tile,
 ) -> Parts:
     parts = _new_parts(num_walkers(x_MN, tile), x_MN, needed)
-    backward_triton.persistent_kernel[_grid(x_MN, tile)](
+    backward_triton.persistent_kernel[grid_of(x_MN, tile)](
         dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
-        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **_options("persistent", tile),
+        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **tile_options("persistent", tile),
     )  # fmt: skip
     return parts
 
@@ -243,17 +253,6 @@ def _totals(
             parts_w, parts_b, dw, db, parts.shape[0], N, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
         )
     return dw, db
-
-
-def _grid(x_MN: Tensor, tile: Tile) -> tuple[int]:
-    return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
-
-
-def _options(variant: str, tile: Tile) -> dict[str, Any]:
-    options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
-    if variant == "persistent":
-        options |= {"ROWS": tile.rows, "STAGES": tile.stages}
-    return options
 
 
 def _vector(p: Tensor | None) -> Tensor | None:

@@ -6,15 +6,15 @@ The backward operator has a gradient too, through PyTorch's own operations.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.norms.reference import gradients, norm_gradients, statistics
-
-_TRITON = find_spec("triton") is not None
+from torchstorm.kernels.second_order import own_views
+from torchstorm.kernels.variants import has_triton_for
 
 
 @torch.library.custom_op("torchstorm::norm_forward", mutates_args=())
@@ -105,18 +105,13 @@ def num_rows(x: Tensor) -> int:
 
 def wide_empty(x: Tensor, size: int) -> Tensor:
     """A vector in fp32, fp64 for fp64, not filled."""
-    return x.new_empty((size,), dtype=wide(x))
-
-
-def wide(x: Tensor) -> torch.dtype:
-    """What statistics of x are in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((size,), dtype=wide(x.dtype))
 
 
 def _resolve(variant: str, x: Tensor, *, backward: bool) -> str:
     if variant != "auto":
         return variant
-    if not _TRITON or x.device.type != "cuda" or x.dtype == torch.float64:
+    if not has_triton_for(x):
         return "torch"
     from torchstorm.kernels.norms import launch_triton  # pragma: gpu
 
@@ -130,7 +125,7 @@ def _torch_forward(
     if not x.numel():
         return x.new_empty(x.shape), wide_empty(x, M if centred else 0).fill_(0), wide_empty(x, M).fill_(0)
     if not centred:
-        x_hat, _, rstd = statistics(x.to(wide(x)), eps, centred=False)
+        x_hat, _, rstd = statistics(x.to(wide(x.dtype)), eps, centred=False)
         y = x_hat if weight is None else x_hat * weight
         return y.to(x.dtype).contiguous(), wide_empty(x, 0), rstd.reshape(M)
     # PyTorch rounds a mean to fp16 or bf16 on a CPU, and takes no weight in fp32 beside such an x on a GPU.
@@ -163,7 +158,7 @@ def _torch_backward(
             weight.to(inner), [True, needs_weight, needs_bias],
         )  # fmt: skip
     else:
-        dy_MN, x_MN = (t.reshape(-1, N).to(wide(x)) for t in (dy, x))
+        dy_MN, x_MN = (t.reshape(-1, N).to(wide(x.dtype)) for t in (dy, x))
         left = x_MN - mean[:, None] if centred else x_MN
         g = dy_MN if weight is None else dy_MN * weight
         dx, dweight, dbias = gradients(dy_MN, g, left * rstd[:, None], rstd[:, None], centred=centred)
@@ -174,7 +169,7 @@ def _torch_backward(
 
 def _inner_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
     alike = x.is_cuda and all(p is None or p.dtype == x.dtype for p in (weight, bias))
-    return x.dtype if alike else wide(x)
+    return x.dtype if alike else wide(x.dtype)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -207,10 +202,7 @@ def _second_backward(
     tensors = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-        # A view of its own for each, so that what one of them was made from stays out of the others' gradients.
-        own: list[Any] = [
-            None if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
-        ]
+        own = own_views(tensors)
         dy, x, weight = own
         first = norm_gradients(dy, x, weight, ctx.eps, centred=ctx.centred)
         has_weight = ctx.needs_weight and weight is not None

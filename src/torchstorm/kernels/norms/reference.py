@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchstorm.kernels.dtypes import wide
+
 
 def layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Over the last dimension, in x's dtype."""
@@ -39,10 +41,10 @@ def norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, *, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias in dtypes of at least fp32, by formulas that autograd sees."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    dy, x = dy.to(wide), x.to(wide)
+    dtype = wide(x.dtype)
+    dy, x = dy.to(dtype), x.to(dtype)
     x_hat, _, rstd = statistics(x, eps, centred=centred)
-    g = dy if weight is None else dy * weight.to(wide)
+    g = dy if weight is None else dy * weight.to(dtype)
     return gradients(dy, g, x_hat, rstd, centred=centred)
 
 

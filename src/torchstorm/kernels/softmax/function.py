@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.rows import check_rows
 from torchstorm.kernels.softmax.op import softmax_forward
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
-_HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
 _TRITON = ("triton",)
 
 SOFTMAX: Ladder = (
@@ -34,7 +34,7 @@ SOFTMAX: Ladder = (
         name="naive",
         taught="a softmax is a maximum, a sum and a division: three passes over a row, each as wide as it can load",
         costs="reads x three times and writes y once; a row that stays in L2 makes that less bad than it sounds",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -42,7 +42,7 @@ SOFTMAX: Ladder = (
         taught="maximum and sum in one pass: when a larger number turns up, the sum so far is scaled down; and the "
         "second pass comes from L2, when no more rows are under way than fit there",
         costs="reads x twice, once from memory; two exponentials an element; rows of any length",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -50,14 +50,14 @@ SOFTMAX: Ladder = (
         taught="a row that stays in registers is read once",
         costs="reads x once, writes y once; a row must fit into the registers of an SM, and short rows start "
         "more programs than there is work for",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
         name="persistent",
         taught="programs that stay and walk over the rows, several at once, with the next ones already on their way",
         costs="as fused; shared memory for the rows on their way",
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),
     Variant(
@@ -71,7 +71,7 @@ SOFTMAX: Ladder = (
         taught="on a CPU a row lies in the cache of its core: three passes read memory once; one thread a span of rows",
         costs="reads x once; fp16 and bf16 are converted to fp32 and back",
         devices=("cpu",),
-        dtypes=_HALF_OR_FLOAT,
+        dtypes=UP_TO_FP32,
         needs=("numba",),
     ),
 )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.rows import Tile, as_rows, check_columns, holds, loop_tile, num_walkers, power_of_two
+from torchstorm.kernels.rows import (
+    Tile,
+    as_rows,
+    check_columns,
+    grid_of,
+    holds,
+    loop_tile,
+    power_of_two,
+    tile_options,
+)
 from torchstorm.kernels.softmax import softmax_triton as kernels
 
 
@@ -43,7 +50,7 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
     seen, where = _mask_rows(mask, x)
     M, N = x_MN.shape
     kernel = getattr(kernels, f"{variant}_forward_kernel")
-    kernel[_grid(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **_options(variant, tile))
+    kernel[grid_of(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **tile_options(variant, tile))
     return y
 
 
@@ -54,19 +61,10 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str
     seen, where = _mask_rows(mask if log else None, y)
     M, N = dy_MN.shape
     kernel = getattr(kernels, f"{variant}_backward_kernel")
-    kernel[_grid(dy_MN, tile)](dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **_options(variant, tile))
+    kernel[grid_of(dy_MN, tile)](
+        dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **tile_options(variant, tile)
+    )
     return dx
-
-
-def _grid(x_MN: Tensor, tile: Tile) -> tuple[int]:
-    return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
-
-
-def _options(variant: str, tile: Tile) -> dict[str, Any]:
-    options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
-    if variant == "persistent":
-        options |= {"ROWS": tile.rows, "STAGES": tile.stages}
-    return options
 
 
 def _mask_rows(mask: Tensor | None, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:

@@ -6,15 +6,14 @@ The backward operator has a gradient too, through PyTorch's own operations.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_gradient, softmax_reference
-
-_TRITON = find_spec("triton") is not None
+from torchstorm.kernels.variants import has_triton_for
 
 
 @torch.library.custom_op("torchstorm::softmax_forward", mutates_args=())
@@ -74,7 +73,7 @@ def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Te
 def _resolve(variant: str, x: Tensor) -> str:
     if variant != "auto":
         return variant
-    if not _TRITON or x.device.type != "cuda" or x.dtype == torch.float64:
+    if not has_triton_for(x):
         return "torch"
     from torchstorm.kernels.softmax import launch_triton  # pragma: gpu
 
@@ -100,8 +99,7 @@ def _second_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     dy, y, mask = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
-        # A view of its own for each, so that what one of them was made from stays out of the other's gradient.
-        dy, y = (x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in (dy, y))
+        dy, y = own_views((dy, y))
         dx = softmax_gradient(dy, y, mask, ctx.log)
         d_dy, d_y = torch.autograd.grad(dx, (dy, y), ddx.to(dx.dtype), create_graph=further)
     return d_dy, d_y, None, None, None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import wide
+
 
 def softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Over the last dimension; 0 where the mask is False."""
@@ -22,8 +24,8 @@ def log_softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def softmax_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
     """dx of softmax's output y, or of log-softmax's; in fp32 where dy is fp16 or bf16. Autograd sees every step."""
-    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
-    dy, y = dy.to(wide), y.to(wide)
+    dtype = wide(y.dtype)
+    dy, y = dy.to(dtype), y.to(dtype)
     if not log:
         return y * (dy - (dy * y).sum(-1, keepdim=True))
     seen = dy if mask is None else dy.masked_fill(~mask, 0.0)
