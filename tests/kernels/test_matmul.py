@@ -262,7 +262,7 @@ def test_every_name_is_listed_once_and_says_what_it_taught() -> None:
 
 def test_without_numba_its_variants_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # By its full name: in the package the same name is the function that lists them.
-    monkeypatch.setattr(sys.modules["torchstorm.kernels.variants"], "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules["torchstorm.kernels.variants"]._found, "numba", False)
     a, b = draw(((3, 4), (4, 5)), torch.float32)
     with pytest.raises(DeviceError, match=r"it needs numba, which is not installed. Here there are 'torch' and 'auto'"):
         matmul(a, b, variant="parallel")
