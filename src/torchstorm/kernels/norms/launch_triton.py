@@ -51,12 +51,11 @@ class SplitTile:
 
 def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
     """The variant that "auto" means for rows of N on a GPU."""
-    in_registers = holds("persistent", N, dtype)
-    if backward:
-        return "persistent" if in_registers else "split"
-    if N <= 2048:
+    if backward and holds("persistent", N, dtype):
         return "persistent"
-    return "fused" if in_registers else "online"
+    if holds("fused", N, dtype):
+        return "fused"
+    return "naive" if backward else "online"
 
 
 def forward_tile(variant: str, x_MN: Tensor) -> Tile:

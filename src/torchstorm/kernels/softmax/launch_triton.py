@@ -18,11 +18,11 @@ from torchstorm.kernels.rows import (
 from torchstorm.kernels.softmax import softmax_triton as kernels
 
 
-def fastest(N: int, dtype: torch.dtype) -> str:
+def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
     """The variant that "auto" means for rows of N on a GPU."""
-    if N <= 2048:
-        return "persistent"
-    return "fused" if holds("persistent", N, dtype) else "online"
+    if holds("fused", N, dtype):
+        return "fused"
+    return "naive" if backward else "online"
 
 
 def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
