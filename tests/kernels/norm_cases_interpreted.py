@@ -8,7 +8,7 @@ from typing import Any
 from kernels.interpreting import interpreted
 from torchstorm.kernels import variants
 
-TRITON = [name for name in variants("layer_norm") if name not in ("torch", "parallel")]
+TRITON = [name for name in variants("layer_norm") if name not in ("cluster", "torch", "parallel")]
 
 
 def _case(op: str, variant: str, shape: tuple[int, ...], dtype: str = "float32", **options: Any) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def test_variants_are_listed_and_auto_is_pytorch_on_a_cpu() -> None:
     inputs = draw("layer_norm", (4, 9))
     found = layer_norm(inputs["x"], inputs["weight"], inputs["bias"], eps=EPS)
     assert torch.equal(found, reference("layer_norm", inputs))
-    assert variants("rms_norm") == ("naive", "online", "fused", "persistent", "split", "torch", "parallel")
+    assert variants("rms_norm") == ("naive", "online", "fused", "persistent", "split", "cluster", "torch", "parallel")
 
 
 def test_errors_say_what_was_asked_and_what_there_is() -> None:

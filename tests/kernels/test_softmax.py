@@ -162,7 +162,7 @@ def test_autocast_reaches_nothing_inside(variant: str) -> None:
 def test_the_cpu_and_auto_are_the_definition() -> None:
     x, mask = torch.randn(4, 9), torch.rand(4, 9) > 0.5
     assert torch.equal(softmax(x, mask=mask), softmax_reference(x, mask))
-    assert variants("softmax") == ("naive", "online", "fused", "persistent", "torch", "parallel")
+    assert variants("softmax") == ("naive", "online", "fused", "persistent", "cluster", "torch", "parallel")
 
 
 def test_errors_say_what_was_asked_and_what_there_is() -> None:

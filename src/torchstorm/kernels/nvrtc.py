@@ -162,6 +162,51 @@ def launch(  # pragma: gpu
         _call("cuLaunchKernel", function, *sizes, stream, places, None, what=f"{source.kernel}, grid {grid}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint * 7),  # of the grid and of a block, and dynamic shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+_CLUSTER_ATTRIBUTE = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_num_clusters: dict[tuple[Source, int], int] = {}
+
+
+def num_clusters(source: Source, *, cluster: int, threads: int, device: torch.device) -> int:  # pragma: gpu
+    """How many clusters of `cluster` blocks run at a time on a GPU that does nothing else.
+
+    Raises:
+        KernelError: the kernel does not compile, or no such cluster fits.
+    """
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+        found = _num_clusters.get((source, index))
+        if found is not None:
+            return found
+        function = _function(source, index)
+        attribute = _Attribute(id=_CLUSTER_ATTRIBUTE)
+        attribute.value[:3] = cluster, 1, 1
+        config = _LaunchConfig(attributes=ctypes.pointer(attribute), num_attributes=1)
+        config.sizes[:] = cluster, 1, 1, threads, 1, 1, source.shared_bytes
+        count = ctypes.c_int()
+        what = f"{source.kernel}: clusters of {cluster} blocks of {threads} threads and {source.shared_bytes} bytes"
+        _call("cuOccupancyMaxActiveClusters", ctypes.byref(count), function, ctypes.byref(config), what=what)
+    if count.value < 1:
+        raise KernelError(f"{what}: not one fits on {device}.")
+    return _num_clusters.setdefault((source, index), count.value)
+
+
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 TENSOR_MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType

@@ -11,8 +11,11 @@ from torch import Tensor
 from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.dtypes import FLOATS
 
-MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10}
-"""Of variants that hold rows in registers as wholes; "persistent" has sums beside them."""
+MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10, "cluster": 256 << 10}
+"""Of variants that hold rows as wholes: in registers, where "persistent" has sums beside them, or in shared memory."""
+
+COPY_BYTES = 16
+"""Rows of "cluster" are multiples of it: bulk copies are."""
 
 _SMS_ELSEWHERE = 4  # where there is no GPU, as in Triton's interpreter: few, so that loops over rows run
 _L2_BYTES_ELSEWHERE = 40 << 20
@@ -56,6 +59,9 @@ def as_rows(x: Tensor) -> Tensor:
 
 def holds(variant: str, N: int, dtype: torch.dtype) -> bool:
     """Whether a variant takes rows of N numbers."""
+    if variant == "cluster":
+        row_bytes = N * dtype.itemsize
+        return row_bytes % COPY_BYTES == 0 and row_bytes <= MOST_ROW_BYTES[variant]
     return power_of_two(N) * dtype.itemsize <= MOST_ROW_BYTES.get(variant, power_of_two(N) * dtype.itemsize)
 
 
@@ -63,6 +69,11 @@ def check_columns(variant: str, x_MN: Tensor) -> int:
     """N; raises ConfigError where such rows are too long for the variant."""
     N, dtype = x_MN.shape[1], x_MN.dtype
     if not holds(variant, N, dtype):
+        if N * dtype.itemsize <= MOST_ROW_BYTES[variant]:
+            raise ConfigError(
+                f"variant={variant!r} takes rows of whole {COPY_BYTES} bytes, and these have {N} numbers of {dtype}: "
+                "use variant='online', or 'auto'."
+            )
         raise ConfigError(
             f"variant={variant!r} holds rows of up to {MOST_ROW_BYTES[variant] // dtype.itemsize} numbers of {dtype}, "
             f"and these have {N}: use variant='online', or 'auto'."

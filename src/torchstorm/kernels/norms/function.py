@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels import nvrtc
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.norms.op import norm_forward
 from torchstorm.kernels.rows import check_rows
@@ -76,6 +77,17 @@ NORMS: Ladder = (
         costs="reads everything once from memory and once from L2; a counter of turns; forward is online's",
         dtypes=UP_TO_FP32,
         needs=_TRITON,
+    ),
+    Variant(
+        name="cluster",
+        taught="a row too long for one SM is spread over several: blocks of a cluster fetch a slice each, rows "
+        "ahead, into shared memory, and send each other sums, while they finish the row before; dw lies in all their "
+        "registers",
+        costs="reads everything once; (clusters, N) numbers of partial sums; rows of whole 16 bytes, at most 256 KB; "
+        "CUDA C++ for Hopper",
+        dtypes=UP_TO_FP32,
+        capability=(9, 0),
+        needs=(*_TRITON, *nvrtc.NEEDS),
     ),
     Variant(
         name="torch",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchstorm.kernels.norms import backward_triton, forward_triton
 from torchstorm.kernels.norms.split_triton import split_kernel
+from torchstorm.kernels.row_clusters import launch_cuda as clusters
 from torchstorm.kernels.rows import (
     Tile,
     as_rows,
@@ -49,8 +50,14 @@ class SplitTile:
     stages: int = 1
 
 
-def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
-    """The variant that "auto" means for rows of N on a GPU."""
+_ONE_BLOCK_BYTES = {False: 16 << 10, True: 16 << 10}  # of rows that one block is the fastest for; longer: clusters
+
+
+def fastest(x: Tensor, *, backward: bool) -> str:
+    """The variant that "auto" means for the rows of x on a GPU."""
+    N, dtype = x.shape[-1], x.dtype
+    if N * dtype.itemsize > _ONE_BLOCK_BYTES[backward] and holds("cluster", N, dtype) and clusters.has_clusters(x):
+        return "cluster"
     if backward and holds("persistent", N, dtype):
         return "persistent"
     if holds("fused", N, dtype):
@@ -117,8 +124,12 @@ def forward(
     x_MN, y = as_rows(x), x.new_empty(x.shape)
     M, N = x_MN.shape
     variant = "online" if variant == "split" else variant
-    tile = tile or forward_tile(variant, x_MN)
     mean, rstd = (x.new_empty((m,), dtype=torch.float32) for m in (M if centred else 0, M))
+    if variant == "cluster":
+        check_columns(variant, x_MN)
+        clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
+        return y, mean, rstd
+    tile = tile or forward_tile(variant, x_MN)
     kernel = getattr(forward_triton, f"{variant}_forward_kernel")
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, mean, rstd, M, N, x_MN.stride(0), eps, CENTRED=centred,
@@ -144,7 +155,11 @@ def backward(
     dy_MN, x_MN, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
     given = dy_MN, x_MN, _vector(weight), dx, mean, rstd
     needed = needs_weight, needs_bias
-    if variant == "split":
+    parts: Parts
+    if variant == "cluster":
+        check_columns(variant, x_MN)
+        parts = clusters.backward(_op(centred), *given[:2], dx, weight=weight, mean=mean, rstd=rstd, sums=needed)
+    elif variant == "split":
         assert tile is None or isinstance(tile, SplitTile)
         parts = _split(*given, centred, needed, tile or split_tile(x_MN))
     else:
@@ -252,6 +267,10 @@ def _totals(
             parts_w, parts_b, dw, db, parts.shape[0], N, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
         )
     return dw, db
+
+
+def _op(centred: bool) -> str:
+    return "layer_norm" if centred else "rms_norm"
 
 
 def _vector(p: Tensor | None) -> Tensor | None:

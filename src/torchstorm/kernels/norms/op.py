@@ -115,7 +115,7 @@ def _resolve(variant: str, x: Tensor, *, backward: bool) -> str:
         return "torch"
     from torchstorm.kernels.norms import launch_triton  # pragma: gpu
 
-    return launch_triton.fastest(x.shape[-1], x.dtype, backward=backward)  # pragma: gpu
+    return launch_triton.fastest(x, backward=backward)  # pragma: gpu
 
 
 def _torch_forward(

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels import nvrtc
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.rows import check_rows
 from torchstorm.kernels.softmax.op import softmax_forward
@@ -59,6 +60,15 @@ SOFTMAX: Ladder = (
         costs="as fused; shared memory for the rows on their way",
         dtypes=UP_TO_FP32,
         needs=_TRITON,
+    ),
+    Variant(
+        name="cluster",
+        taught="a row too long for one SM is spread over several: blocks of a cluster fetch a slice each, rows "
+        "ahead, into shared memory, and send each other maxima and sums, while they finish the row before",
+        costs="reads x once, writes y once; rows of whole 16 bytes, at most 256 KB; no mask; CUDA C++ for Hopper",
+        dtypes=UP_TO_FP32,
+        capability=(9, 0),
+        needs=(*_TRITON, *nvrtc.NEEDS),
     ),
     Variant(
         name="torch",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm.errors import ConfigError
+from torchstorm.kernels.row_clusters import launch_cuda as clusters
 from torchstorm.kernels.rows import (
     Tile,
     as_rows,
@@ -18,11 +20,18 @@ from torchstorm.kernels.rows import (
 from torchstorm.kernels.softmax import softmax_triton as kernels
 
 
-def fastest(N: int, dtype: torch.dtype, *, backward: bool) -> str:
-    """The variant that "auto" means for rows of N on a GPU."""
+def fastest(x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
+    """The variant that "auto" means for the rows of x on a GPU."""
+    N, dtype = x.shape[-1], x.dtype
+    if mask is None and N * dtype.itemsize > _FUSED_BYTES[backward] and holds("cluster", N, dtype):
+        if clusters.has_clusters(x):
+            return "cluster"
     if holds("fused", N, dtype):
         return "fused"
     return "naive" if backward else "online"
+
+
+_FUSED_BYTES = {False: 16 << 10, True: 64 << 10}  # of rows that "fused" is the fastest for; longer ones want clusters
 
 
 def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
@@ -46,6 +55,10 @@ def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
 def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
     """y, of x that is not empty."""
     x_MN, y = as_rows(x), x.new_empty(x.shape)
+    if variant == "cluster":
+        _check_cluster(x_MN, mask)
+        clusters.forward(_op(log), x_MN, y)
+        return y
     tile = tile or tile_for(variant, x_MN, num_inputs=1)
     seen, where = _mask_rows(mask, x)
     M, N = x_MN.shape
@@ -57,6 +70,10 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
 def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
     """dx, of y that is not empty and contiguous."""
     dy_MN, dx = as_rows(dy), y.new_empty(y.shape)
+    if variant == "cluster":
+        _check_cluster(dy_MN, mask if log else None)
+        clusters.backward(_op(log), dy_MN, as_rows(y), dx)
+        return dx
     tile = tile or tile_for(variant, dy_MN, num_inputs=2)
     seen, where = _mask_rows(mask if log else None, y)
     M, N = dy_MN.shape
@@ -65,6 +82,16 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str
         dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **tile_options(variant, tile)
     )
     return dx
+
+
+def _op(log: bool) -> str:
+    return "log_softmax" if log else "softmax"
+
+
+def _check_cluster(x_MN: Tensor, mask: Tensor | None) -> None:
+    check_columns("cluster", x_MN)
+    if mask is not None:
+        raise ConfigError("variant='cluster' takes no mask: use variant='online', or 'auto'.")
 
 
 def _mask_rows(mask: Tensor | None, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:

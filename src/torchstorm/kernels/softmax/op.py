@@ -19,7 +19,7 @@ from torchstorm.kernels.variants import has_triton_for
 @torch.library.custom_op("torchstorm::softmax_forward", mutates_args=())
 def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """y (..., N), contiguous."""
-    chosen = _resolve(variant, x, backward=False)
+    chosen = _resolve(variant, x, mask, backward=False)
     if chosen == "torch" or not x.numel():
         with torch.autocast(x.device.type, enabled=False):
             y = (log_softmax_reference if log else softmax_reference)(x, mask)
@@ -42,7 +42,7 @@ def _(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
 @torch.library.custom_op("torchstorm::softmax_backward", mutates_args=())
 def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """dx (..., N), contiguous. The mask counts for log-softmax alone."""
-    chosen = _resolve(variant, y, backward=True)
+    chosen = _resolve(variant, y, mask if log else None, backward=True)
     if chosen == "torch" or not y.numel():
         return _torch_gradient(dy, y, mask, log)
     if chosen == "parallel":
@@ -70,14 +70,14 @@ def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Te
     return dx.masked_fill(~mask, 0.0).contiguous()
 
 
-def _resolve(variant: str, x: Tensor, *, backward: bool) -> str:
+def _resolve(variant: str, x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
     if variant != "auto":
         return variant
     if not has_triton_for(x):
         return "torch"
     from torchstorm.kernels.softmax import launch_triton  # pragma: gpu
 
-    return launch_triton.fastest(x.shape[-1], x.dtype, backward=backward)  # pragma: gpu
+    return launch_triton.fastest(x, mask, backward=backward)  # pragma: gpu
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,0 +1,207 @@
+"""Launches of the kernels whose rows lie spread over clusters of blocks: what is compiled, grids, and shared memory.
+
+Rows come by bulk copies, which take whole, aligned 16 bytes: `rows.holds` knows of their length; rows that begin
+elsewhere are copied first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.nvrtc import NEEDS, Source, launch, num_clusters
+from torchstorm.kernels.variants import is_installed
+
+OPS = {"softmax": 0, "log_softmax": 1, "layer_norm": 2, "rms_norm": 3}
+"""The macro OP by operation."""
+
+_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FOLDER = Path(__file__).parent
+_CHUNK_BYTES = 16
+_SLOTS = 4
+_SM_SHARED_BYTES = 228 << 10
+_RESERVED_BYTES = 1 << 10  # of each block, by CUDA
+_MOST_STAGES = 8
+_SLICE_CHUNKS = 1024
+"""Of a block, if a cluster of at most 8 can have so few: 16 KB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How rows are divided, and what may be tuned.
+
+    Attributes:
+        cluster: blocks that share a row: 1, 2, 4 or 8.
+        warps: of a block, that compute; one more fetches.
+        chunks: of 16 bytes that a thread has of a row.
+        stages: rows in a block's ring.
+        per_sm: blocks that each SM has room for.
+    """
+
+    cluster: int
+    warps: int
+    chunks: int
+    stages: int
+    per_sm: int
+
+    def shared_bytes(self, num_inputs: int) -> int:
+        """Of a block: `Shared` of rows.cuh."""
+        ring = self.stages * num_inputs * self.warps * 32 * self.chunks * _CHUNK_BYTES
+        pairs = _SLOTS * self.cluster * self.warps * 8
+        return ring + self.stages * _CHUNK_BYTES + pairs + (2 * self.stages + _SLOTS) * 8
+
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.warps + 1) * 32
+
+
+class Rows(ctypes.Structure):
+    """`Rows` of rows.cuh."""
+
+    _fields_ = (
+        ("inputs", ctypes.c_void_p * 2),
+        ("row_bytes", ctypes.c_longlong * 2),
+        ("output", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("M", "N")),
+    )
+
+
+def has_clusters(x: Tensor) -> bool:
+    """Whether these kernels run where x is."""
+    if not x.is_cuda or not all(map(is_installed, NEEDS)):
+        return False
+    return (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)  # pragma: gpu
+
+
+def config_for(N: int, dtype: torch.dtype, num_inputs: int) -> Config:
+    """Slices of 16 KB, or those of eight blocks, and as many in the ring as fit beside another block."""
+    row_chunks = N * dtype.itemsize // _CHUNK_BYTES
+    cluster = next((size for size in (1, 2, 4) if -(-row_chunks // size) <= _SLICE_CHUNKS), 8)
+    own = -(-row_chunks // cluster)
+    warps, per_sm = (8, 2) if own <= _SLICE_CHUNKS and num_inputs == 1 else (16, 1)
+    return deepened(cluster, warps, -(-own // (warps * 32)), per_sm, num_inputs)
+
+
+def deepened(cluster: int, warps: int, chunks: int, per_sm: int, num_inputs: int) -> Config:
+    """With as many stages as fit."""
+    fitting = [
+        config
+        for stages in range(3, _MOST_STAGES + 1)
+        for config in [Config(cluster=cluster, warps=warps, chunks=chunks, stages=stages, per_sm=per_sm)]
+        if (config.shared_bytes(num_inputs) + _RESERVED_BYTES) * per_sm <= _SM_SHARED_BYTES
+    ]
+    return fitting[-1]
+
+
+def source(
+    op: str, dtype: torch.dtype, param_dtype: torch.dtype, config: Config, sums: tuple[bool, bool] | None = None
+) -> Source:
+    """The source with its macros; backward where `sums` says which of dw and db are wanted."""
+    num_inputs = 1 if sums is None else 2
+    shared_bytes = config.shared_bytes(num_inputs)
+    kernel = "forward" if sums is None else "backward"
+    return Source(
+        kernel=f"rows_{kernel}",
+        files=tuple(_FOLDER / file for file in ("hopper.cuh", "rows.cuh", f"{kernel}.cu")),
+        defines=(
+            *(("OP", OPS[op]), ("ELEMENT", _FORMATS[dtype]), ("PARAM", _FORMATS[param_dtype])),
+            *(("CLUSTER", config.cluster), ("WARPS", config.warps), ("CHUNKS", config.chunks)),
+            *(("STAGES", config.stages), ("PER_SM", config.per_sm), ("SHARED_BYTES", shared_bytes)),
+            *(("INPUTS", num_inputs), ("HAS_HEAD", int(op == "layer_norm" and sums is None))),
+            *(() if sums is None else (("SUM_W", int(sums[0])), ("SUM_B", int(sums[1])))),
+        ),
+        shared_bytes=shared_bytes,
+    )
+
+
+def forward(  # pragma: gpu
+    op: str,
+    x_MN: Tensor,
+    y: Tensor,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    eps: float = 0.0,
+    config: Config | None = None,
+) -> None:
+    """Writes y (M, N), of norms also mean and rstd (M,). `rows.holds` must have agreed to "cluster"."""
+    config = config or config_for(x_MN.shape[1], x_MN.dtype, 1)
+    weight, bias = aligned_vector(weight), aligned_vector(bias)
+    rows, kept = _rows((x_MN,), y)
+    code = source(op, x_MN.dtype, _param_dtype(x_MN, weight, bias), config)
+    pointers = [_pointer(t) for t in (weight, bias, mean, rstd)]
+    grid = (_num_clusters(code, config, x_MN) * config.cluster, 1, 1)
+    launch(code, rows, *pointers, ctypes.c_float(eps), grid=grid, threads=config.threads(), device=x_MN.device)
+    del kept  # a copy that the kernel reads may go now: the allocator keeps to the stream's order
+
+
+def backward(  # pragma: gpu
+    op: str,
+    dy_MN: Tensor,
+    x_MN: Tensor,
+    dx: Tensor,
+    *,
+    weight: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    sums: tuple[bool, bool] = (False, False),
+    config: Config | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Writes dx (M, N); returns partial sums of dw and db (clusters, N) in fp32, None where they are not wanted."""
+    config = config or config_for(x_MN.shape[1], x_MN.dtype, 2)
+    weight = aligned_vector(weight)
+    rows, kept = _rows((dy_MN, x_MN), dx)
+    code = source(op, x_MN.dtype, _param_dtype(x_MN, weight, None), config, sums)
+    count = _num_clusters(code, config, x_MN)
+    parts_w, parts_b = (
+        x_MN.new_empty((count, x_MN.shape[1]), dtype=torch.float32) if wanted else None for wanted in sums
+    )
+    pointers = [_pointer(t) for t in (weight, mean, rstd, parts_w, parts_b)]
+    grid = (count * config.cluster, 1, 1)
+    launch(code, rows, *pointers, grid=grid, threads=config.threads(), device=x_MN.device)
+    del kept
+    return parts_w, parts_b
+
+
+def aligned_rows(x_MN: Tensor) -> Tensor:
+    """With rows that begin at multiples of 16 bytes; a copy where they do not."""
+    begins = x_MN.data_ptr() % _CHUNK_BYTES == 0
+    spaced = x_MN.shape[0] == 1 or x_MN.stride(0) * x_MN.element_size() % _CHUNK_BYTES == 0
+    return x_MN if begins and spaced else x_MN.clone(memory_format=torch.contiguous_format)
+
+
+def aligned_vector(p: Tensor | None) -> Tensor | None:
+    """Without gaps, at a multiple of 16 bytes; a copy where it is not."""
+    if p is None:
+        return None
+    p = p.contiguous()
+    return p if p.data_ptr() % _CHUNK_BYTES == 0 else p.clone()
+
+
+def _rows(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Rows, list[Tensor]]:  # pragma: gpu
+    kept = [aligned_rows(x_MN) for x_MN in inputs]
+    rows = Rows(output=output.data_ptr(), M=kept[0].shape[0], N=kept[0].shape[1])
+    for i, x_MN in enumerate(kept):
+        rows.inputs[i] = x_MN.data_ptr()
+        rows.row_bytes[i] = x_MN.stride(0) * x_MN.element_size()
+    return rows, kept
+
+
+def _num_clusters(code: Source, config: Config, x_MN: Tensor) -> int:  # pragma: gpu
+    """As many as run at a time, or one for each row."""
+    most = num_clusters(code, cluster=config.cluster, threads=config.threads(), device=x_MN.device)
+    return min(x_MN.shape[0], most)
+
+
+def _param_dtype(x_MN: Tensor, *params: Tensor | None) -> torch.dtype:
+    return next((p.dtype for p in params if p is not None), x_MN.dtype)
+
+
+def _pointer(t: Tensor | None) -> ctypes.c_void_p:  # pragma: gpu
+    return ctypes.c_void_p(None if t is None else t.data_ptr())
