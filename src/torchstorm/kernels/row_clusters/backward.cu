@@ -12,6 +12,7 @@ struct Backward {
     const Slice& slice;
     const float* mean_M;
     const float* rstd_M;
+    float share;  // 1 / N
     Vector w;
     float sums_w[SUM_W ? CHUNKS : 1][WIDTH], sums_b[SUM_B ? CHUNKS : 1][WIDTH];
     float2 before, now, next;  // mean and rstd of three rows
@@ -61,8 +62,8 @@ struct Backward {
         float first = 0.0f, second = 0.0f;
         each_pair(pairs, [&](float2 pair, int) { first += pair.x, second += pair.y; });
         first = warp_sum(first);
-        if constexpr (OP == 2) second = warp_sum(second) / rows.N;
-        if constexpr (OP >= 2) first /= rows.N;
+        if constexpr (OP == 2) second = warp_sum(second) * share;
+        if constexpr (OP >= 2) first *= share;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)
             if (slice.has(i)) {
@@ -101,7 +102,7 @@ rows_backward(
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Slice slice(rows);
-    Backward job{shared, rows, slice, mean_M, rstd_M};
+    Backward job{shared, rows, slice, mean_M, rstd_M, 1.0f / rows.N};
     if constexpr (OP >= 2) job.w.load(w, ONES, slice);
 #pragma unroll
     for (int j = 0; j < WIDTH; ++j) {

@@ -35,8 +35,12 @@ __device__ __forceinline__ void barrier_arrive(unsigned long long* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(place_of(barrier)) : "memory");
 }
 
+// A launch without clusters knows no instructions for them.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    if constexpr (CLUSTER == 1)
+        __syncthreads();
+    else
+        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Copies whole 16 bytes to shared memory; they count at the barrier.
@@ -73,6 +77,23 @@ __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Of two pairs of halves; numbers rather than NaN.
+template <int FORMAT>
+__device__ __forceinline__ unsigned larger_pair(unsigned x, unsigned y) {
+    unsigned larger;
+    if constexpr (FORMAT == 1)
+        asm("max.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(x), "r"(y));
+    else
+        asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(x), "r"(y));
+    return larger;
 }
 
 template <int FORMAT>

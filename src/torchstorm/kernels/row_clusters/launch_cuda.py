@@ -54,6 +54,11 @@ class Config:
         pairs = _SLOTS * self.cluster * self.warps * 8
         return ring + self.stages * _CHUNK_BYTES + pairs + (2 * self.stages + _SLOTS) * 8
 
+    @property
+    def row_bytes(self) -> int:
+        """The longest row."""
+        return self.cluster * self.warps * 32 * self.chunks * _CHUNK_BYTES
+
     def threads(self) -> int:
         """Of a block."""
         return (self.warps + 1) * 32
@@ -98,9 +103,14 @@ def deepened(cluster: int, warps: int, chunks: int, per_sm: int, num_inputs: int
 
 
 def source(
-    op: str, dtype: torch.dtype, param_dtype: torch.dtype, config: Config, sums: tuple[bool, bool] | None = None
+    op: str,
+    N: int,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    config: Config,
+    sums: tuple[bool, bool] | None = None,
 ) -> Source:
-    """The source with its macros; backward where `sums` says which of dw and db are wanted."""
+    """The source with its macros, for rows of N; backward where `sums` says which of dw and db are wanted."""
     num_inputs = 1 if sums is None else 2
     shared_bytes = config.shared_bytes(num_inputs)
     kernel = "forward" if sums is None else "backward"
@@ -111,6 +121,7 @@ def source(
             *(("OP", OPS[op]), ("ELEMENT", _FORMATS[dtype]), ("PARAM", _FORMATS[param_dtype])),
             *(("CLUSTER", config.cluster), ("WARPS", config.warps), ("CHUNKS", config.chunks)),
             *(("STAGES", config.stages), ("PER_SM", config.per_sm), ("SHARED_BYTES", shared_bytes)),
+            ("FULL", int(N * dtype.itemsize == config.row_bytes)),
             *(("INPUTS", num_inputs), ("HAS_HEAD", int(op == "layer_norm" and sums is None))),
             *(() if sums is None else (("SUM_W", int(sums[0])), ("SUM_B", int(sums[1])))),
         ),
@@ -134,7 +145,7 @@ def forward(  # pragma: gpu
     config = config or config_for(x_MN.shape[1], x_MN.dtype, 1)
     weight, bias = aligned_vector(weight), aligned_vector(bias)
     rows, kept = _rows((x_MN,), y)
-    code = source(op, x_MN.dtype, _param_dtype(x_MN, weight, bias), config)
+    code = source(op, x_MN.shape[1], x_MN.dtype, _param_dtype(x_MN, weight, bias), config)
     pointers = [_pointer(t) for t in (weight, bias, mean, rstd)]
     grid = (_num_clusters(code, config, x_MN) * config.cluster, 1, 1)
     launch(code, rows, *pointers, ctypes.c_float(eps), grid=grid, threads=config.threads(), device=x_MN.device)
@@ -157,7 +168,7 @@ def backward(  # pragma: gpu
     config = config or config_for(x_MN.shape[1], x_MN.dtype, 2)
     weight = aligned_vector(weight)
     rows, kept = _rows((dy_MN, x_MN), dx)
-    code = source(op, x_MN.dtype, _param_dtype(x_MN, weight, None), config, sums)
+    code = source(op, x_MN.shape[1], x_MN.dtype, _param_dtype(x_MN, weight, None), config, sums)
     count = _num_clusters(code, config, x_MN)
     parts_w, parts_b = (
         x_MN.new_empty((count, x_MN.shape[1]), dtype=torch.float32) if wanted else None for wanted in sums

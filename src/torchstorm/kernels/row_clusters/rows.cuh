@@ -1,5 +1,5 @@
 // How a cluster of blocks goes over rows, whatever it computes of them. Each block has a slice of the columns, each thread
-// always the same ones. One warp's first lane fetches slices of coming rows into a ring in shared memory, STAGES of them;
+// always the same ones; where rows are so long that all have as many (FULL), there is nothing to ask. One warp's first lane fetches slices of coming rows into a ring in shared memory, STAGES of them;
 // the others sum up a row, send their warp's pair of sums to every block of the cluster, and then, while those are on
 // their way, finish the row before: all pairs are there, the row is still in the ring.
 //
@@ -42,16 +42,17 @@ struct Slice {
     static __device__ __forceinline__ int chunks_of(int rank, int N) {
         return max(0, min(per_block(N), N / WIDTH - rank * per_block(N)));
     }
-    // How many numbers of a row one warp of one block has.
-    static __device__ __forceinline__ int count(int rank, int warp, int N) {
+    // How many numbers of a row `threads` threads of a block have, from one on.
+    static __device__ __forceinline__ int count(int rank, int thread, int threads, int N) {
+        if (FULL) return CHUNKS * threads * WIDTH;
         int chunks = 0;
-        for (int i = 0; i < CHUNKS; ++i) chunks += max(0, min(32, chunks_of(rank, N) - i * THREADS - warp * 32));
+        for (int i = 0; i < CHUNKS; ++i) chunks += max(0, min(threads, chunks_of(rank, N) - i * THREADS - thread));
         return chunks * WIDTH;
     }
     __device__ __forceinline__ long long row(int step) const { return cluster + (long long)step * num_clusters; }
     // Where this thread's i-th chunk is in the slice, and whether there is one.
     __device__ __forceinline__ int place(int i) const { return i * THREADS + threadIdx.x; }
-    __device__ __forceinline__ bool has(int i) const { return place(i) < chunks; }
+    __device__ __forceinline__ bool has(int i) const { return FULL || place(i) < chunks; }
     __device__ __forceinline__ uint4* output(const Rows& rows, int step, int i) const {
         return (uint4*)rows.output + row(step) * (rows.N / WIDTH) + first + place(i);
     }
@@ -115,7 +116,8 @@ struct Vector {
 #pragma unroll
             for (int j = 0; j < PER_CHUNK; ++j) {
                 held[i][j] = make_uint4(instead, instead, instead, instead);
-                if (vector && slice.has(i)) held[i][j] = vector[(slice.first + slice.place(i)) * PER_CHUNK + j];
+                if (vector && threadIdx.x < THREADS && slice.has(i))
+                    held[i][j] = vector[(slice.first + slice.place(i)) * PER_CHUNK + j];
             }
     }
     __device__ __forceinline__ void get(int i, float* x) const {
@@ -135,7 +137,7 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
             barrier_init(&shared.full[stage], 1);
             barrier_init(&shared.empty[stage], WARPS);
         }
-        for (int slot = 0; slot < SLOTS; ++slot) barrier_init(&shared.exchanged[slot], 1);
+        for (int slot = 0; slot < SLOTS; ++slot) barrier_init(&shared.exchanged[slot], CLUSTER == 1 ? WARPS : 1);
         barriers_begin();
     }
     cluster_sync();
@@ -166,9 +168,14 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
                 barrier_wait(&shared.full[stage], parity);
                 const float2 pair = job.sums(stage);
                 const int slot = step % SLOTS;
-                if (threadIdx.x == 0) barrier_expect(&shared.exchanged[slot], PAIRS * 8);
-                if (lane < CLUSTER)
-                    send(&shared.pairs[slot][slice.rank * WARPS + warp], &shared.exchanged[slot], lane, pair);
+                unsigned long long* exchanged = &shared.exchanged[slot];
+                float2* to = &shared.pairs[slot][slice.rank * WARPS + warp];
+                if constexpr (CLUSTER == 1) {
+                    if (lane == 0) *to = pair, barrier_arrive(exchanged);
+                } else {
+                    if (threadIdx.x == 0) barrier_expect(exchanged, PAIRS * 8);
+                    if (lane < CLUSTER) send(to, exchanged, lane, pair);
+                }
             }
             if (step > 0) {
                 const int slot = (step - 1) % SLOTS;

@@ -1,0 +1,117 @@
+"""Rows spread over clusters of blocks: what is compiled for sm_90a without a GPU, how rows are divided, what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.core")
+from torchstorm.errors import ConfigError
+from torchstorm.kernels import nvrtc
+from torchstorm.kernels.nvrtc import compile_source
+from torchstorm.kernels.row_clusters.launch_cuda import (
+    OPS,
+    Config,
+    Rows,
+    aligned_rows,
+    aligned_vector,
+    config_for,
+    has_clusters,
+    source,
+)
+from torchstorm.kernels.rows import check_columns, holds
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SM_SHARED_BYTES, RESERVED_BYTES, MOST_SHARED_BYTES = 228 << 10, 1 << 10, 227 << 10
+# Bytes that spill, where rows of 256 KB leave 64 sums of dw and db a thread.
+SPILLED = {("layer_norm", 131072, BF16): 256, ("rms_norm", 131072, BF16): 64}
+
+
+def _sums(op: str) -> tuple[bool, bool]:
+    return op.endswith("norm"), op == "layer_norm"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_compile_without_warnings_and_do_not_spill(op: str, backward: bool) -> None:
+    cases = [(65536, BF16, BF16), (65536, FP32, FP32), (16384, BF16, BF16), (1000, FP16, FP32)]
+    if op.endswith("norm"):
+        cases += [(32768, BF16, FP32), (131072, BF16, BF16)]
+    for N, dtype, param_dtype in cases:
+        config = config_for(N, dtype, 1 + backward)
+        log = compile_source(source(op, N, dtype, param_dtype, config, _sums(op) if backward else None), "sm_90a").log
+        print(config, log)
+        assert not re.search("warning|performance|ignored", log, re.IGNORECASE), log
+        registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+        assert registers is not None, log
+        assert spilled is not None, log
+        assert int(spilled[1]) <= (SPILLED.get((op, N, dtype), 0) if backward else 0), (N, dtype, param_dtype)
+        # Registers come in eights, for warps, of which each quarter of an SM has a quarter, rounded up.
+        warps = -(-config.threads() // 32 * config.per_sm // 4)
+        assert -(-int(registers[1]) // 8) * 8 * 32 * warps <= 16384, (N, dtype, param_dtype)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_every_row_that_is_held_has_room(dtype: torch.dtype, num_inputs: int) -> None:
+    lengths = [8, 40, 1000, 4096, 5000, 8192, 8200, 12288, 16384, 20000, 32768, 32776, 50000, 65536, 100000, 131072]
+    for N in lengths:
+        if not holds("cluster", N, dtype):
+            continue
+        config, row_chunks = config_for(N, dtype, num_inputs), N * dtype.itemsize // 16
+        assert config.row_bytes >= 16 * row_chunks
+        assert row_chunks - (config.cluster - 1) * -(-row_chunks // config.cluster) > 0, "a block without columns"
+        assert config.stages >= 3
+        assert config.shared_bytes(num_inputs) <= MOST_SHARED_BYTES
+        assert (config.shared_bytes(num_inputs) + RESERVED_BYTES) * config.per_sm <= SM_SHARED_BYTES
+        full = ("FULL", 1) in source("softmax", N, dtype, dtype, config).defines
+        assert full == (config.row_bytes == N * dtype.itemsize)
+
+
+def test_rows_that_cannot_be_copied_whole_or_are_too_long_are_told() -> None:
+    assert holds("cluster", 1000, BF16)
+    assert holds("cluster", 131072, FP16)
+    assert not holds("cluster", 131072, FP32)
+    with pytest.raises(ConfigError, match=r"whole 16 bytes, and these have 333 numbers of torch.float32: use variant="):
+        check_columns("cluster", torch.zeros(2, 333))
+    with pytest.raises(ConfigError, match=r"rows of up to 65536 numbers of torch.float32, and these have 65540"):
+        check_columns("cluster", torch.zeros(2, 65540))
+    assert not has_clusters(torch.zeros(2, 8))
+
+
+def test_rows_and_vectors_that_begin_elsewhere_are_copied() -> None:
+    x = torch.randn(6, 24)
+    for view in (x[:, 2:10], x.as_strided((5, 8), (26, 1)), x.as_strided((1, 8), (26, 1), 3)):
+        copied = aligned_rows(view)
+        assert torch.equal(copied, view)
+        assert copied.data_ptr() % 16 == 0
+        assert copied.stride() == (8, 1)
+    for view in (x, x[:, 4:12], x[::2], x.as_strided((1, 8), (26, 1))):
+        assert aligned_rows(view) is view
+    assert aligned_vector(None) is None
+    assert aligned_vector(x[0]) is not None
+    for vector in (x[0, 1:9], x[:, 0]):
+        made = aligned_vector(vector)
+        assert made is not None
+        assert torch.equal(made, vector)
+        assert made.data_ptr() % 16 == 0
+
+
+def test_structures_have_the_layout_that_the_sources_and_the_driver_declare() -> None:
+    assert (ctypes.sizeof(Rows), Rows.output.offset, Rows.M.offset) == (48, 32, 40)
+    assert (ctypes.sizeof(nvrtc._Attribute), nvrtc._Attribute.value.offset) == (72, 8)
+    config = nvrtc._LaunchConfig
+    assert (config.stream.offset, config.attributes.offset, config.num_attributes.offset) == (32, 40, 48)
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    assert attribute == nvrtc._CLUSTER_ATTRIBUTE
+
+
+def test_shared_memory_is_what_the_source_lays_out() -> None:
+    """The source asserts it; a launch that has another number does not compile."""
+    config = Config(cluster=2, warps=4, chunks=1, stages=3, per_sm=1)
+    assert config.shared_bytes(2) == 3 * 2 * 4 * 32 * 16 + 3 * 16 + 4 * 2 * 4 * 8 + (2 * 3 + 4) * 8
