@@ -50,13 +50,11 @@ class SplitTile:
     stages: int = 1
 
 
-_ONE_BLOCK_BYTES = {False: 16 << 10, True: 16 << 10}  # of rows that one block is the fastest for; longer: clusters
-
-
-def fastest(x: Tensor, *, backward: bool) -> str:
+def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    if N * dtype.itemsize > _ONE_BLOCK_BYTES[backward] and holds("cluster", N, dtype) and clusters.has_clusters(x):
+    program_bytes = (8 if backward else 16 if centred else 32) << 10  # of rows that a Triton program is as fast for
+    if N * dtype.itemsize > program_bytes and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
     if backward and holds("persistent", N, dtype):
         return "persistent"
@@ -78,7 +76,7 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
     if variant == "online":
         return loop_tile(x_MN, num_inputs=1)
     if variant == "fused":
-        return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
+        return Tile(block=block, num_warps=max(1, min(16, block // 1024)))
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 512))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)

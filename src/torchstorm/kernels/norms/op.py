@@ -22,7 +22,7 @@ def norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (..., N) in x's dtype, mean (M,), which is empty unless centred, and rstd (M,), in fp32 or fp64."""
-    chosen = _resolve(variant, x, backward=False)
+    chosen = _resolve(variant, x, centred, backward=False)
     with torch.autocast(x.device.type, enabled=False):
         if chosen == "torch" or not x.numel():
             return _torch_forward(x, weight, bias, eps, centred)
@@ -59,7 +59,7 @@ def norm_backward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx (..., N) in x's dtype, dweight and dbias (N,) in `dtype`; those that are not needed are empty."""
-    chosen = _resolve(variant, x, backward=True)
+    chosen = _resolve(variant, x, centred, backward=True)
     needs_weight = needs_weight and weight is not None
     with torch.autocast(x.device.type, enabled=False):
         given = dy, x, weight, mean, rstd, centred, needs_weight, needs_bias, dtype
@@ -108,14 +108,14 @@ def wide_empty(x: Tensor, size: int) -> Tensor:
     return x.new_empty((size,), dtype=wide(x.dtype))
 
 
-def _resolve(variant: str, x: Tensor, *, backward: bool) -> str:
+def _resolve(variant: str, x: Tensor, centred: bool, *, backward: bool) -> str:
     if variant != "auto":
         return variant
     if not has_triton_for(x):
         return "torch"
     from torchstorm.kernels.norms import launch_triton  # pragma: gpu
 
-    return launch_triton.fastest(x, backward=backward)  # pragma: gpu
+    return launch_triton.fastest(x, centred=centred, backward=backward)  # pragma: gpu
 
 
 def _torch_forward(

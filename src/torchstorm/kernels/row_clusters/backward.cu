@@ -10,6 +10,7 @@ struct Backward {
     Shared& shared;
     const Rows& rows;
     const Slice& slice;
+    const uint4* w_N;
     const float* mean_M;
     const float* rstd_M;
     float share;  // 1 / N
@@ -20,6 +21,19 @@ struct Backward {
     __device__ __forceinline__ float2 statistics(int step) const {
         if (OP < 2 || step >= slice.steps) return make_float2(0.0f, 0.0f);
         return make_float2(OP == 2 ? mean_M[slice.row(step)] : 0.0f, rstd_M[slice.row(step)]);
+    }
+
+    __device__ __forceinline__ void start() {
+        share = 1.0f / rows.N;
+        if constexpr (OP >= 2) w.load(w_N, ONES, slice);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) {
+#pragma unroll
+            for (int i = 0; i < (SUM_W ? CHUNKS : 1); ++i) sums_w[i][j] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < (SUM_B ? CHUNKS : 1); ++i) sums_b[i][j] = 0.0f;
+        }
+        next = statistics(0);
     }
 
     __device__ __forceinline__ void turn(int step) { before = now, now = next, next = statistics(step + 1); }
@@ -102,16 +116,7 @@ rows_backward(
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Slice slice(rows);
-    Backward job{shared, rows, slice, mean_M, rstd_M, 1.0f / rows.N};
-    if constexpr (OP >= 2) job.w.load(w, ONES, slice);
-#pragma unroll
-    for (int j = 0; j < WIDTH; ++j) {
-#pragma unroll
-        for (int i = 0; i < (SUM_W ? CHUNKS : 1); ++i) job.sums_w[i][j] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < (SUM_B ? CHUNKS : 1); ++i) job.sums_b[i][j] = 0.0f;
-    }
-    job.next = job.statistics(0);
+    Backward job{shared, rows, slice, w, mean_M, rstd_M};
     walk(job, shared, rows, slice);
     if (threadIdx.x < THREADS) {
         if constexpr (SUM_W) job.write_sums(parts_w, job.sums_w);

@@ -29,6 +29,8 @@ struct Forward {
     Shared& shared;
     const Rows& rows;
     const Slice& slice;
+    const uint4* w_N;
+    const uint4* b_N;
     float* mean_M;
     float* rstd_M;
     float eps;
@@ -36,6 +38,21 @@ struct Forward {
     float share;                          // 1 / N
     Count own, warp;                      // numbers that this thread and its warp have
     Count others[(PAIRS + 31) / 32];      // and the warps whose pairs this lane reads
+
+    __device__ __forceinline__ void start() {
+        share = 1.0f / rows.N;
+        if constexpr (OP >= 2) w.load(w_N, ONES, slice);
+        if constexpr (OP == 2) {
+            b.load(b_N, 0, slice);
+            own.set(Slice::count(slice.rank, threadIdx.x, 1, rows.N));
+            warp.set(Slice::count(slice.rank, threadIdx.x / 32 * 32, 32, rows.N));
+#pragma unroll
+            for (int i = 0; i < (PAIRS + 31) / 32; ++i) {
+                const int number = i * 32 + threadIdx.x % 32;
+                others[i].set(number < PAIRS ? Slice::count(number / WARPS, number % WARPS * 32, 32, rows.N) : 0);
+            }
+        }
+    }
 
     __device__ __forceinline__ void turn(int) {}
 
@@ -176,19 +193,6 @@ rows_forward(const Rows rows, const uint4* w, const uint4* b, float* mean_M, flo
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const Slice slice(rows);
-    Forward job{shared, rows, slice, mean_M, rstd_M, eps};
-    if constexpr (OP >= 2) job.w.load(w, ONES, slice);
-    job.share = 1.0f / rows.N;
-    if constexpr (OP == 2) {
-        job.b.load(b, 0, slice);
-        const int first = threadIdx.x / 32 * 32;
-        job.own.set(Slice::count(slice.rank, threadIdx.x, 1, rows.N));
-        job.warp.set(Slice::count(slice.rank, first, 32, rows.N));
-#pragma unroll
-        for (int i = 0; i < (PAIRS + 31) / 32; ++i) {
-            const int number = i * 32 + threadIdx.x % 32;
-            job.others[i].set(number < PAIRS ? Slice::count(number / WARPS, number % WARPS * 32, 32, rows.N) : 0);
-        }
-    }
+    Forward job{shared, rows, slice, w, b, mean_M, rstd_M, eps};
     walk(job, shared, rows, slice);
 }

@@ -26,8 +26,7 @@ _SLOTS = 4
 _SM_SHARED_BYTES = 228 << 10
 _RESERVED_BYTES = 1 << 10  # of each block, by CUDA
 _MOST_STAGES = 8
-_SLICE_CHUNKS = 1024
-"""Of a block, if a cluster of at most 8 can have so few: 16 KB."""
+_MOST_BLOCKS = 8  # of a cluster, on every GPU that has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +39,7 @@ class Config:
         chunks: of 16 bytes that a thread has of a row.
         stages: rows in a block's ring.
         per_sm: blocks that each SM has room for.
+        rows: of a cluster, after which another takes its place; 0 where clusters stay for all rows.
     """
 
     cluster: int
@@ -47,6 +47,7 @@ class Config:
     chunks: int
     stages: int
     per_sm: int
+    rows: int = 0
 
     def shared_bytes(self, num_inputs: int) -> int:
         """Of a block: `Shared` of rows.cuh."""
@@ -71,7 +72,7 @@ class Rows(ctypes.Structure):
         ("inputs", ctypes.c_void_p * 2),
         ("row_bytes", ctypes.c_longlong * 2),
         ("output", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("M", "N")),
+        *((name, ctypes.c_int) for name in ("M", "N", "each")),
     )
 
 
@@ -82,24 +83,44 @@ def has_clusters(x: Tensor) -> bool:
     return (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)  # pragma: gpu
 
 
-def config_for(N: int, dtype: torch.dtype, num_inputs: int) -> Config:
-    """Slices of 16 KB, or those of eight blocks, and as many in the ring as fit beside another block."""
-    row_chunks = N * dtype.itemsize // _CHUNK_BYTES
-    cluster = next((size for size in (1, 2, 4) if -(-row_chunks // size) <= _SLICE_CHUNKS), 8)
-    own = -(-row_chunks // cluster)
-    warps, per_sm = (8, 2) if own <= _SLICE_CHUNKS and num_inputs == 1 else (16, 1)
-    return deepened(cluster, warps, -(-own // (warps * 32)), per_sm, num_inputs)
+def config_for(op: str, N: int, dtype: torch.dtype, *, backward: bool) -> Config:
+    """What was the fastest on an H200, by the length of rows.
+
+    Backward, clusters stay, as dw is summed up over their rows. Forward, blocks that have a row for themselves do not:
+    SMs are not equally near to memory, and those that are take more rows. Clusters start too slowly for that, but for
+    softmax, of which they need no weights.
+    """
+    row_bytes = N * dtype.itemsize
+    alone = row_bytes <= 32 << 10
+    if backward and op == "rms_norm":
+        slice_bytes, warps, per_sm, rows = (4 << 10, 4, 2, 0) if alone else (16 << 10, 16, 1, 0)
+    elif backward:
+        slice_bytes, warps, per_sm, rows = 16 << 10, 8, 1, 0
+    elif op in ("softmax", "log_softmax"):
+        slice_bytes, warps, per_sm, rows = 32 << 10, 8, 3, 1 if alone else 2
+    elif alone:
+        slice_bytes, warps, per_sm, rows = 32 << 10, 8, 1, 4
+    elif op == "layer_norm":
+        slice_bytes, warps, per_sm, rows = 16 << 10, 8, 1, 0
+    else:
+        slice_bytes, warps, per_sm, rows = 32 << 10, 16, 1, 0
+    cluster = next((size for size in (1, 2, 4) if size * slice_bytes >= row_bytes), _MOST_BLOCKS)
+    own = -(-row_bytes // (cluster * _CHUNK_BYTES))
+    return deepened(cluster, warps, -(-own // (warps * 32)), per_sm, 2 if backward else 1, rows)
 
 
-def deepened(cluster: int, warps: int, chunks: int, per_sm: int, num_inputs: int) -> Config:
-    """With as many stages as fit."""
-    fitting = [
-        config
-        for stages in range(3, _MOST_STAGES + 1)
-        for config in [Config(cluster=cluster, warps=warps, chunks=chunks, stages=stages, per_sm=per_sm)]
-        if (config.shared_bytes(num_inputs) + _RESERVED_BYTES) * per_sm <= _SM_SHARED_BYTES
+def deepened(cluster: int, warps: int, chunks: int, per_sm: int, num_inputs: int, rows: int = 0) -> Config:
+    """With as many stages as fit, and no more than rows."""
+    most = min(_MOST_STAGES, rows or _MOST_STAGES)
+    configs = [
+        Config(cluster=cluster, warps=warps, chunks=chunks, stages=stages, per_sm=per_sm, rows=rows)
+        for stages in range(most, 0, -1)
     ]
-    return fitting[-1]
+    return next(
+        config
+        for config in configs
+        if (config.shared_bytes(num_inputs) + _RESERVED_BYTES) * config.per_sm <= _SM_SHARED_BYTES
+    )
 
 
 def source(
@@ -142,9 +163,9 @@ def forward(  # pragma: gpu
     config: Config | None = None,
 ) -> None:
     """Writes y (M, N), of norms also mean and rstd (M,). `rows.holds` must have agreed to "cluster"."""
-    config = config or config_for(x_MN.shape[1], x_MN.dtype, 1)
+    config = config or config_for(op, x_MN.shape[1], x_MN.dtype, backward=False)
     weight, bias = aligned_vector(weight), aligned_vector(bias)
-    rows, kept = _rows((x_MN,), y)
+    rows, kept = _rows((x_MN,), y, config)
     code = source(op, x_MN.shape[1], x_MN.dtype, _param_dtype(x_MN, weight, bias), config)
     pointers = [_pointer(t) for t in (weight, bias, mean, rstd)]
     grid = (_num_clusters(code, config, x_MN) * config.cluster, 1, 1)
@@ -165,9 +186,9 @@ def backward(  # pragma: gpu
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Writes dx (M, N); returns partial sums of dw and db (clusters, N) in fp32, None where they are not wanted."""
-    config = config or config_for(x_MN.shape[1], x_MN.dtype, 2)
+    config = config or config_for(op, x_MN.shape[1], x_MN.dtype, backward=True)
     weight = aligned_vector(weight)
-    rows, kept = _rows((dy_MN, x_MN), dx)
+    rows, kept = _rows((dy_MN, x_MN), dx, config)
     code = source(op, x_MN.shape[1], x_MN.dtype, _param_dtype(x_MN, weight, None), config, sums)
     count = _num_clusters(code, config, x_MN)
     parts_w, parts_b = (
@@ -195,9 +216,9 @@ def aligned_vector(p: Tensor | None) -> Tensor | None:
     return p if p.data_ptr() % _CHUNK_BYTES == 0 else p.clone()
 
 
-def _rows(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Rows, list[Tensor]]:  # pragma: gpu
+def _rows(inputs: tuple[Tensor, ...], output: Tensor, config: Config) -> tuple[Rows, list[Tensor]]:  # pragma: gpu
     kept = [aligned_rows(x_MN) for x_MN in inputs]
-    rows = Rows(output=output.data_ptr(), M=kept[0].shape[0], N=kept[0].shape[1])
+    rows = Rows(output=output.data_ptr(), M=kept[0].shape[0], N=kept[0].shape[1], each=config.rows)
     for i, x_MN in enumerate(kept):
         rows.inputs[i] = x_MN.data_ptr()
         rows.row_bytes[i] = x_MN.stride(0) * x_MN.element_size()
@@ -205,7 +226,9 @@ def _rows(inputs: tuple[Tensor, ...], output: Tensor) -> tuple[Rows, list[Tensor
 
 
 def _num_clusters(code: Source, config: Config, x_MN: Tensor) -> int:  # pragma: gpu
-    """As many as run at a time, or one for each row."""
+    """As many as run at a time, or one for each row; where they do not stay, one for so many rows."""
+    if config.rows:
+        return -(-x_MN.shape[0] // config.rows)
     most = num_clusters(code, cluster=config.cluster, threads=config.threads(), device=x_MN.device)
     return min(x_MN.shape[0], most)
 

@@ -26,17 +26,21 @@ struct Rows {
     long long row_bytes[2];
     unsigned char* output;  // (M, N), without gaps
     int M, N;
+    int each;  // rows of a cluster, one after the other; 0 where clusters stay, and take every num_clusters-th
 };
 
 struct Slice {
-    int rank, cluster, num_clusters;
+    int rank, cluster;
+    int begin, stride;  // of this cluster's rows
     int first, chunks;  // of a row, in 16 bytes
     int steps;          // rows that this cluster has
 
     __device__ __forceinline__ Slice(const Rows& rows) {
-        rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, num_clusters = gridDim.x / CLUSTER;
+        rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER;
+        begin = rows.each ? cluster * rows.each : cluster, stride = rows.each ? 1 : gridDim.x / CLUSTER;
+        steps = (rows.M - begin - 1) / stride + 1;
+        if (rows.each) steps = min(steps, rows.each);
         first = rank * per_block(rows.N), chunks = chunks_of(rank, rows.N);
-        steps = cluster < rows.M ? (rows.M - cluster - 1) / num_clusters + 1 : 0;
     }
     static __device__ __forceinline__ int per_block(int N) { return (N / WIDTH + CLUSTER - 1) / CLUSTER; }
     static __device__ __forceinline__ int chunks_of(int rank, int N) {
@@ -49,7 +53,7 @@ struct Slice {
         for (int i = 0; i < CHUNKS; ++i) chunks += max(0, min(threads, chunks_of(rank, N) - i * THREADS - thread));
         return chunks * WIDTH;
     }
-    __device__ __forceinline__ long long row(int step) const { return cluster + (long long)step * num_clusters; }
+    __device__ __forceinline__ long long row(int step) const { return begin + (long long)step * stride; }
     // Where this thread's i-th chunk is in the slice, and whether there is one.
     __device__ __forceinline__ int place(int i) const { return i * THREADS + threadIdx.x; }
     __device__ __forceinline__ bool has(int i) const { return FULL || place(i) < chunks; }
@@ -116,8 +120,7 @@ struct Vector {
 #pragma unroll
             for (int j = 0; j < PER_CHUNK; ++j) {
                 held[i][j] = make_uint4(instead, instead, instead, instead);
-                if (vector && threadIdx.x < THREADS && slice.has(i))
-                    held[i][j] = vector[(slice.first + slice.place(i)) * PER_CHUNK + j];
+                if (vector && slice.has(i)) held[i][j] = vector[(slice.first + slice.place(i)) * PER_CHUNK + j];
             }
     }
     __device__ __forceinline__ void get(int i, float* x) const {
@@ -127,8 +130,8 @@ struct Vector {
 };
 constexpr unsigned ONES = PARAM == 0 ? 0x3f800000u : PARAM == 1 ? 0x3c003c00u : 0x3f803f80u;
 
-// `job.turn(step)` comes before everything of a step; `job.sums(stage)` gives its warp's pair, the same in every lane;
-// `job.finish(stage, step, pairs)` writes a row of which all pairs are there, a turn after its sums.
+// `job.start()` comes first; `job.turn(step)` before everything of a step; `job.sums(stage)` gives its warp's pair, the same in every
+// lane; `job.finish(stage, step, pairs)` writes a row of which all pairs are there, a turn after its sums.
 template <class Job>
 __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows, const Slice& slice) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -161,6 +164,7 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
         }
         __syncwarp();
     } else {
+        job.start();  // while the first rows are on their way
         int before = 0;
         for (int step = 0; step <= slice.steps; ++step) {
             job.turn(step);

@@ -26,9 +26,7 @@ def fastest(x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
     if mask is None and N * dtype.itemsize > _FUSED_BYTES[backward] and holds("cluster", N, dtype):
         if clusters.has_clusters(x):
             return "cluster"
-    if holds("fused", N, dtype):
-        return "fused"
-    return "naive" if backward else "online"
+    return "fused" if holds("fused", N, dtype) else "online"
 
 
 _FUSED_BYTES = {False: 16 << 10, True: 64 << 10}  # of rows that "fused" is the fastest for; longer ones want clusters
@@ -44,7 +42,9 @@ def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
     if variant == "naive":
         return Tile(block=min(block, 1024))
     if variant == "online":
-        return loop_tile(x_MN, num_inputs=num_inputs)
+        tile = loop_tile(x_MN, num_inputs=num_inputs)
+        # Of rows so long that few fit into L2, one program brings as much on its way as several of others.
+        return tile if tile.per_sm > 2 else Tile(block=min(block, 16384), num_warps=32, per_sm=1)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
     rows = max(1, 1024 // max(block, 32))
