@@ -31,7 +31,7 @@ def _finish(total, bias_ptr, y_tma, z_tma, row, column, N, ACTIVATION: tl.conste
         total += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         z_tma.store([row, column], total.to(z_tma.dtype))
-    y_tma.store([row, column], activations.activate(total, ACTIVATION).to(y_tma.dtype))
+    y_tma.store([row, column], activations.activate(total, ACTIVATION, y_tma.dtype != tl.float32).to(y_tma.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])
