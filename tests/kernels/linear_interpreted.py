@@ -96,11 +96,11 @@ def compared(
 
 
 def error(out: Tensor, truth: Tensor) -> float:
-    """Relative to the truth, infinite where anything is not finite."""
+    """Relative to the truth; infinite where anything is not finite, or not 0 where all of the truth is."""
     if not torch.isfinite(out).all():
         return float("inf")
     difference, size = (out.double() - truth).norm().item(), truth.norm().item()
-    return difference / size if size else difference
+    return difference / size if size else float("inf") if difference else 0.0
 
 
 def extremes(case: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_compiled_by_inductor_and_the_same_as_a_cpu() -> None:
     x, bias = torch.randn(64, 96), torch.randn(96)
     found = []
     for function, device in ((compute, "cpu"), (compute, "cuda"), (torch.compile(compute, fullgraph=True), "cuda")):
-        own = [each.to(device).requires_grad_() for each in (x, bias)]
+        own = [each.detach().to(device).requires_grad_() for each in (x, bias)]
         y = function(*own)
         found.append([each.cpu() for each in (y, *torch.autograd.grad(y.square().sum(), own))])
     for other in found[1:]:

@@ -80,6 +80,7 @@ def bench_op(
     record = Record(op, target, OpRow, format_row, path=json_path, say=say)
     ceilings = Ceilings(target)
     say(f"{record.device}: {ceilings.told(chosen)}")
+    _give_autograd_a_context(target)
     for case in cases:
         say(f"\n{case.op} {case.shape} {dtype}")
         say(HEADER)
@@ -89,6 +90,12 @@ def bench_op(
         _draw([row for row in record.all_rows() if row.dtype == dtype], plot, title=f"{op}, {dtype}, {record.device}")
     others = {REFERENCE, *(name for case in cases for name in case.peers)}
     return not any(row.error is not None and not row.checked for row in record.rows if row.variant not in others)
+
+
+def _give_autograd_a_context(device: torch.device) -> None:
+    """By a kernel of PyTorch's on autograd's thread of that GPU: of one that begins with cuBLAS, PyTorch warns."""
+    one = torch.ones((), device=device, requires_grad=True)
+    one.square().backward()
 
 
 def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:

@@ -36,13 +36,15 @@ def _register(operation: Operation) -> tuple[Any, Any]:
     @torch.library.custom_op(f"torchstorm::{operation.name}", mutates_args=())
     def forward(x: Tensor, variant: str) -> Tensor:
         y = torch.empty_like(x)
-        _implementation(variant).unary(operation.name, x, y, variant)
+        with torch.cuda.device_of(x):
+            _implementation(variant).unary(operation.name, x, y, variant)
         return y
 
     @torch.library.custom_op(f"torchstorm::{operation.name}_backward", mutates_args=())
     def backward(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         dx = torch.empty_like(x)
-        _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
+        with torch.cuda.device_of(x):
+            _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
         return dx
 
     @forward.register_fake
@@ -88,7 +90,8 @@ for _operation in OPERATIONS:
 def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
     """a, or a b, where b broadcasts to a, summed over what `size` was broadcast along."""
     out = a.new_empty(size)
-    _implementation(variant).product_sum(a, b, out)
+    with torch.cuda.device_of(a):
+        _implementation(variant).product_sum(a, b, out)
     return out
 
 
@@ -120,7 +123,8 @@ product_sum.register_autograd(_spread, setup_context=_keep_factors)
 def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a + b, broadcast."""
     y = empty_result(a, b)
-    _implementation(variant).binary("add", a, b, y, variant)
+    with torch.cuda.device_of(y):
+        _implementation(variant).binary("add", a, b, y, variant)
     return y
 
 
@@ -128,7 +132,8 @@ def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a b, broadcast."""
     y = empty_result(a, b)
-    _implementation(variant).binary("mul", a, b, y, variant)
+    with torch.cuda.device_of(y):
+        _implementation(variant).binary("mul", a, b, y, variant)
     return y
 
 
@@ -136,7 +141,8 @@ def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     """Both gradients of a b at once; all of one shape."""
     da, db = torch.empty_like(a), torch.empty_like(b)
-    _implementation(variant).mul_backward(dy, a, b, da, db, variant)
+    with torch.cuda.device_of(a):
+        _implementation(variant).mul_backward(dy, a, b, da, db, variant)
     return da, db
 
 

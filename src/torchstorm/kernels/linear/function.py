@@ -62,8 +62,8 @@ LADDER = (
     Variant(
         name="cublaslt",
         taught="The fastest product is cuBLAS's, and one kernel from z to y costs less than an epilogue that slows it: "
-        "bias, ReLU and, where nothing is kept, tanh GELU in its epilogue, else that kernel. z is kept before the "
-        "bias, which backward adds again, so that it is written once.",
+        "bias, ReLU and, in half precision where nothing is kept, tanh GELU in its epilogue, else that kernel. z is "
+        "kept before the bias, which backward adds again, so that it is written once.",
         costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
