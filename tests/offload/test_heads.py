@@ -57,12 +57,12 @@ HEADS: dict[str, Head] = {
 
 
 class Model(nn.Module):
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, *, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        layers = ((nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2))
+        self.embed = nn.Embedding(vocabulary, width)
+        layers = ((nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(2))
         self.blocks = nn.ModuleList(nn.Sequential(*three) for three in layers)
-        self.project = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.project = nn.Linear(width, vocabulary, bias=False)
         self.head = head
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
