@@ -36,7 +36,8 @@ LADDER = (
         name="fused",
         taught="The softmax as one kernel: two reads of a row, the second from L2, and one write over it give loss and "
         "gradient.",
-        costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits.",
+        costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits. On a GPU the host "
+        "waits for the number of tokens that count, where there are many, and nothing is computed for the others.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
@@ -63,8 +64,8 @@ def linear_cross_entropy(
     Args:
         x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
         weight: (V, K), of the same dtype; as in nn.Linear.
-        target: (...), int64, each in [0, V), or `ignore_index` for tokens that do not count. On a GPU their values are
-            not checked: that would wait for it. There a row whose target is no class has NaN for loss and gradient.
+        target: (...), int64, each in [0, V), or `ignore_index` for tokens that do not count: they cost nothing. On a
+            GPU their values are not checked. There a row whose target is no class has NaN for loss and gradient.
         bias: (V), or None.
         ignore_index: the target of tokens without loss and gradient.
         label_smoothing: share of every target, in [0, 1], that is spread over all classes.

@@ -116,18 +116,21 @@ def rows_kernel(
             tl.store(row_ptr + at, zero, mask=at < stride)
 
 
-def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None) -> None:
+def losses(
+    logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
+) -> None:
     """As in `rows_torch`, and fills lse (n), the logarithm of each row's sum of exponentials."""
-    _launch(logits, target, options, loss, lse, scale, lse_given=False)
+    _launch(logits, V, target, options, loss, lse, scale, lse_given=False)
 
 
-def gradients(logits: Tensor, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
+def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
     """Turns the logits into scale * gradients of their rows' losses; lse and scale (n)."""
-    _launch(logits, target, options, None, lse, scale, lse_given=True)
+    _launch(logits, V, target, options, None, lse, scale, lse_given=True)
 
 
 def _launch(
     logits: Tensor,
+    V: int,
     target: Tensor,
     options: Options,
     loss: Tensor | None,
@@ -136,7 +139,7 @@ def _launch(
     *,
     lse_given: bool,
 ) -> None:
-    n, V = logits.shape
+    n = logits.shape[0]
     group = 16 // logits.element_size()
     lanes = min(BLOCK_BYTES // 16, triton.next_power_of_2(-(-V // group)))
     rows_kernel[(n,)](
