@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from close import assert_all_close
 from torchstorm.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from torchstorm.kernels import linear_cross_entropy, variants
-from torchstorm.kernels.linear_cross_entropy import chunks
+from torchstorm.kernels.linear_cross_entropy import chunks, function
 from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_backward, linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.reference import Reduction
@@ -311,6 +311,22 @@ def test_what_a_token_that_does_not_count_holds_is_nobody_s_affair() -> None:
     tensors["x"][::2] = 0.0
     expected = results(tensors, target, torch.float32, None)
     torch.testing.assert_close(found, expected)
+
+
+def test_auto_on_a_cpu_is_plain_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    chosen: list[str] = []
+
+    def noted(*arguments: Any) -> Any:
+        chosen.append(arguments[-1])
+        return linear_cross_entropy_forward(*arguments)
+
+    monkeypatch.setattr(function, "linear_cross_entropy_forward", noted)
+    for N, V, dtype in ((4096, 256, torch.float32), (2000, 5000, torch.float32), (16, 100, torch.float16)):
+        tensors, target = draw(N, 4, V, dtype)
+        found = linear_cross_entropy(target=target, **tensors)
+        torch.testing.assert_close(found, plainly(target=target, **tensors).float(), rtol=2e-3, atol=0)
+    assert chosen == ["chunked"] * 2, "of the last two"
 
 
 def test_gradients_of_gradients_are_refused_or_right() -> None:

@@ -95,6 +95,12 @@ def chunk_rows(num_tokens: int, V: int, like: Tensor, *, gradients: bool) -> int
     return max(1, min(num_tokens, max(rows, LEAST_BYTES[kind] // (V * like.element_size()))))
 
 
+def few_logits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the logits of x (..., K) are so few that chunks of them would gain nothing."""
+    num_logits = x.numel() // max(1, x.shape[-1]) * weight.shape[0]
+    return num_logits * x.element_size() <= NUM_CHUNKS * LEAST_BYTES[_kind(x)]
+
+
 def forward(
     x: Tensor,
     weight: Tensor,
