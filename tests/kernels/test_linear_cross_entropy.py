@@ -158,6 +158,12 @@ def test_many_chunks_of_bfloat16() -> None:
     check(*draw(20000, 3, 5, torch.bfloat16), "chunked")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_large_weight_s_gradient_is_kept_in_bfloat16(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
+    monkeypatch.setattr(chunks, "SPLIT_NUMEL", 0)
+    check(*draw(1000, 8, 20, torch.bfloat16, bias=True), "chunked", reduction=reduction)
+
+
 def test_float16_keeps_the_gradients_of_a_mean_over_many_tokens() -> None:
     tensors, target = draw(4096, 4, 1000, torch.float16)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}

@@ -35,8 +35,8 @@ LADDER = (
     ),
     Variant(
         name="fused",
-        taught="The softmax as one kernel: two reads of a row, the second from L2, and one write over it give loss and "
-        "gradient.",
+        taught="The softmax as one kernel: two reads of a row, the second backwards and from L2 as far as that has "
+        "it, and one write over it give loss and gradient.",
         costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits. On a GPU the host "
         "waits for the number of tokens that count, where there are many, and nothing is computed for the others.",
         dtypes=UP_TO_FP32,

@@ -2,8 +2,8 @@
 
 A program has a row of V logits, which is too long for registers (256 KB at V = 131072 in bf16), so it is read twice:
 once for the maximum and the sum of exponentials, kept up to date together ("online softmax", arXiv 1805.02867), once
-more, from L2 where that still has it, for the gradients, which are written over it. Each lane keeps a maximum and a
-sum of its own over GROUP neighbours at a time, so that the lanes meet once a row and not once a block.
+more, backwards and from L2 as far as that still has it, for the gradients, which are written over it. Each lane keeps
+a maximum and a sum of its own over GROUP neighbours at a time, so that the lanes meet once a row, not once a block.
 
 Traffic of a chunk, n rows: n V read twice and written once, where PyTorch's operators for it read and write some ten
 times. All arithmetic in fp32.
@@ -96,8 +96,10 @@ def rows_kernel(
 
     if GRADIENTS:
         scale = tl.where(fits, scale, float("nan"))
+        # Backwards: what was read last is what L2 still has, where all rows under way are more than it holds.
+        last = (num + LANES * GROUP - 1) // (LANES * GROUP) * (LANES * GROUP) - LANES * GROUP
         for start in range(0, num, LANES * GROUP):
-            at = start + column
+            at = last - start + column
             z = tl.load(row_ptr + at, mask=at < stride, other=0.0).to(tl.float32)
             if SOFTCAP:
                 z = softcap * _tanh(z / softcap)
