@@ -13,7 +13,9 @@ it where the products take milliseconds, and cannot be had while a CUDA graph is
 
 Tokens are cut, the vocabulary is not: a row's softmax needs all its logits before any gradient, so that pieces of it
 would have to be made twice. 8 chunks, of 1024 to 4096 rows on a GPU: with fewer rows its products lose speed, and dW,
-read and written once a chunk, would cost more than the product that makes it.
+read and written once a chunk, would cost more than the product that makes it. Where some tokens do not count, chunks
+are fewer, not smaller: of 4096 rows and K = 4096 dx has 3.9 tiles for every SM of an H200, of 3584 rows 3.4, in the
+time of 4.
 
 cuBLAS takes slow kernels where a row is not a multiple of 16 bytes, whatever stride it has: GPT-2's 50257 classes cost
 four times what 50264 do. Then the products work on copies of W, b and x with zeros at the end. The logits that come of
@@ -175,7 +177,7 @@ class _Layer:
         self.bias = F.pad(bias, (0, more_V)) if bias is not None and more_V else bias
         self.target = target
         n, V, K = x.shape[0], *self.weight.shape
-        self.rows = chunk_rows(n, V, x, gradients=any(wanted))
+        self.rows = max(1, min(n, chunk_rows(self.N, V, x, gradients=any(wanted))))
         self._dx = x.new_empty((n, K) if wanted.dx else (0,))
         # Without tokens there is no first chunk to fill it.
         make = x.new_empty if n else x.new_zeros
