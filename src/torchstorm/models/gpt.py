@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from torchstorm.errors import ConfigError
 from torchstorm.models.head import next_token_loss
+from torchstorm.models.norm import LayerNorm
 from torchstorm.models.sampling import check_sampling, draw
 
 _INIT_STD = 0.02
@@ -134,9 +135,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
+        self.ln_1 = LayerNorm(config.width)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.width)
+        self.ln_2 = LayerNorm(config.width)
         self.mlp = MLP(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.width)
+        self.ln_f = LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         # named_parameters gives the tied weight once, under wte, so it is drawn once.
