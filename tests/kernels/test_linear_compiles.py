@@ -34,9 +34,9 @@ def rows(dtype: torch.dtype, V: int, n: int = 8, *, capped: bool, smoothed: bool
     options = Options(ignore_index=-100, label_smoothing=0.1 if smoothed else 0.0, softcap=5.0 if capped else None)
     logits, target = torch.zeros(n, -(-V // 64) * 64, dtype=dtype)[:, :V], torch.zeros(n, dtype=torch.int64)
     loss, lse, scale = torch.zeros(n), torch.zeros(n), torch.ones(())
-    rows_triton.losses(logits, target, options, loss, lse, None)
-    rows_triton.losses(logits, target, options, loss, lse, scale)
-    rows_triton.gradients(logits, target, options, lse, loss)
+    rows_triton.losses(logits, V, target, options, loss, lse, None)
+    rows_triton.losses(logits, V, target, options, loss, lse, scale)
+    rows_triton.gradients(logits, V, target, options, lse, loss)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 A program has a row of V logits, which is too long for registers (256 KB at V = 131072 in bf16), so it is read twice:
 once for the maximum and the sum of exponentials, kept up to date together ("online softmax", arXiv 1805.02867), once
-more, from L2 where that still has it, for the gradients, which are written over it. Each lane keeps a maximum and a
-sum of its own over GROUP neighbours at a time, so that the lanes meet once a row and not once a block.
+more, backwards and from L2 as far as that still has it, for the gradients, which are written over it. Each lane keeps
+a maximum and a sum of its own over GROUP neighbours at a time, so that the lanes meet once a row, not once a block.
 
 Traffic of a chunk, n rows: n V read twice and written once, where PyTorch's operators for it read and write some ten
 times. All arithmetic in fp32. Logits are subtracted from each other before anything is multiplied, so that what is
@@ -113,8 +113,10 @@ def rows_kernel(
 
     if GRADIENTS:
         scale = tl.where(fits, scale, float("nan"))
+        # Backwards: what was read last is what L2 still has, where all rows under way are more than it holds.
+        last = (num + LANES * GROUP - 1) // (LANES * GROUP) * (LANES * GROUP) - LANES * GROUP
         for start in range(0, num, LANES * GROUP):
-            at = start + column
+            at = last - start + column
             z = tl.load(row_ptr + at, mask=at < stride, other=0.0).to(tl.float32)
             if SOFTCAP:
                 z = _tanh(z / softcap)
@@ -133,18 +135,21 @@ def rows_kernel(
             tl.store(row_ptr + at, zero, mask=at < stride)
 
 
-def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None) -> None:
+def losses(
+    logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
+) -> None:
     """As in `rows_torch`, and fills lse (n), the logarithm of each row's sum of exponentials (in softcaps)."""
-    _launch(logits, target, options, loss, lse, scale, lse_given=False)
+    _launch(logits, V, target, options, loss, lse, scale, lse_given=False)
 
 
-def gradients(logits: Tensor, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
+def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
     """Turns the logits into scale * gradients of their rows' losses; lse and scale (n)."""
-    _launch(logits, target, options, None, lse, scale, lse_given=True)
+    _launch(logits, V, target, options, None, lse, scale, lse_given=True)
 
 
 def _launch(
     logits: Tensor,
+    V: int,
     target: Tensor,
     options: Options,
     loss: Tensor | None,
@@ -153,7 +158,7 @@ def _launch(
     *,
     lse_given: bool,
 ) -> None:
-    n, V = logits.shape
+    n = logits.shape[0]
     group = 16 // logits.element_size()
     lanes = min(BLOCK_BYTES // 16, triton.next_power_of_2(-(-V // group)))
     rows_kernel[(n,)](
