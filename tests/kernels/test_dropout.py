@@ -34,6 +34,9 @@ def test_plain(dtype: torch.dtype) -> None:
 def test_parallel() -> None:
     pytest.importorskip("numba")
     check_dropout("parallel", torch.float32)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(5000).to(dtype)
+        assert torch.equal(dropout(x, 0.3, seed=4), dropout(x, 0.3, seed=4, variant="torch"))
 
 
 def test_philox_gives_the_words_that_its_authors_publish() -> None:
@@ -138,5 +141,5 @@ def test_errors() -> None:
         dropout(x, seed=torch.tensor(1, dtype=torch.int32))
     with pytest.raises(ShapeError, match=r"x of dropout is torch\.int64"):
         dropout(torch.ones(2, dtype=torch.int64))
-    with pytest.raises(DeviceError, match="'parallel' of dropout: it takes float32, float64"):
-        dropout(x.half(), variant="parallel")
+    with pytest.raises(DeviceError, match="'vectorised' of dropout: it runs on cuda, not on cpu"):
+        dropout(x, variant="vectorised")

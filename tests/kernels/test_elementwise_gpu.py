@@ -66,9 +66,10 @@ def test_float64_is_pytorchs() -> None:
         gelu(x, variant="vectorised")
 
 
-def test_auto_is_vectorised() -> None:
-    x = torch.randn(1000, dtype=torch.bfloat16, device="cuda")
+def test_auto_is_vectorised_where_that_pays() -> None:
+    x = torch.randn(40 << 20, dtype=torch.bfloat16, device="cuda")
     assert torch.equal(gelu(x), gelu(x, variant="vectorised"))
+    assert torch.equal(gelu(x[:1000]), torch.nn.functional.gelu(x[:1000]))
     assert "parallel" in variants("gelu")
     with pytest.raises(DeviceError, match="cpu, not on cuda"):
         gelu(x, variant="parallel")

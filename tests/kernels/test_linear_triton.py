@@ -50,6 +50,7 @@ CASES = [
     _layer("naive", "relu", (140, 64, 64), dtype="float16"),
     _layer("persistent", "gelu", (150, 72, 264), dtype="float16"),
     _layer("persistent", "relu", (130, 64, 256), dtype="float16", bias=False),
+    _layer("persistent", "silu", (40, 64, 96), dtype="float16", transposed=True),
     _layer("cublaslt", "gelu", (40, 64, 96), dtype="bfloat16", transposed=True),
 ]
 

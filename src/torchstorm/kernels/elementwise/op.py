@@ -3,7 +3,8 @@
 All activations come from `_register`, so each is one entry of `operations.OPERATIONS`. An implementation is a module
 that fills results: `plain` by PyTorch, `parallel` by numba, `launch_triton` on a GPU. It is imported when first used.
 
-Backward keeps x alone for an activation, nothing for `add`, and for `mul` the factors that the wanted gradients need.
+Backward keeps x alone for an activation (y for ReLU), nothing for `add`, and for `mul` the factors that the wanted
+gradients need.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def _register(operation: Operation) -> tuple[Any, Any]:
     def _(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         return torch.empty_like(x)
 
-    def keep_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def keep_one(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.variant = inputs
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(output if operation.of_y else x)
 
     def to_x(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
@@ -75,7 +76,7 @@ def _register(operation: Operation) -> tuple[Any, Any]:
             to_x = (ddx * (dy * operation.second_derivative(x.to(wide(x.dtype))))).to(x.dtype)
         return to_dy, to_x, None
 
-    forward.register_autograd(to_x, setup_context=keep_x)
+    forward.register_autograd(to_x, setup_context=keep_one)
     backward.register_autograd(to_dy_and_x, setup_context=keep_dy_and_x)
     return forward, backward
 

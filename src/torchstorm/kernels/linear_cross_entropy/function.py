@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_forward
@@ -87,7 +88,7 @@ def linear_cross_entropy(
     _check_options(label_smoothing, reduction, softcap)
     chosen = choose("linear_cross_entropy", LADDER, variant, x, auto=lambda: _auto(x, weight))
     if chosen == "naive":
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return linear_cross_entropy_reference(
                 x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
                 reduction=reduction, softcap=softcap,
