@@ -41,10 +41,11 @@ def test_mixed_is_timed_in_bfloat16() -> None:
 
 def test_target_cases_are_the_issue_s() -> None:
     linear = linear_cases("target", CPU, torch.bfloat16)[0]
-    loss = linear_cross_entropy_cases("target", CPU, torch.bfloat16)[0]
+    loss, _, whole = linear_cross_entropy_cases("target", CPU, torch.bfloat16)
     assert (linear.shape, loss.shape) == ("16384x4096x16384 gelu", "32768x4096x131072")
     assert linear.work["forward"] == 2 * 16384 * 4096 * 16384
-    assert loss.work["both"] == 3 * loss.work["forward"] == 6 * 32768 * 4096 * 131072
+    assert loss.work["both"] == 3 * loss.work["forward"] == 6 * (32768 - 32768 // 8) * 4096 * 131072
+    assert (whole.shape, whole.work["forward"]) == ("32768x4096x131072 all count", 2 * 32768 * 4096 * 131072)
 
 
 def test_the_truth_of_the_loss_is_its_definition_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

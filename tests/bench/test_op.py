@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,8 @@ def test_every_pass_of_every_way_is_checked_and_timed(monkeypatch: pytest.Monkey
 
 def test_what_is_wrong_is_not_timed_and_only_ours_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     timed: list[Any] = []
-    time = bench._time
-    monkeypatch.setattr(
-        bench, "_time", lambda way, case, which, sets: timed.append(way) or time(way, case, which, sets)
-    )
+    take = bench.take_in_turn
+    monkeypatch.setattr(bench, "take_in_turn", lambda prepare, device: timed.extend(prepare) or take(prepare, device))
     variants = ("wrong", "wrong-gradient", "nan", "elsewhere")
     passed, rows, text = run(monkeypatch, tmp_path, case(variants=variants))
     assert not passed
@@ -109,7 +108,7 @@ def test_what_is_wrong_is_not_timed_and_only_ours_counts(monkeypatch: pytest.Mon
     assert rows["wrong-gradient", "backward"]["where"] == "d_x"
     assert rows["nan", "both"]["error"] is None
     assert "another device" in rows["elsewhere", "forward"]["note"]
-    assert len(timed) == 3 + 1  # the reference's three passes, and one forward pass
+    assert timed == [*(("reference", each) for each in ("forward", "backward", "both")), ("wrong-gradient", "forward")]
     assert "y is off by" in text
     passed, _, _ = run(monkeypatch, tmp_path, case())
     assert passed  # `other` is wrong, and not ours
@@ -146,12 +145,34 @@ def test_some_ways_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [("huge", "--sizes 'huge', but there are small and target"), ("target", "--sizes target has shapes for a GPU")],
+    [("huge", "--sizes 'huge', but there are small, target and"), ("target", "--sizes target has shapes for a GPU")],
 )
 @pytest.mark.parametrize("name", sorted(name for name, op in OPS.items() if "cpu" not in op.targets))
 def test_sizes_that_are_not_there(name: str, sizes: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench_op(name, "cpu", sizes=sizes, console=Console(file=io.StringIO()))
+
+
+def test_sizes_may_name_shapes() -> None:
+    cases = bench._cases("matmul", "256x256x256,1024x1024x1024", torch.device("cpu"), torch.float32)
+    assert [each.shape for each in cases] == ["256x256x256", "1024x1024x1024"]
+    with pytest.raises(ConfigError, match="'256x256x256,3x3x3', but there are small, target and, one or more of: 256x"):
+        bench._cases("matmul", "256x256x256,3x3x3", torch.device("cpu"), torch.float32)
+
+
+def test_times_are_taken_in_turn_and_what_fails_later_keeps_its_reason() -> None:
+    order: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("no more memory")
+
+    prepare = {"a": lambda: lambda: order.append("a"), "b": lambda: lambda: order.append("b"), "c": lambda: fail}
+    found = timing.take_in_turn(prepare, torch.device("cpu"))
+    assert str(found["c"]) == "no more memory"
+    turns = [name for name, _ in itertools.groupby(order)]
+    assert turns == ["a", "b"] * (1 + timing._ROUNDS)
+    assert isinstance(found["a"], timing.Took)
+    assert found["a"].host_ms is found["a"].extra_bytes is None
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,11 @@ def compared(
 
 
 def error(out: Tensor, truth: Tensor) -> float:
-    """Relative to the truth, infinite where anything is not finite."""
+    """Relative to the truth; infinite where anything is not finite, or not 0 where all of the truth is."""
     if not torch.isfinite(out).all():
         return float("inf")
     difference, size = (out.double() - truth).norm().item(), truth.norm().item()
-    return difference / size if size else difference
+    return difference / size if size else float("inf") if difference else 0.0
 
 
 def extremes(case: dict[str, Any]) -> dict[str, Any]:
@@ -110,12 +110,12 @@ def extremes(case: dict[str, Any]) -> dict[str, Any]:
     target = torch.tensor([0, 0, 0, 0, 1, -100])
     options = Options(ignore_index=-100, label_smoothing=0.0, softcap=None)
     logits, loss, lse = torch.tensor(rows), torch.empty(6), torch.empty(6)
-    rows_triton.losses(logits, target, options, loss, lse, torch.ones(()))
+    rows_triton.losses(logits, 3, target, options, loss, lse, torch.ones(()))
     z = torch.tensor(rows, requires_grad=True)
     theirs = F.cross_entropy(z, target, reduction="none")
     (gradient,) = torch.autograd.grad(theirs.sum(), z)
     wrong = torch.zeros(2, 3)
-    rows_triton.losses(wrong, torch.tensor([3, -1]), options, loss[:2].clone(), lse[:2], torch.ones(()))
+    rows_triton.losses(wrong, 3, torch.tensor([3, -1]), options, loss[:2].clone(), lse[:2], torch.ones(()))
     return {
         "loss": loss.tolist(), "gradient": logits.tolist(), "their_loss": theirs.tolist(),
         "their_gradient": gradient.tolist(), "wrong": wrong.tolist(),
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     mend()
     linear_op._by_pytorch = lambda x, weight: False
-    chunks.LEAST_BYTES["cpu"] = 0
+    chunks.LEAST_BYTES["cpu"], chunks.ROW_BYTES["cpu"] = 0, 16
     for case in json.load(sys.stdin):
         torch.manual_seed(0)
         print(json.dumps({"name": case["name"], **RUNS[case["run"]](case)}), flush=True)

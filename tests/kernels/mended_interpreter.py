@@ -1,12 +1,15 @@
 """Triton's interpreter, for scripts that run kernels on a CPU: importing this chooses it, before Triton is imported.
 
 Two faults of it are mended: a loop bound that is an array of one number is an error with numpy 2.4, and products of
-bf16 are taken of its bits.
+bf16 are taken of its bits. And operators must make the GPU of their tensors the current one before they launch, which
+is where Triton launches.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from types import FrameType
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -17,6 +20,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
+
+
+def _in_operator() -> bool:
+    """Whether the call comes from an operator of PyTorch, rather than from a test."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "backend_impl":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def mend() -> None:
@@ -44,6 +57,25 @@ def mend() -> None:
     def poisoned_like(like: Tensor, **options: Any) -> Tensor:
         return filled(empty_like(like, **options))
 
+    class Watched(torch.cuda.device_of):
+        depth = 0
+
+        def __enter__(self) -> None:
+            Watched.depth += 1
+            super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            Watched.depth -= 1
+            super().__exit__(*error)
+
+    run = interpreter.GridExecutor.__call__
+
+    def within(self: Any, *args: Any, **options: Any) -> Any:
+        assert Watched.depth or not _in_operator(), f"{self.fn.__name__} on whatever GPU is the current one"
+        return run(self, *args, **options)
+
+    torch.cuda.device_of = Watched  # type: ignore[misc]
+    interpreter.GridExecutor.__call__ = within
     quick_interpreter.quicken()
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot

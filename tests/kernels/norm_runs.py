@@ -128,12 +128,19 @@ def extremes(N: int = 40) -> Tensor:
 
 
 def assert_as_pytorch_at_extremes(op: str, variant: str, x: Tensor) -> None:
-    """NaN and infinities where PyTorch has them, in y and dx; elsewhere the same numbers."""
+    """NaN and infinities where PyTorch has them, in y and dx; elsewhere float64's numbers.
+
+    PyTorch's own are not the measure: of a row of 3.7 alone its kernel for a GPU makes 7.5e-5 where the truth is 0.
+    """
     inputs = draw(op, tuple(x.shape), x.dtype, params="no", device=str(x.device)) | {"x": x}
     found = results(by(op, variant), inputs)
     # In PyTorch's own words: its fused kernels differ between devices in what an infinite row's gradient is.
-    right = results(functools.partial(reference, op), inputs)
-    torch.testing.assert_close(found["y"], right["y"], equal_nan=True, rtol=1e-4, atol=1e-5)
-    finite = right["dx"].isfinite().all(-1)
-    torch.testing.assert_close(found["dx"][finite], right["dx"][finite], rtol=1e-3, atol=1e-4)
-    assert not found["dx"][~finite].isfinite().all(-1).any()
+    plain = functools.partial(reference, op)
+    theirs, truth = results(plain, inputs), results(plain, inputs, dtype=torch.float64)
+    finite = theirs["y"].isfinite()
+    assert torch.equal(found["y"].isfinite(), finite)
+    torch.testing.assert_close(found["y"][~finite], theirs["y"][~finite], equal_nan=True)
+    torch.testing.assert_close(found["y"][finite].double(), truth["y"][finite], rtol=1e-4, atol=1e-5)
+    rows = theirs["dx"].isfinite().all(-1)
+    torch.testing.assert_close(found["dx"][rows].double(), truth["dx"][rows], rtol=1e-3, atol=1e-4)
+    assert not found["dx"][~rows].isfinite().all(-1).any()

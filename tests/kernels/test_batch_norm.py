@@ -91,15 +91,15 @@ def test_backward_keeps_x_the_statistics_and_the_parameters() -> None:
     kept: list[Tensor] = []
     x, weight, bias = torch.randn(4, 3, 5, requires_grad=True), torch.ones(3, requires_grad=True), torch.zeros(3)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        batch_norm_act(x, weight, bias, None, None, training=True)
+        batch_norm_act(x, weight, bias, None, None, training=True, variant="torch")
     assert sorted(each.numel() for each in kept) == [3, 3, 3, 3, 60]
 
 
 def test_parameters_in_halves() -> None:
     x = torch.randn(6, 3, 4).bfloat16()
     weight, bias = torch.randn(2, 3).bfloat16().requires_grad_().unbind()
-    y = batch_norm_act(x, weight, bias, None, None, training=True)
-    assert torch.equal(y, batch_norm_act(x, weight.float(), bias.float(), None, None, training=True))
+    y = batch_norm_act(x, weight, bias, None, None, training=True, variant="torch")
+    assert torch.equal(y, batch_norm_act(x, weight.float(), bias.float(), None, None, training=True, variant="torch"))
     assert [grad.dtype for grad in torch.autograd.grad(y.float().sum(), (weight, bias))] == [torch.bfloat16] * 2
 
 

@@ -132,6 +132,9 @@ def test_only_what_backward_needs_is_kept() -> None:
         assert [x.data_ptr() for x in kept] == [b.data_ptr()]
         gelu(a)
         assert [x.data_ptr() for x in kept[1:]] == [a.data_ptr()]
+        for variant in ("auto", "torch"):
+            y = relu(a, variant=variant)
+            assert kept[-1].data_ptr() == y.data_ptr()  # as a layer after it does
 
 
 def test_compiled_without_a_break_and_not_again_for_more_rows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -235,3 +236,15 @@ def test_errors_say_what_was_given_and_what_there_is() -> None:
     with pytest.raises(DeviceError, match=r"takes float32, bfloat16, not torch.float64"):
         linear(x.double(), weight, variant="mixed")
     assert variants("linear") == ("naive", "fused", "persistent", "mixed", "cublaslt", "torch")
+
+
+def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules["torchstorm.kernels.variants"]._found, "triton", False)
+    x, weight = torch.randn(4, 6), torch.randn(3, 6)
+    assert torch.equal(linear(x, weight, variant="fused"), linear(x, weight))
+    rounded = linear(x.bfloat16(), weight.bfloat16())
+    assert torch.equal(linear(x.bfloat16(), weight), rounded)
+    with pytest.raises(
+        DeviceError, match=r"'naive' of linear: it runs on cuda, not on cpu\. Here there are 'fused', 'mix"
+    ):
+        linear(x, weight, variant="naive")

@@ -34,9 +34,9 @@ def rows(dtype: torch.dtype, V: int, n: int = 8, *, capped: bool, smoothed: bool
     options = Options(ignore_index=-100, label_smoothing=0.1 if smoothed else 0.0, softcap=5.0 if capped else None)
     logits, target = torch.zeros(n, -(-V // 64) * 64, dtype=dtype)[:, :V], torch.zeros(n, dtype=torch.int64)
     loss, lse, scale = torch.zeros(n), torch.zeros(n), torch.ones(())
-    rows_triton.losses(logits, target, options, loss, lse, None)
-    rows_triton.losses(logits, target, options, loss, lse, scale)
-    rows_triton.gradients(logits, target, options, lse, loss)
+    rows_triton.losses(logits, V, target, options, loss, lse, None)
+    rows_triton.losses(logits, V, target, options, loss, lse, scale)
+    rows_triton.gradients(logits, V, target, options, lse, loss)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_layers(compiled: list[tuple[str, Any]]) -> None:
 
 def test_rows_that_tma_cannot_take_are_refused() -> None:
     x = torch.zeros(16, 33, dtype=torch.bfloat16)
-    with pytest.raises(ShapeError, match=r"x \(16, 32\) of strides \(33, 1\).*multiples of 8; 'fused' takes any"):
-        persistent_triton.forward(x[:, :32], torch.zeros(64, 32, dtype=torch.bfloat16), None, "", False)
+    with pytest.raises(ShapeError, match=r"x \(16, 33\), weight \(64, 33\).*multiples of 8; 'fused' takes any"):
+        persistent_triton.forward(x, torch.zeros(64, 33, dtype=torch.bfloat16), None, "", False)
 
 
 def test_other_rows_compile_nothing_new(compiled: list[tuple[str, Any]]) -> None:

@@ -13,14 +13,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from close import assert_all_close
 from torchstorm.errors import ConfigError, DeviceError, ShapeError, UnsupportedError
 from torchstorm.kernels import linear_cross_entropy, variants
-from torchstorm.kernels.linear_cross_entropy import chunks
+from torchstorm.kernels.linear_cross_entropy import chunks, function
+from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_backward, linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.reference import Reduction
+from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
 ON_CPU = ("naive", "chunked")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -28,8 +31,9 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 
 @pytest.fixture(autouse=True)
 def _chunks_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small logits are cut like large ones."""
+    """Small logits are cut like large ones, and rows made as long as on a GPU."""
     monkeypatch.setattr(chunks, "LEAST_BYTES", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(chunks, "ROW_BYTES", {"cpu": 16, "cuda": 16})
 
 
 def draw(
@@ -154,6 +158,12 @@ def test_many_chunks_of_bfloat16() -> None:
     check(*draw(20000, 3, 5, torch.bfloat16), "chunked")
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_large_weight_s_gradient_is_kept_in_bfloat16(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
+    monkeypatch.setattr(chunks, "SPLIT_NUMEL", 0)
+    check(*draw(1000, 8, 20, torch.bfloat16, bias=True), "chunked", reduction=reduction)
+
+
 def test_float16_keeps_the_gradients_of_a_mean_over_many_tokens() -> None:
     tensors, target = draw(4096, 4, 1000, torch.float16)
     leaves = {name: t.requires_grad_() for name, t in tensors.items()}
@@ -206,6 +216,45 @@ def peak_bytes(tensors: dict[str, Tensor], target: Tensor, variant: str | None, 
     return most, max(sizes)
 
 
+class _NoSoftmax:
+    """In place of the Triton kernel, which allocates nothing either."""
+
+    @staticmethod
+    def losses(
+        logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
+    ) -> None:
+        loss.zero_()
+
+
+@pytest.mark.parametrize("ignored", [8, 10**6])
+@pytest.mark.parametrize(("N", "K", "V"), [(32768, 4096, 131072), (8192, 768, 50257)])
+def test_an_eighth_of_the_memory_at_full_size(
+    monkeypatch: pytest.MonkeyPatch, N: int, K: int, V: int, ignored: int
+) -> None:
+    """All sizes by 32, which leaves their ratios; chunks as on a GPU, and a kernel that allocates nothing."""
+    N, K, V = N // 32, K // 32, V // 32
+    monkeypatch.setattr(chunks, "ROWS", {"cpu": (1024 // 32, 4096 // 32)})
+    monkeypatch.setattr(chunks, "ROWS_STEP", chunks.ROWS_STEP // 32)
+    monkeypatch.setattr(chunks, "SPLIT_NUMEL", chunks.SPLIT_NUMEL // 32**2)
+    tensors, target = draw(N, K, V, torch.bfloat16, ignored=ignored)
+    theirs, _ = peak_bytes(tensors, target, None, "mean")
+    monkeypatch.setattr(chunks, "_softmax", lambda variant: _NoSoftmax)
+
+    def ours(x: Tensor, weight: Tensor, target: Tensor, **_: Any) -> Tensor:
+        options = -100, 0.0, None, "mean", True, True, False
+        return cast(Tensor, linear_cross_entropy_forward(x, weight, None, target, *options, "fused")[0])
+
+    monkeypatch.setitem(globals(), "plainly", ours)
+    torch._C._set_mkldnn_enabled(False)  # its products in bfloat16 copy what they are given
+    try:
+        most, _ = peak_bytes(tensors, target, None, "mean")
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    most += 4 * K * min(N // 8, 4096 // 32)  # a chunk's dx in float32, on a GPU
+    print(f"{N} x {K} x {V}: {most / theirs:.4f}")
+    assert most <= theirs / 8
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_never_exist_whole(dtype: torch.dtype, reduction: str) -> None:
@@ -227,10 +276,63 @@ def test_small_logits_are_not_cut_and_large_ones_not_below_a_thousand_rows(monke
 
     assert rows(500, 1000) == 500
     assert [rows(N, 100_000) for N in (0, 100, 2000, 4096, 100_000)] == [1, 100, 256, 512, 1024]
-    assert rows(100_000, 50_000, gradients=False) == 1024
+    assert rows(100_000, 50_000, gradients=False) == 1024  # the most on a CPU
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
     assert [rows(N, 131_072, "cpu") for N in (1000, 8192, 32_768, 1_000_000)] == [1000, 1024, 4096, 4096]
-    assert rows(32_768, 131_072, "cpu", gradients=False) == 1024
+    assert [rows(N, 131_072, "cpu", gradients=False) for N in (8192, 32_768)] == [1024, 2048]
+
+
+class Products(TorchDispatchMode):
+    """The sizes of all matrix products, as (rows, sums, columns)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.__name__:
+            a, b = args[-2:]
+            self.sizes.append((*a.shape, b.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_have_full_rows_and_no_tokens_that_do_not_count() -> None:
+    tensors, target = draw(700, 13, 101, bias=True, ignored=2)
+    options, given = Options(ignore_index=-100, label_smoothing=0.0, softcap=None), tuple(tensors.values())
+    with Products() as products:
+        chunks.forward(*given, target, options, Wanted(True, True, True), torch.ones(()), "chunked")
+    of_chunks = [{(n, 16, 104), (n, 104, 16), (104, n, 16)} for n in (128, 94)]
+    assert set(products.sizes) == of_chunks[0] | of_chunks[1], "350 tokens count"
+    again = products.sizes.copy()
+    with products:
+        no_lse = torch.empty(0)
+        chunks.backward(torch.ones(700), *given, target, no_lse, options, Wanted(True, True, True), "chunked")
+    assert products.sizes == again * 2
+
+
+def test_what_a_token_that_does_not_count_holds_is_nobody_s_affair() -> None:
+    tensors, target = draw(700, 13, 101, ignored=2)
+    tensors["x"][::2] = float("nan")
+    found = results(tensors, target, torch.float32, "chunked")
+    tensors["x"][::2] = 0.0
+    expected = results(tensors, target, torch.float32, None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_auto_on_a_cpu_is_plain_for_few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    chosen: list[str] = []
+
+    def noted(*arguments: Any) -> Any:
+        chosen.append(arguments[-1])
+        return linear_cross_entropy_forward(*arguments)
+
+    monkeypatch.setattr(function, "linear_cross_entropy_forward", noted)
+    for N, V, dtype in ((4096, 256, torch.float32), (2000, 5000, torch.float32), (16, 100, torch.float16)):
+        tensors, target = draw(N, 4, V, dtype)
+        found = linear_cross_entropy(target=target, **tensors)
+        torch.testing.assert_close(found, plainly(target=target, **tensors).float(), rtol=2e-3, atol=0)
+    assert chosen == ["chunked"] * 2, "of the last two"
 
 
 def test_gradients_of_gradients_are_refused_or_right() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from close import assert_all_close
+from close import assert_all_close, error_of
 from kernels.mlstm_on_gpu import nan_wherever_nothing_is_written
 from kernels.test_linear_cross_entropy import draw, results
 from torchstorm.kernels import linear_cross_entropy
@@ -28,6 +28,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def _poisoned_and_cut_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     nan_wherever_nothing_is_written(monkeypatch)
     monkeypatch.setattr(chunks, "LEAST_BYTES", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(chunks, "LEAST_OPERATIONS", {"cpu": 0, "cuda": 0})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,11 +50,45 @@ def test_no_worse_than_pytorch(shape: tuple[int, int, int], variant: str, dtype:
             assert found.pop("loss").isnan()
             truth.pop("loss"), theirs.pop("loss")
         # Exponentials and logarithms have errors of two units in the last place, where PyTorch's may cancel.
-        assert_all_close(found, truth, theirs, floor=max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps))
+        floor = max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)
+        # With one class everything cancels: of numbers near 1 nothing is left.
+        scales = dict.fromkeys(found, 1.0) if shape[2] == 1 else None
+        assert_all_close(found, truth, theirs, floor=floor, scales=scales)
 
 
-def test_more_than_sixteen_chunks() -> None:
-    tensors, target = draw(70000, 64, 128, torch.bfloat16)
+def test_long_sums_of_few_tiles_are_in_fp32() -> None:
+    """GPT-2's head: cuBLAS splits such sums, and adding up their parts in bfloat16 had more than twice the error."""
+    tensors, target = draw(8192, 768, 50257, torch.bfloat16, ignored=8)
+    tensors, target = {name: t.cuda() for name, t in tensors.items()}, target.cuda()
+    found = results(tensors, target, torch.bfloat16, "fused")
+    truth = results(tensors, target, torch.float64, None)
+    for name in ("d_x", "d_weight"):
+        error = error_of(found[name], truth[name])
+        print(f"{name}: {error:.2e}")
+        assert error < 4e-3  # three roundings: of the target's share, of the sum and of what scales it
+
+
+def test_captured_in_a_cuda_graph() -> None:
+    """Nothing waits for the GPU there, and tokens that do not count are computed with the others."""
+    tensors, target = draw(8192, 768, 50257, torch.bfloat16, ignored=2)
+    x, weight = (tensors[name].cuda() for name in ("x", "weight"))
+    target = target.cuda()
+    with torch.no_grad():
+        expected = linear_cross_entropy(x, weight, target)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            linear_cross_entropy(x, weight, target)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = linear_cross_entropy(x, weight, target)
+        graph.replay()
+    torch.testing.assert_close(found, expected)
+
+
+def test_more_than_sixteen_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "SPLIT_NUMEL", 0)  # as for a large weight
+    tensors, target = draw(80000, 64, 128, torch.bfloat16)
     tensors, target = {name: t.cuda() for name, t in tensors.items()}, target.cuda()
     found = results(tensors, target, torch.bfloat16, "fused")
     truth = results(tensors, target, torch.float64, None)

@@ -40,7 +40,7 @@ def test_no_worse_than_pytorch(variant: str, dtype: torch.dtype, activation: Act
         for bias in (True, False):
             tensors = {name: t.cuda() for name, t in draw(M, K, N, dtype, bias=bias).items()}
             if variant == "persistent" and (K % 8 or N % 8):
-                with pytest.raises(ShapeError, match="'persistent' needs N"):
+                with pytest.raises(ShapeError, match="'persistent' needs K and N"):
                     linear(**tensors, variant=variant)
                 continue
             found = results(tensors, activation, variant)
@@ -108,8 +108,8 @@ def test_opcheck(variant: str) -> None:
 
 def test_compiled_with_inductor_without_a_break() -> None:
     leaves = [t.cuda().requires_grad_() for t in draw(64, 48, 96, torch.bfloat16).values()]
-    compiled = torch.compile(lambda *given: linear(*given, activation="gelu") * 2, fullgraph=True)
-    found, expected = compiled(*leaves), linear(*leaves, activation="gelu") * 2
+    compiled = torch.compile(lambda *given: linear(*given, activation="gelu", variant="cublaslt") * 2, fullgraph=True)
+    found, expected = compiled(*leaves), linear(*leaves, activation="gelu", variant="cublaslt") * 2
     assert torch.equal(found, expected)
     for one, other in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (found, expected)), strict=True):
         assert torch.equal(one, other)
@@ -131,3 +131,14 @@ def test_gradients_of_gradients() -> None:
         )
         found.append(torch.autograd.grad(dx.square().sum(), leaves))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_auto_takes_rows_that_begin_anywhere() -> None:
+    """Large enough to be ours: x's rows begin at odd multiples of 2 bytes, and TMA needs 16."""
+    x = torch.randn(4096, 1 + 4096, device="cuda", dtype=torch.bfloat16)[:, 1:].detach().requires_grad_()
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64
+    y = linear(x, weight, activation="gelu")
+    assert torch.equal(
+        y, linear(x.detach().contiguous().requires_grad_(), weight, activation="gelu", variant="persistent")
+    )
+    y.sum().backward()

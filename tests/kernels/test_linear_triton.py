@@ -33,6 +33,8 @@ CASES = [
     _loss("loss: several blocks", (5, 8, 5003)),
     _loss("loss: several chunks", (300, 8, 37), reduction="sum", bias=True),
     _loss("loss: one class", (4, 3, 1)),
+    _loss("loss: one class, capped, smoothed", (4, 3, 1), softcap=5.0, smoothing=0.1, bias=True),
+    _loss("loss: one class, none, smoothed", (4, 3, 1), reduction="none", smoothing=0.1, bias=True),
     _loss("loss: none", (20, 8, 70), reduction="none", bias=True),
     _loss("loss: none, capped, smoothed", (20, 8, 70), reduction="none", softcap=2.0, smoothing=0.2),
     _loss("loss: capped, smoothed", (20, 8, 70), softcap=2.0, smoothing=0.2),
@@ -42,12 +44,13 @@ CASES = [
     {"name": "extremes", "run": "extremes"},
     *(_layer("fused", activation, (70, 40, 90)) for activation in ("", "relu", "gelu", "gelu_tanh", "silu")),
     *(_layer("naive", activation, (65, 33, 70), transposed=True) for activation in ("", "gelu")),
-    *(_layer("cublaslt", activation, (150, 16, 520)) for activation in ("relu", "gelu", "silu")),
+    *(_layer("cublaslt", activation, (150, 16, 520)) for activation in ("relu", "gelu", "gelu_tanh", "silu")),
     _layer("fused", "gelu_tanh", (130, 70, 300), dtype="float16", transposed=True),
     _layer("fused", "silu", (1, 1, 1), bias=False),
     _layer("naive", "relu", (140, 64, 64), dtype="float16"),
     _layer("persistent", "gelu", (150, 72, 264), dtype="float16"),
     _layer("persistent", "relu", (130, 64, 256), dtype="float16", bias=False),
+    _layer("persistent", "silu", (40, 64, 96), dtype="float16", transposed=True),
     _layer("cublaslt", "gelu", (40, 64, 96), dtype="bfloat16", transposed=True),
 ]
 

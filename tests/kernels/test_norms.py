@@ -138,8 +138,21 @@ def test_what_is_kept_for_backward() -> None:
     x = torch.randn(2, 5, 7, dtype=torch.bfloat16, requires_grad=True)
     weight, bias = (torch.randn(7, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     kept, numbers = [((2, 5, 7), torch.bfloat16), ((7,), torch.bfloat16)], ((10,), torch.float32)
-    assert saved_by(lambda: layer_norm(x, weight, bias)) == [*kept, numbers, numbers]
-    assert saved_by(lambda: rms_norm(x, weight)) == [*kept, ((0,), torch.float32), numbers]
+    assert saved_by(lambda: layer_norm(x, weight, bias, variant="torch")) == [*kept, numbers, numbers]
+    assert saved_by(lambda: rms_norm(x, weight, variant="torch")) == [*kept, ((0,), torch.float32), numbers]
+
+
+def test_of_large_inputs_rms_norm_keeps_no_copies_on_a_cpu_either() -> None:
+    x, weight = torch.randn(300, 1000, requires_grad=True), torch.ones(1000)
+    large = [size for size, _ in saved_by(lambda: rms_norm(x, weight)) if len(size) > 1]
+    assert large == [(300, 1000)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_has_the_same_bits_with_and_without_a_gradient(dtype: torch.dtype) -> None:
+    """By the operator and by PyTorch: a checkpoint computes without, and again with."""
+    x, weight = torch.randn(300, 2000, dtype=dtype), torch.randn(2000, dtype=dtype)
+    assert torch.equal(rms_norm(x, weight), rms_norm(x.clone().requires_grad_(), weight))
 
 
 @pytest.mark.parametrize("centred", [True, False])

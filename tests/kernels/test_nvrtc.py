@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,18 @@ def test_what_the_compiler_refuses_is_told_with_file_line_and_log(source: Source
     ) as raised:
         compile_source(with_type(source, 4), "sm_80")
     assert 'double_it.cu(3): error: identifier "y" is undefined' in str(raised.value)
+
+
+def test_headers_that_do_not_go_together_are_told_with_what_brings_others(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "theirs.h").write_text("#error too new\n")
+    source.files[1].write_text('#include "theirs.h"\n')
+    theirs = dataclasses.replace(
+        with_type(source, 4), includes=(tmp_path,), headers="theirs 13.3", advice="pip install older"
+    )
+    with pytest.raises(
+        KernelError, match=r"NVRTC \d+\.\d+, with the headers of theirs 13\.3\. pip install older:\n(.|\n)*too new"
+    ):
+        compile_source(theirs, "sm_80")
 
 
 def test_registers_and_spills_are_in_the_log(source: Source) -> None:

@@ -13,6 +13,8 @@ from offload.forced import at_random, force_recompute
 from offload.steps import assert_exact_within, assert_same, saved_bytes, train
 from offload.test_xlstm import rerun_kernels
 from torchstorm.kernels import linear, linear_cross_entropy
+from torchstorm.kernels.linear_cross_entropy import chunks
+from torchstorm.models.gpt import GPT, GPTConfig
 from torchstorm.offload.session import Session
 
 
@@ -28,7 +30,7 @@ class Model(nn.Module):
         x = self.embedding(ids)
         h = linear(x, self.up.weight, self.up.bias, activation="gelu", variant="fused")
         x = x + linear(h, self.down.weight, self.down.bias, activation="relu", variant="fused")
-        return linear_cross_entropy(x, self.embedding.weight, targets, softcap=10.0)
+        return linear_cross_entropy(x, self.embedding.weight, targets, softcap=10.0, variant="chunked")
 
 
 def step(model: nn.Module, index: int) -> Tensor:
@@ -40,6 +42,21 @@ def step(model: nn.Module, index: int) -> Tensor:
 
 def test_a_session_changes_no_bit(tmp_path: Path) -> None:
     assert_exact_within(Model, step, tmp_path, share=0.6)
+
+
+def test_a_session_changes_no_bit_of_a_gpt_with_its_head_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(chunks, "LEAST_BYTES", {"cpu": 0, "cuda": 0})
+    config = GPTConfig(vocab_size=500, max_seq_len=64, num_layers=2, num_heads=2, width=32, dropout=0.1)
+
+    def one(model: nn.Module, index: int) -> Tensor:
+        ids = torch.randint(0, 500, (8, 65), generator=torch.Generator().manual_seed(index))
+        loss: Tensor = model(ids[:, :-1], ids[:, 1:]).loss
+        loss.backward()
+        return loss
+
+    assert_exact_within(lambda: GPT(config), one, tmp_path, share=0.6)
 
 
 def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(

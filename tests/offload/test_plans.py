@@ -105,8 +105,14 @@ def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_s
     assert plans.in_force is not None
     assert plans.in_force.plan is plan
     assert len(planner.lessons) == 1
-    assert "no plan fits" in planner.lessons[0]
+    assert "no plan fits, so they go on" in planner.lessons[0]
     assert planner.slack_bytes == 0
+    # Nor is it said of the plan that takes its place once times are known better.
+    found = planner.plan(plan.trace, base_bytes=plan.trace.base_bytes, num_measured=4, before=plans.in_force)
+    plans.put(("a step",), found)
+    assert not planner.learn(plans, [], 20 * plan.budget.vram)
+    assert plans.in_force is found
+    assert len(planner.lessons) == 1
 
 
 def test_the_peak_of_steps_that_followed_the_plan_is_told_once_and_not_that_of_others() -> None:

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from torchstorm.errors import UnsupportedError
+from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.models.gpt import GPT, Block, GPTConfig
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
+from torchstorm.offload.roofline import scratch_bytes
 from torchstorm.offload.session import Session
 from torchstorm.offload.simulate import simulate
 from torchstorm.plan.curve import checkpoint_point
@@ -113,6 +115,29 @@ def test_a_small_model_under_autocast_takes_the_memory_that_was_measured() -> No
     trace = trace_of(model, torch.zeros(2, 8, 1024, dtype=torch.long), loss_fn)
     state = 2 * sum(parameter.nbytes for parameter in model.parameters())
     assert peak(trace) + state == pytest.approx(GPT2_BYTES, rel=0.03)
+
+
+def test_a_head_takes_a_chunk_of_logits_and_no_more() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, num_layers=1, num_heads=12, width=768, dropout=0.0)).bfloat16()
+    tokens = torch.zeros(16, 1024, dtype=torch.long)
+    with_loss = trace_of(model, tokens, lambda model, tokens: model(tokens, tokens).loss)
+    with_logits = trace_of(
+        model, tokens, lambda model, ids: F.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+    )
+    logits = tokens.numel() * 50257 * 2
+    assert peak(with_logits) - peak(with_loss) > 1.5 * logits
+    assert peak(with_loss) - with_loss.base_bytes > logits / 8
+
+
+@pytest.mark.parametrize("N", [1, 700, 5000, 8192, 32768, 10**6])
+@pytest.mark.parametrize("V", [256, 50257, 131072])
+def test_a_head_s_chunks_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch, N: int, V: int) -> None:
+    x, weight = torch.empty(N, 64, dtype=torch.float32, device="meta"), torch.empty(V, 64, device="meta")
+    found = scratch_bytes(torch.ops.torchstorm.linear_cross_entropy_forward.default, [x, weight])
+    filled_up = weight.nbytes if V % 4 else 0
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    assert found == 4 * -(-V // 64) * 64 * chunks.chunk_rows(N, V, x, gradients=True) + filled_up
 
 
 def xlstm_seconds(pattern: str, seq: int) -> float:

@@ -42,6 +42,7 @@ def computed_again(trace: Trace, placements: Sequence[Placement]) -> dict[int, A
         for target in [number for number in lost if trace.parcels[number].needed == now]:
             again = Again([], set(), set(), 0, 0.0)
             local: set[int] = set()
+            lives: list[tuple[int, int, bool, bool]] = []  # value, made by, whether it stays, whether it is in use
 
             def has(value: int, again: Again = again, local: set[int] = local, now: int = now) -> bool:
                 number = trace.values[value].storage
@@ -54,7 +55,13 @@ def computed_again(trace: Trace, placements: Sequence[Placement]) -> dict[int, A
                     local.add(value)
                 return value in local
 
-            def get(value: int, again: Again = again, local: set[int] = local, now: int = now) -> None:
+            def get(
+                value: int,
+                again: Again = again,
+                local: set[int] = local,
+                now: int = now,
+                lives: list[tuple[int, int, bool, bool]] = lives,
+            ) -> None:
                 if has(value):
                     return
                 if trace.values[value].op < 0:
@@ -66,19 +73,31 @@ def computed_again(trace: Trace, placements: Sequence[Placement]) -> dict[int, A
                 again.ops.append(trace.values[value].op)
                 again.seconds += op.compute_s
                 for output in op.outputs:
+                    in_use = output not in local
                     local.add(output)
                     where = trace.values[output].storage
                     saved = trace.storages[where] if where >= 0 else None
                     if saved is not None and saved.parcel in lost and saved.made <= now < saved.freed:
                         lost.discard(saved.parcel)
                         again.made.add(saved.parcel)
+                        lives.append((output, len(again.ops) - 1, True, True))
                     else:
-                        again.transient_bytes += trace.values[output].nbytes
+                        lives.append((output, len(again.ops) - 1, False, in_use))
 
             if storage_of[target].value < 0 or trace.values[storage_of[target].value].op < 0:
                 raise Impossible
             get(storage_of[target].value)
-            again.transient_bytes += max(trace.ops[number].scratch_bytes for number in again.ops)
+            for place, number in enumerate(again.ops):
+                # While this one runs: what stays, what it makes, and what it or a later one reads.
+                later = {value for other in again.ops[place:] for value in trace.ops[other].inputs}
+                there = sum(
+                    trace.values[value].nbytes
+                    for value, by, stays, in_use in lives
+                    if by <= place and (stays or by == place or (in_use and value in later))
+                )
+                kept = sum(trace.values[value].nbytes for value, _, stays, _ in lives if stays)
+                peak = there + trace.ops[number].scratch_bytes - kept
+                again.transient_bytes = max(again.transient_bytes, peak)
             found[now] = again
     for number in lost:
         value = storage_of[number].value
@@ -110,6 +129,25 @@ def fast_bytes(trace: Trace, placements: Sequence[Placement], again: dict[int, A
         if now in again and trace.device == "cuda":
             peak = max(peak, held + moment.still_bytes + again[now].transient_bytes)
         found.append(peak)
+    return found
+
+
+def held_before(trace: Trace, placements: Sequence[Placement], again: dict[int, Again]) -> list[int]:
+    """Bytes that the Session alone has on the fast tier when each moment comes, and nothing has happened there yet."""
+    found = []
+    for now in range(trace.num_moments):
+        held = 0
+        for storage in trace.storages:
+            stays = storage.parcel < 0 or placements[storage.parcel].tier == "keep"
+            held += storage.nbytes * (stays and storage.owned <= now < storage.freed)
+        for number, (parcel, placement) in enumerate(zip(trace.parcels, placements, strict=True)):
+            came = [at for at, one in again.items() if number in one.made]
+            not_left = False
+            if placement.tier in ("ram", "disk"):
+                came, not_left = [placement.fetch], parcel.owned <= now <= placement.drop
+            there = not_left or any(at < now for at in came)
+            held += parcel.nbytes * (placement.tier != "keep" and there and now < parcel.freed)
+        found.append(held)
     return found
 
 

@@ -135,12 +135,9 @@ def _with_ops(rng: random.Random, trace: Trace) -> Trace:
             value = rng.choice(unsaved) if unsaved and rng.random() < 0.3 else add_op(rng.choice((1, 1, 2)))[0]
             values[value] = replace(values[value], nbytes=storage.nbytes, storage=number)
         storages[number] = replace(storage, value=value)
-    moments = []
-    before = 1 << 30
-    for moment in trace.moments:
-        still = min(moment.other_bytes, before, rng.choice((0, 5000, 40_000)))
-        moments.append(replace(moment, still_bytes=still))
-        before = moment.other_bytes
+    moments = [
+        replace(moment, still_bytes=min(moment.other_bytes, rng.choice((0, 5000, 40_000)))) for moment in trace.moments
+    ]
     return replace(trace, moments=tuple(moments), storages=tuple(storages), ops=tuple(ops), values=tuple(values))
 
 

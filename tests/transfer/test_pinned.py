@@ -236,6 +236,15 @@ def test_trim_gives_empty_segments_back_down_to_what_is_kept() -> None:
     only(slots[3]).fill_(3)
 
 
+def test_trim_gives_the_largest_segment_back_though_small_ones_came_first() -> None:
+    arena = make_arena(32)
+    for slot in [arena.allocate(nbytes * PAGE) for nbytes in (4, 4, 16)]:
+        arena.free(slot, after=[])
+    arena.trim(6 * PAGE)
+    assert arena.held_bytes == 8 * PAGE, "16 pages held for 6 would be more than twice too much"
+    arena.close()
+
+
 def test_a_segment_under_copy_is_waited_for_before_it_is_unpinned() -> None:
     pin = FakePin()
     arena = make_arena(8, pin=pin)

@@ -211,7 +211,8 @@ def _add(op: Op) -> None:
 
     def command(
         sizes: Annotated[
-            str, typer.Option(help="small, or target: those with times to beat, which need a GPU.")
+            str,
+            typer.Option(help="small; target: those with times to beat, which need a GPU; or some of their shapes."),
         ] = "small",
         device: BenchDevice = None,
         dtype: BenchDtype = None,

@@ -24,8 +24,8 @@ from torchstorm.kernels.elementwise.function import VARIANTS as _ELEMENTWISE
 from torchstorm.kernels.variants import Ladder, available
 
 _P = 0.1
-_ROWS = 4096
-_COLUMNS = tuple(1024 << i for i in range(7))
+_TARGET_BYTES = 512 << 20
+_COLUMNS = (1024, 8192, 65536)
 _IMAGES = ((64, 64, 112, 112), (256, 256, 28, 28), (65536, 1024))
 _SMALL, _SMALL_IMAGES = ((64, 1000), (7, 4099)), ((8, 6, 14, 14), (500, 48))
 
@@ -100,8 +100,9 @@ OPERATIONS: dict[str, _Operation] = {
 
 
 def elementwise_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Every operation at the shapes called "small", or "target": 4096 rows of 1k to 64k numbers, and images."""
-    rows, images = (_SMALL, _SMALL_IMAGES) if sizes == "small" else (tuple((_ROWS, N) for N in _COLUMNS), _IMAGES)
+    """Every operation at the shapes called "small", or "target": 512 MiB in rows of 1k to 64k numbers, and images."""
+    target = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS)
+    rows, images = (_SMALL, _SMALL_IMAGES) if sizes == "small" else (target, _IMAGES)
     return tuple(
         _case(name, shape, device, dtype)
         for name in OPERATIONS

@@ -23,7 +23,11 @@ _LINEAR_SHAPES: dict[str, tuple[tuple[int, int, int, Activation], ...]] = {
     "small": ((256, 128, 192, "gelu"), (255, 100, 77, "relu")),
     "target": ((16384, 4096, 16384, "gelu"), (16384, 4096, 16384, "gelu_tanh"), (8192, 4096, 4096, "silu")),
 }
-_LOSS_SHAPES = {"small": ((512, 64, 1000),), "target": ((32768, 4096, 131072), (8192, 768, 50257))}
+# Tokens, K, V, and which share of tokens does not count, as one in so many; 0 for none.
+_LOSS_SHAPES = {
+    "small": ((512, 64, 1000, 8),),
+    "target": ((32768, 4096, 131072, 8), (8192, 768, 50257, 8), (32768, 4096, 131072, 0)),
+}
 _TRUE_ROWS = 2048
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -70,17 +74,18 @@ def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.d
 
 
 def linear_cross_entropy_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Tokens x K x V, the mean over tokens of which every eighth is ignored; "small" runs anywhere in seconds."""
+    """Tokens x K x V, the mean over all tokens or all but every eighth; "small" runs anywhere in seconds."""
     return tuple(_loss_case(shape, device, dtype) for shape in _LOSS_SHAPES[sizes])
 
 
-def _loss_case(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> OpCase:
-    N, K, V = shape
+def _loss_case(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> OpCase:
+    N, K, V, ignored = shape
 
     def make(device: torch.device, seed: int) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         target = torch.randint(0, V, (N,), device=device, generator=generator)
-        target[::8] = -100
+        if ignored:
+            target[::ignored] = -100
         return {
             "x": normal((N, K), 1.0, device, dtype, generator),
             "weight": normal((V, K), K**-0.5, device, dtype, generator),
@@ -91,10 +96,10 @@ def _loss_case(shape: tuple[int, int, int], device: torch.device, dtype: torch.d
     def ours(inputs: Inputs, variant: str) -> Outputs:
         return {"loss": linear_cross_entropy(inputs["x"], inputs["weight"], inputs["target"], variant=variant)}
 
-    product = 2.0 * N * K * V
+    product = 2.0 * (N - (-(-N // ignored) if ignored else 0)) * K * V  # what tokens that count need
     return OpCase(
         op="linear_cross_entropy",
-        shape=f"{N}x{K}x{V}",
+        shape=f"{N}x{K}x{V}" + ("" if ignored else " all count"),
         dtype=dtype,
         make=make,
         ours=ours,

@@ -25,6 +25,8 @@ _TARGET = (
 )
 # Rows of 1024 floats are 4096 bytes apart, where a plain loop finds few places in a cache; those of 1000 are not.
 _TARGET_CPU = ((1, 1000, 1000, 1000), (1, 1024, 1024, 1024))
+_SLOW = ("naive", "tiled")  # left out of products of more operations than this, which take them seconds
+_SLOW_FLOPS = 2.0 * 4096**3
 
 
 def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
@@ -40,7 +42,8 @@ def matmul_case(batch: int, M: int, N: int, K: int, device: torch.device, dtype:
     names = [
         variant.name
         for variant in available(MATMUL, device, dtype)
-        if variant.name != "tensor-cores" or dtype != torch.float32 or tf32
+        if (variant.name != "tensor-cores" or dtype != torch.float32 or tf32)
+        and (variant.name not in _SLOW or flops <= _SLOW_FLOPS)
     ]
     return OpCase(
         op="matmul",

@@ -7,7 +7,7 @@ taken in turn until they have left the cache. The first row of the definition in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -29,7 +29,7 @@ from torchstorm.bench.op_rows import HEADER, OpRow, format_row
 from torchstorm.bench.ops import OPS
 from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
-from torchstorm.bench.timing import median_ms
+from torchstorm.bench.timing import Run, Took, over, take_in_turn
 from torchstorm.errors import ConfigError, TorchstormError
 from torchstorm.report.picture import check_picture
 
@@ -54,7 +54,8 @@ def bench_op(
     Args:
         op: a key of `OPS`.
         device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
-        sizes: "small", or "target" for the shapes with times to beat, on a GPU.
+        sizes: "small", or "target" for the shapes with times to beat, on a GPU; or some of them, as in
+            "8192x8192x8192,4096x1024".
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
         variant_names: some of the ways, with commas between; None for all.
         json_path: where the rows go, after each of them; rows of the same machine that it has already stay.
@@ -79,6 +80,7 @@ def bench_op(
     record = Record(op, target, OpRow, format_row, path=json_path, say=say)
     ceilings = Ceilings(target)
     say(f"{record.device}: {ceilings.told(chosen)}")
+    _give_autograd_a_context(target)
     for case in cases:
         say(f"\n{case.op} {case.shape} {dtype}")
         say(HEADER)
@@ -90,14 +92,26 @@ def bench_op(
     return not any(row.error is not None and not row.checked for row in record.rows if row.variant not in others)
 
 
+def _give_autograd_a_context(device: torch.device) -> None:
+    """By a kernel of PyTorch's on autograd's thread of that GPU: of one that begins with cuBLAS, PyTorch warns."""
+    one = torch.ones((), device=device, requires_grad=True)
+    one.square().backward()
+
+
 def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    if sizes not in ("small", "target"):
-        raise ConfigError(f"--sizes {sizes!r}, but there are small and target.")
     if sizes == "target" and device.type not in OPS[op].targets:
         raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
     module, _, function = OPS[op].cases.partition(":")
-    found: tuple[OpCase, ...] = getattr(import_module(module), function)(sizes, device, dtype)
-    return found
+    cases: dict[str, tuple[OpCase, ...]] = {
+        each: getattr(import_module(module), function)(each, device, dtype) for each in ("small", "target")
+    }
+    if sizes in cases:
+        return cases[sizes]
+    named = {case.shape.split()[0]: case for each in cases.values() for case in each}
+    wanted = sizes.split(",")
+    if not named.keys() >= set(wanted):
+        raise ConfigError(f"--sizes {sizes!r}, but there are small, target and, one or more of: {', '.join(named)}.")
+    return tuple(case for each in cases.values() for case in each if case.shape.split()[0] in wanted)
 
 
 def _ways(case: OpCase) -> dict[str, Way]:
@@ -144,25 +158,26 @@ def run_case(
     num_sets = max(1, min(_MOST_SETS, math.ceil(2 * _CACHE_BYTES / max(num_bytes, 1)))) if device.type == "cuda" else 1
     sets = [first_set, *(case.make(device, seed) for seed in range(1, num_sets))]
     truth = _truth(case, first_set)
-    took: dict[tuple[str, Pass], float] = {}
     ways = {name: way for name, way in _ways(case).items() if picked is None or name in picked}
-    for name, way in ways.items():
-        # What backward reuses the memory of could be used once only; the graph is gone through again and again here.
-        with functorch_config.patch(donated_buffer=False):
-            rows = _rows(case, name, way, sets, truth, ceilings)
-        for row in rows:
-            if row.ms is not None:
-                took[name, row.pass_] = row.ms
-                firsts = (took.get((variant, row.pass_)) for variant in case.variants)
-                first = next((ms for ms in firsts if ms is not None), None)
-                plain = took.get((REFERENCE, row.pass_))
-                row = replace(
-                    row,
-                    over_first=first / row.ms if first and name in case.variants else None,
-                    over_pytorch=plain / row.ms if plain else None,
-                )
-            record.add(row)
-        clean(device)
+    # What backward reuses the memory of could be used once only; the graph is gone through again and again here.
+    with functorch_config.patch(donated_buffer=False):
+        checked: list[OpRow] = []
+        for name, way in ways.items():
+            checked += _checked(case, name, way, first_set, truth)
+        prepare = {
+            (row.variant, row.pass_): partial(_prepare, ways[row.variant], case, row.pass_, sets)
+            for row in checked
+            if row.checked
+        }
+        took = take_in_turn(prepare, device)
+    rows = [_timed(row, case, took.get((row.variant, row.pass_)), ceilings) for row in checked]
+    for row in rows:
+        others = {each.variant: each.ms for each in rows if each.pass_ == row.pass_ and each.ms is not None}
+        first = next((others[name] for name in case.variants if name in others), None)
+        plain = others.get(REFERENCE)
+        is_ours = row.variant in case.variants
+        over_first = first / row.ms if first and row.ms and is_ours else None
+        record.add(replace(row, over_first=over_first, over_pytorch=plain / row.ms if plain and row.ms else None))
 
 
 def _truth(case: OpCase, inputs: Inputs) -> _Truth:
@@ -192,8 +207,8 @@ def _grads(outputs: Outputs, leaves: Mapping[str, Tensor], inputs: Inputs, *, ag
     return list(torch.autograd.grad(list(outputs.values()), list(leaves.values()), wanted, retain_graph=again))
 
 
-def _rows(case: OpCase, name: str, way: Way, sets: list[Inputs], truth: _Truth, ceilings: Ceilings) -> list[OpRow]:
-    """One row for each pass; where the way cannot run or is wrong, the rows say so and hold no time."""
+def _checked(case: OpCase, name: str, way: Way, inputs: Inputs, truth: _Truth) -> list[OpRow]:
+    """One row for each pass, not yet timed; where the way cannot run or is wrong, the rows say so."""
     row = OpRow(
         op=case.op,
         shape=case.shape,
@@ -203,31 +218,36 @@ def _rows(case: OpCase, name: str, way: Way, sets: list[Inputs], truth: _Truth, 
         unit=case.unit,
     )
     try:
-        found = _results(way, case, sets[0])
+        found = _results(way, case, inputs)
     except (TorchstormError, RuntimeError, ImportError) as failed:  # this way's result; the others still run
         return [replace(row, pass_=each, note=failure(failed)) for each in case.work]
     rows = []
     for each in case.work:
         where, error = truth.worst(found, gradients=each != "forward")
         limit = truth.allowed[where]
-        checked = replace(row, pass_=each, error=error, where=where, allowed=limit, checked=error <= limit)
-        if not checked.checked:
-            rows.append(replace(checked, note=f"{where} is off by {error:.2e}, allowed {limit:.2e}"))
-            continue
-        try:
-            ms = _time(way, case, each, sets)
-        except (TorchstormError, RuntimeError) as failed:
-            rows.append(replace(checked, note=failure(failed)))
-            continue
-        rate = case.work[each] / ms * 1e3
-        share = rate / ceilings.of(case.unit, case.dtype)
-        rows.append(replace(checked, ms=ms, rate=rate, share_of_ceiling=share))
+        is_right = error <= limit
+        note = "" if is_right else f"{where} is off by {error:.2e}, allowed {limit:.2e}"
+        rows.append(replace(row, pass_=each, error=error, where=where, allowed=limit, checked=is_right, note=note))
     return rows
 
 
-def _time(way: Way, case: OpCase, which: Pass, sets: list[Inputs]) -> float:
-    device = next(iter(sets[0].values())).device
+def _timed(row: OpRow, case: OpCase, took: Took | TorchstormError | RuntimeError | None, ceilings: Ceilings) -> OpRow:
+    if took is None:
+        return row
+    if not isinstance(took, Took):
+        return replace(row, note=failure(took))
+    rate = case.work[row.pass_] / took.ms * 1e3
+    return replace(
+        row,
+        ms=took.ms,
+        host_ms=took.host_ms,
+        extra_bytes=took.extra_bytes,
+        rate=rate,
+        share_of_ceiling=rate / ceilings.of(case.unit, case.dtype),
+    )
 
+
+def _prepare(way: Way, case: OpCase, which: Pass, sets: list[Inputs]) -> Run:
     def forward(inputs: Inputs) -> None:
         with torch.no_grad():
             way({name: x for name, x in inputs.items() if not _is_grad(name)})
@@ -236,19 +256,13 @@ def _time(way: Way, case: OpCase, which: Pass, sets: list[Inputs]) -> float:
         outputs, leaves = _forward(way, case, inputs)
         _grads(outputs, leaves, inputs)
 
-    if which != "backward":
-        run: Callable[[Inputs], None] = forward if which == "forward" else both
-        run(sets[0])  # warms up
-        return median_ms(run, sets, device)
-
-    made = [(*_forward(way, case, inputs), inputs) for inputs in sets]
-
     def backward(graph: tuple[Outputs, dict[str, Tensor], Inputs]) -> None:
         outputs, leaves, inputs = graph
         _grads(outputs, leaves, inputs, again=True)
 
-    backward(made[0])
-    return median_ms(backward, made, device)
+    if which == "backward":
+        return over(backward, [(*_forward(way, case, inputs), inputs) for inputs in sets])
+    return over(forward if which == "forward" else both, sets)
 
 
 def _draw(rows: list[OpRow], path: Path, *, title: str) -> None:

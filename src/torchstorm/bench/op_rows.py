@@ -15,7 +15,9 @@ class OpRow:
         op, shape, dtype: of its case.
         variant: of ours, "reference" for plain PyTorch, or a peer's name.
         pass_: "forward", "backward" or "both"; "pass" in a file.
-        ms: median milliseconds.
+        ms: median milliseconds of the device.
+        host_ms: of the host, to ask for it; None on a CPU.
+        extra_bytes: most device memory in use beside the inputs, and before backward what forward kept; None on a CPU.
         rate: operations or bytes a second, as `unit` says, each byte counted once.
         unit: "FLOP/s" or "B/s".
         share_of_ceiling: of what this device was measured to do: a large product in that dtype, or a large copy.
@@ -35,6 +37,8 @@ class OpRow:
     variant: str
     pass_: Pass
     ms: float | None = None
+    host_ms: float | None = None
+    extra_bytes: int | None = None
     rate: float | None = None
     unit: str = ""
     share_of_ceiling: float | None = None
@@ -54,7 +58,8 @@ class OpRow:
 
 
 HEADER = (
-    f"{'variant':<20}{'pass':<10}{'time':>12}{'rate':>16}{'of ceiling':>12}{'x first':>9}{'x PyTorch':>11}{'error':>10}"
+    f"{'variant':<20}{'pass':<10}{'time':>13}{'host':>12}{'rate':>16}{'of ceiling':>12}{'x first':>9}{'x PyTorch':>11}"
+    f"{'memory':>12}{'error':>10}"
 )
 
 
@@ -65,9 +70,11 @@ def format_row(row: OpRow) -> str:
         return f"{'-' if value is None else format(value, form) + unit:>{width}}"
 
     rate = None if row.rate is None else row.rate / 1e9
+    extra = None if row.extra_bytes is None else row.extra_bytes / 2**20
     checked = ("checked" if row.checked else "NOT CHECKED") + ("; " if row.note else "")
     return (
-        f"{row.variant:<20}{row.pass_:<10}{cell(row.ms, '.4g', 12, ' ms')}{cell(rate, '.4g', 16, ' G' + row.unit)}"
+        f"{row.variant:<20}{row.pass_:<10}{cell(row.ms, '.4g', 13, ' ms')}{cell(row.host_ms, '.2g', 12, ' ms')}"
+        f"{cell(rate, '.0f', 16, ' G' + row.unit)}"
         f"{cell(row.share_of_ceiling, '.1%', 12)}{cell(row.over_first, '.3g', 9)}{cell(row.over_pytorch, '.3g', 11)}"
-        f"{cell(row.error, '.1e', 10)}  {checked}{row.note}"
+        f"{cell(extra, '.0f', 12, ' MiB')}{cell(row.error, '.1e', 10)}  {checked}{row.note}"
     )

@@ -1,49 +1,151 @@
-"""The time that something takes, of many runs of it."""
+"""What things take, measured side by side: each in short bursts, in turn with the others, of which the median counts.
+
+In turn, because a device's clock follows its power and its heat: of two equal products the one that is timed after a
+pause is up to a fifth faster. On CUDA the device is kept waiting while the host asks for a burst, so that the times are
+the device's own however slow the host is; what the host takes is told beside them.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from torchstorm.bench.measure import synchronize
+from torchstorm.bench.measure import clean, synchronize
+from torchstorm.errors import TorchstormError
 from torchstorm.offload.clock import CpuClock, seconds_between
 from torchstorm.transfer.engine import StreamClock
 
-_SECONDS_A_TIME = 0.2  # how long a time is taken for
-_SECONDS_ONCE = 2.0  # what takes longer is run once
-_FEWEST, _MOST = 3, 30  # runs; fewer where one takes longer than that
+_SECONDS_A_TIME = 0.2  # how long a time is taken for, in all its bursts
+_SECONDS_ONCE = 0.4  # what takes longer is run once more after its first run, and no more
+_ROUNDS = 5  # bursts of each
+_MOST = 20  # runs of a burst
+_SPIN_HZ = 2e9  # cycles a second that a GPU counts at most
 
+K = TypeVar("K")
 T = TypeVar("T")
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Took:
+    """What a run takes.
+
+    Attributes:
+        ms: median milliseconds, of the device.
+        host_ms: median milliseconds of the host until it has asked for all of it; None on a CPU, where it is `ms`.
+        extra_bytes: most device memory in use, beside what was before its preparation; None on a CPU.
+    """
+
+    ms: float
+    host_ms: float | None
+    extra_bytes: int | None
+
+
+@dataclass(frozen=True)
+class _First:
+    """What the first runs showed."""
+
+    seconds: float
+    host_s: float
+    extra_bytes: int | None
+
+
+def take_in_turn(
+    prepare: Mapping[K, Callable[[], Run]], device: torch.device
+) -> dict[K, Took | TorchstormError | RuntimeError]:
+    """What each takes, or why it cannot run.
+
+    Args:
+        prepare: each returns what is run, again and again; called before every burst, and not timed.
+        device: where they run.
+    """
+    found: dict[K, Took | TorchstormError | RuntimeError] = {}
+    firsts: dict[K, _First] = {}
+    for key, each in prepare.items():
+        try:
+            firsts[key] = _first(each, device)
+        except (TorchstormError, RuntimeError) as failed:
+            found[key] = failed
+            clean(device)
+    device_s: dict[K, list[float]] = {key: [] for key in firsts}
+    host_s: dict[K, list[float]] = {key: [] for key in firsts}
+    for _ in range(_ROUNDS):
+        for key, first in firsts.items():
+            if first.seconds <= _SECONDS_ONCE:
+                taken, asked = _burst(prepare[key](), first, device)
+                device_s[key] += taken
+                host_s[key].append(asked)
+    for key, first in firsts.items():
+        on_gpu = device.type == "cuda"
+        found[key] = Took(
+            ms=statistics.median(device_s[key] or [first.seconds]) * 1e3,
+            host_ms=statistics.median(host_s[key] or [first.host_s]) * 1e3 if on_gpu else None,
+            extra_bytes=first.extra_bytes,
+        )
+    return found
 
 
 def median_ms(run: Callable[[T], object], sets: Sequence[T], device: torch.device) -> float:
-    """Milliseconds on the device, the median of several runs; what ran before has warmed up.
+    """Milliseconds on the device of something that stands alone.
 
     Args:
         run: what is timed.
         sets: what it is given, in turn: enough of them that none is still in the cache when its turn comes.
         device: where it runs.
+
+    Raises:
+        TorchstormError, RuntimeError: what it raised.
     """
-    clock = StreamClock(device) if device.type == "cuda" else CpuClock()
+    took = take_in_turn({"": lambda: over(run, sets)}, device)[""]
+    if not isinstance(took, Took):
+        raise took
+    return took.ms
+
+
+def over(run: Callable[[T], object], sets: Sequence[T]) -> Run:
+    """What gives `run` one set after another, from the first again after the last."""
     turns = itertools.cycle(sets)
+    return lambda: run(next(turns))
 
-    def once() -> tuple[object, object]:
-        inputs = next(turns)
+
+def _first(prepare: Callable[[], Run], device: torch.device) -> _First:
+    """Runs it twice: the first run compiles, allocates and fills caches."""
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    run = prepare()
+    run()
+    synchronize(device)
+    if on_gpu:  # pragma: gpu
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    run()
+    host_s = time.perf_counter() - start
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    return _First(seconds, host_s, torch.cuda.max_memory_allocated(device) - before if on_gpu else None)
+
+
+def _burst(run: Run, first: _First, device: torch.device) -> tuple[list[float], float]:
+    """The seconds of each run, and those of the host for one."""
+    clock = StreamClock(device) if device.type == "cuda" else CpuClock()
+    count = max(1, min(_MOST, math.ceil(_SECONDS_A_TIME / _ROUNDS / max(first.seconds, 1e-9))))
+    synchronize(device)
+    if device.type == "cuda":  # pragma: gpu
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(1.5 * count * first.host_s * _SPIN_HZ))
+    marks = []
+    begun = time.perf_counter()
+    for _ in range(count):
         start = clock.mark()
-        run(inputs)
-        return start, clock.mark()
-
-    first = once()
+        run()
+        marks.append((start, clock.mark()))
+    asked = (time.perf_counter() - begun) / count
     synchronize(device)
-    seconds = seconds_between(*first)
-    repeats = max(_FEWEST, min(_MOST, int(_SECONDS_A_TIME / max(seconds, 1e-9))))
-    if seconds > _SECONDS_ONCE:
-        return seconds * 1e3
-    # The first of slow runs counts, too: what it lost on the way is little beside it.
-    marks = [first, once()] if seconds > _SECONDS_A_TIME else [once() for _ in range(repeats)]
-    synchronize(device)
-    return statistics.median(seconds_between(*pair) for pair in marks) * 1e3
+    return [seconds_between(*pair) for pair in marks], asked

@@ -45,7 +45,8 @@ class Source:
         defines: macros and their values.
         shared_bytes: dynamic shared memory of a block.
         includes: folders of headers that are not ours.
-        headers: what those are, for the cache; they are not read for it.
+        headers: what those are, for the cache and for messages; they are not read for it.
+        advice: what to do where it does not compile with them.
     """
 
     kernel: str
@@ -54,6 +55,7 @@ class Source:
     shared_bytes: int = 0
     includes: tuple[Path, ...] = ()
     headers: str = ""
+    advice: str = ""
 
     def text(self) -> str:
         """What the compiler is given; its messages name the files and their own lines."""
@@ -90,9 +92,10 @@ def compile_source(source: Source, arch: str) -> Compiled:
     try:
         made = core.Program(source.text(), "c++", options).compile("cubin", logs=log)
     except Exception as error:  # cuda-core's own classes of errors are not public
+        found = f", with the headers of {source.headers}. {source.advice}" if source.headers else ""
         raise KernelError(
             f"{source.kernel} of {source.files[-1].name} with {dict(source.defines)} does not compile for {arch} by "
-            f"NVRTC {compiler_version()}:\n{error}\n{log.getvalue()}"
+            f"NVRTC {compiler_version()}{found}:\n{error}\n{log.getvalue()}"
         ) from error
     return Compiled(cubin=bytes(made.code), log=log.getvalue())
 

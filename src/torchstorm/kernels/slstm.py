@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import FLOATS, wide
 
 
@@ -104,7 +105,8 @@ def _slstm_fwd(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h in x's dtype, and c, n, m of every step: (B, S, H, D) each."""
-    with torch.autocast(x_BSHGD.device.type, enabled=False):  # which would round the sums of what runs inside
+    # Autocast would round the sums of what runs inside.
+    with without_autocast(x_BSHGD), torch.cuda.device_of(x_BSHGD):
         return _forward(x_BSHGD, r_HDF, h0, c0, n0, m0)
 
 
@@ -152,7 +154,7 @@ def _slstm_bwd(
     m0: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dr) in the dtypes of x and r."""
-    with torch.autocast(x_BSHGD.device.type, enabled=False):
+    with without_autocast(x_BSHGD), torch.cuda.device_of(x_BSHGD):
         return _backward_of(dh_BSHD, x_BSHGD, r_HDF, (h_BSHD, c_BSHD, n_BSHD, m_BSHD), SLSTMState(h0, c0, n0, m0))
 
 

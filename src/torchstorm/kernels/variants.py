@@ -69,7 +69,7 @@ def is_installed(module: str) -> bool:
 
 def has_triton_for(x: Tensor) -> bool:
     """Whether Triton's kernels run where x is, and in its dtype."""
-    return is_installed("triton") and x.device.type == "cuda" and x.dtype != torch.float64
+    return x.is_cuda and x.dtype != torch.float64 and is_installed("triton")
 
 
 Ladder = tuple[Variant, ...]

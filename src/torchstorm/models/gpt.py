@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchstorm.errors import ConfigError
+from torchstorm.models.head import next_token_loss
+from torchstorm.models.norm import LayerNorm
 from torchstorm.models.sampling import check_sampling, draw
 
 _INIT_STD = 0.02
@@ -80,9 +82,9 @@ SIZES: dict[str, GPTConfig] = {
 
 
 class GPTOutput(NamedTuple):
-    """A forward pass's logits (B, T, V), and the mean cross-entropy in nats, None where no targets were given."""
+    """Of a forward pass: the logits (B, T, V), or the mean cross-entropy in nats where targets were given."""
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
 
 
@@ -133,9 +135,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.width)
+        self.ln_1 = LayerNorm(config.width)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.width)
+        self.ln_2 = LayerNorm(config.width)
         self.mlp = MLP(config)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.max_seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.ln_f = nn.LayerNorm(config.width)
+        self.ln_f = LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
         # named_parameters gives the tied weight once, under wte, so it is drawn once.
@@ -179,7 +181,7 @@ class GPT(nn.Module):
             targets_BT: int64 ids (B, T) to predict, -100 where none counts; None for no loss.
 
         Returns:
-            Logits (B, T, V), and the mean cross-entropy in nats where targets were given.
+            Logits (B, T, V); with targets no logits, but the mean cross-entropy in nats, which needs less memory.
 
         Raises:
             ConfigError: T is above `config.max_seq_len`.
@@ -194,10 +196,10 @@ class GPT(nn.Module):
         x_BTC = self.drop(self.wte(idx_BT) + self.wpe(position_T))
         for block in self.blocks:
             x_BTC = block(x_BTC)
-        logits_BTV = self.lm_head(self.ln_f(x_BTC))
+        x_BTC = self.ln_f(x_BTC)
         if targets_BT is None:
-            return GPTOutput(logits_BTV, None)
-        return GPTOutput(logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()))
+            return GPTOutput(self.lm_head(x_BTC), None)
+        return GPTOutput(None, next_token_loss(x_BTC, self.lm_head.weight, targets_BT))
 
     def num_params(self, *, embeddings: bool = True) -> int:
         """Counts parameters, the tied head once; without `embeddings`, leaves out wte (and so the head) and wpe."""

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torchstorm.errors import ConfigError
+from torchstorm.models.head import next_token_loss
 from torchstorm.models.sampling import check_sampling, draw
 from torchstorm.models.xlstm_blocks import MIXERS, PROJECTION_BLOCK, Block, Norm, State
 
@@ -102,9 +102,9 @@ SIZES: dict[str, XLSTMConfig] = {
 
 
 class XLSTMOutput(NamedTuple):
-    """A forward pass's logits (B, T, V), and the mean cross-entropy in nats, None where no targets were given."""
+    """Of a forward pass: the logits (B, T, V), or the mean cross-entropy in nats where targets were given."""
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
 
 
@@ -138,15 +138,15 @@ class XLSTM(nn.Module):
             targets_BT: int64 ids (B, T) to predict, -100 where none counts; None for no loss.
 
         Returns:
-            Logits (B, T, V), and the mean cross-entropy in nats where targets were given.
+            Logits (B, T, V); with targets no logits, but the mean cross-entropy in nats, which needs less memory.
         """
         x_BTC = self.drop(self.embedding(idx_BT))
         for block in self.blocks:
             x_BTC = block(x_BTC)
-        logits_BTV = self._logits(x_BTC)
         if targets_BT is None:
-            return XLSTMOutput(logits_BTV, None)
-        return XLSTMOutput(logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()))
+            return XLSTMOutput(self._logits(x_BTC), None)
+        cap = self.config.logit_cap
+        return XLSTMOutput(None, next_token_loss(self.norm(x_BTC), self.head.weight, targets_BT, softcap=cap))
 
     def advance(
         self, idx_BT: Tensor, states: tuple[State | None, ...] | None = None

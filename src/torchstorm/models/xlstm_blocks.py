@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from torchstorm.kernels import MLSTMState, mlstm, mlstm_step
 from torchstorm.kernels.slstm import SLSTMState, slstm
+from torchstorm.models.norm import layer_norm
 
 State = tuple[Tensor, ...]
 """What a block keeps of the tokens that it has seen; each tensor has B in front."""
@@ -66,7 +67,7 @@ class Norm(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Maps (B, T, C) to (B, T, C)."""
         if self.num_heads == 1:
-            return F.layer_norm(x_BTC, (x_BTC.shape[-1],), self.weight)
+            return layer_norm(x_BTC, self.weight)
         # Every token is a sample with heads for groups: one operation, which saves its input alone.
         return F.group_norm(x_BTC.flatten(0, 1), self.num_heads, self.weight).view_as(x_BTC)
 

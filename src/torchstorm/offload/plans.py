@@ -167,16 +167,25 @@ class Planner:
         """Speeds as measured, and as steps have shown them since."""
         return _slowed(self._stack.machine(), self._link_share)
 
-    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int) -> Planned:
+    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
+
+        Args:
+            trace, base_bytes, num_measured: as in `Planned`.
+            before: the plan that such steps followed, which may have taught something of their memory.
 
         Raises:
             BudgetError: as `solve` does.
         """
+        found = None
         if self.slack_bytes:
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
-                return self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
-        return self.plan_within(0, trace, base_bytes, num_measured)
+                found = self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
+        if found is None:
+            found = self.plan_within(0, trace, base_bytes, num_measured)
+        if before is not None:
+            found.is_over, found.is_least = before.is_over, before.is_least
+        return found
 
     def plan_within(
         self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int, *, time_limit_s: float = 10.0
@@ -279,7 +288,7 @@ class Planner:
             anew = self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured)
         except BudgetError:
             planned.is_least = True
-            self.lessons.append(said + f"with {format_size(slack)} kept free no plan fits, so this one is kept.")
+            self.lessons.append(said + f"with {format_size(slack)} kept free no plan fits, so they go on as they are.")
             return planned
         self.slack_bytes = slack
         anew.is_over = True
@@ -314,7 +323,7 @@ class Planner:
             return corrected
         trace = self._explain(planned, plan, measured_s)
         with suppress(BudgetError):
-            anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured)
+            anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
             anew.num_lessons = planned.num_lessons + 1
             self.lessons.append(said + "such steps were planned anew.")
             return anew

@@ -67,24 +67,28 @@ class TracingProbe(Probe):
     def after(self, call: Call, out: Any) -> None:
         """Sums up what was made, and compares with what running the operation again leaves."""
         with self._aside():
-            own_bytes = self._scratch_of_the_run()
-            tensors = tensors_of(out)
-            rows = [flat_bytes(tensors[place].untyped_storage()) for place in call.places]
-            for reference, place, row in zip(call.outputs, call.places, rows, strict=True):
-                value = reference()
-                if value is not None:
-                    self._made[value] = (place, fingerprint(row))
-            if self._is_new and rows:
-                try:
-                    again = self._again(call)
-                except UnsupportedError:
-                    self._refused.add(self._kind)
-                else:
-                    for place, one, other in zip(call.places, again, rows, strict=True):
-                        self._unequal.append((self._kind, place, _differs(one, other)))
-            # Where there was no room to run it again, what it took for its user tells at least that much.
-            call.scratch_bytes = self._scratch.get(self._kind, own_bytes)
-            self._overwritten = None
+            self._compare(call, out)  # a call of its own: what it makes is gone when the step goes on
+            # What the last operation of forward has read would lie there through backward.
+            self._storages, self._overwritten = {}, None
+
+    def _compare(self, call: Call, out: Any) -> None:
+        own_bytes = self._scratch_of_the_run()
+        tensors = tensors_of(out)
+        rows = [flat_bytes(tensors[place].untyped_storage()) for place in call.places]
+        for reference, place, row in zip(call.outputs, call.places, rows, strict=True):
+            value = reference()
+            if value is not None:
+                self._made[value] = (place, fingerprint(row))
+        if self._is_new and rows:
+            try:
+                again = self._again(call)
+            except UnsupportedError:
+                self._refused.add(self._kind)
+            else:
+                for place, one, other in zip(call.places, again, rows, strict=True):
+                    self._unequal.append((self._kind, place, _differs(one, other)))
+        # Where there was no room to run it again, what it took for its user tells at least that much.
+        call.scratch_bytes = self._scratch.get(self._kind, own_bytes)
 
     def see(self, value: Value, storage: torch.UntypedStorage) -> None:
         """The value is read or saved now: are its bytes still those that were made?"""

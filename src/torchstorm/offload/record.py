@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from torchstorm.offload.clock import CpuClock, seconds_between
 from torchstorm.offload.origins import Origins, call_seconds
 from torchstorm.offload.parcels import Call, Parcel, Saved, Value, has_expired, held_only_here
+from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
 from torchstorm.transfer.engine import StreamClock
 
@@ -37,7 +38,6 @@ class _Interval:
 
     marks: list[tuple[object, object]] = field(default_factory=list)
     peak_bytes: int = 0
-    still_bytes: int = 0
 
 
 class Recorder:
@@ -71,6 +71,9 @@ class Recorder:
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
         self._intervals: list[_Interval] = []
         self._interval = _Interval()
+        self._stills = [0]  # by moment
+        self._planned_before: list[int] = []  # what the Session alone holds, by moment
+        self._planned: list[int] = []
         self._is_paused = False
         self._left = start
         # What the Session held alone in the interval that is running: it is not "other".
@@ -92,7 +95,6 @@ class Recorder:
             self.peak_bytes = max(self.peak_bytes, interval.peak_bytes)
             self.excess_bytes = max(self.excess_bytes, interval.peak_bytes - self._start_bytes)
             interval.peak_bytes -= self._held_bytes
-            interval.still_bytes = torch.cuda.memory_allocated(self._device) - self._held_bytes
         self._intervals.append(interval)
         self._interval = _Interval()
 
@@ -100,12 +102,26 @@ class Recorder:
         """Says what the moment that has just arrived is."""
         self._signatures.append((kind, storage, nbytes))
 
-    def leave(self, held_bytes: int) -> None:
-        """The next interval begins; `held_bytes` are on the fast device because of the Session alone."""
+    def follow(self, trace: Trace, placements: Sequence[Placement]) -> None:
+        """The step follows a plan, which says what the Session holds."""
+        self._planned_before = held_before_profile(trace, placements).tolist()
+        self._planned = held_profile(trace, placements).tolist()
+
+    def lie_still(self, resident: Iterable[Parcel]) -> None:
+        """What is allocated at this moment and not held by the Session alone, which has the `resident` parcels."""
+        if not self.asks_memory:
+            self._stills.append(0)
+            return
+        # Not what it held in the interval that has ended: autograd has let go of some of that since.
+        held = self._planned_before[self.moment] if self._planned_before else self.held_alone(resident)  # pragma: gpu
+        self._stills.append(torch.cuda.memory_allocated(self._device) - held)  # pragma: gpu
+
+    def leave(self, resident: Iterable[Parcel]) -> None:
+        """The next interval begins; the Session has the `resident` parcels on the fast device."""
         self._resume()
         if self.asks_memory:  # pragma: gpu
             self._start_bytes = torch.cuda.memory_allocated(self._device)
-        self._held_bytes = held_bytes
+        self._held_bytes = self._planned[self.moment] if self._planned else self.held_alone(resident)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -240,7 +256,6 @@ class Recorder:
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self._device)
-        stills = [0, *(interval.still_bytes for interval in self._intervals)]  # at the moment that ends an interval
         return tuple(
             Moment(
                 kind=kind,
@@ -250,5 +265,7 @@ class Recorder:
                 other_bytes=max(0, interval.peak_bytes),
                 still_bytes=max(0, still),
             )
-            for (kind, storage, nbytes), interval, still in zip(self._signatures, self._intervals, stills, strict=False)
+            for (kind, storage, nbytes), interval, still in zip(
+                self._signatures, self._intervals, self._stills, strict=True
+            )
         )

@@ -19,20 +19,33 @@ BytesOf = Callable[[Saved], torch.Tensor | None]
 def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, torch.Tensor], None]) -> None:
     """Runs what makes a value, and first what makes its inputs, as far as those are not there.
 
+    What is computed on the way is let go after the last operation that reads it.
+
     Args:
         value: of a saved storage whose bytes are not there.
         bytes_of: (nbytes,) uint8 over the bytes of a saved storage that is on the fast device or can be fetched;
             None for one that is not there.
-        arrived: told each saved storage whose bytes are there now, and (nbytes,) uint8 over them. All others that were
-            computed on the way are let go.
+        arrived: told each saved storage whose bytes are there now, and (nbytes,) uint8 over them.
 
     Raises:
         UnsupportedError: an operation on the way cannot run again; names it.
     """
     there: dict[Value, torch.Tensor] = {}
+    calls = _calls_for(value, bytes_of, there)
+    last = {one: call for call in calls for one in call.inputs}
+    for call in calls:
+        _run_into(there, call, arrived)
+        for one in [one for one in there if last.get(one, call) is call]:
+            del there[one]
+
+
+def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]) -> list[Call]:
+    """What must run to make a value, in order; puts what is at hand for it into `there`."""
+    calls: list[Call] = []
+    coming: set[Value] = set()
 
     def has(one: Value) -> bool:
-        if one in there:
+        if one in there or one in coming:
             return True
         found = bytes_of(one.saved) if one.saved is not None else None
         if found is not None:
@@ -54,14 +67,20 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
         if missing:
             wanted += reversed(missing)
             continue
-        rows = run(call, there.__getitem__)
-        for reference, row in zip(call.outputs, rows, strict=True):
-            made = reference()
-            if made is not None and made not in there:
-                there[made] = row
-                # What else the operation makes may be away on another tier; it comes back when its own time has come.
-                if made.saved is not None and made.saved.parcel.buffer is None and made.saved.parcel.handle is None:
-                    arrived(made.saved, row)
+        calls.append(call)
+        coming.update(made for reference in call.outputs if (made := reference()) is not None)
+    return calls
+
+
+def _run_into(there: dict[Value, torch.Tensor], call: Call, arrived: Callable[[Saved, torch.Tensor], None]) -> None:
+    """Runs an operation, and puts what it makes beside what is there."""
+    for reference, row in zip(call.outputs, run(call, there.__getitem__), strict=True):
+        made = reference()
+        if made is not None and made not in there:
+            there[made] = row
+            # What else the operation makes may be away on another tier; it comes back when its own time has come.
+            if made.saved is not None and made.saved.parcel.buffer is None and made.saved.parcel.handle is None:
+                arrived(made.saved, row)
 
 
 def run(call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> list[torch.Tensor]:

@@ -19,6 +19,8 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention
 _PICKS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward", "nll_loss2d_forward", "take"})
 # Of ours, with a kernel after the other for each token, and how many: every one of them waits for those before.
 _KERNELS_A_TOKEN = {"slstm_fwd": 8, "slstm_bwd": 7}
+# Of ours, with the place of the layer's input among their tensors; its weight comes next.
+_HEADS = {"linear_cross_entropy_forward": 0, "linear_cross_entropy_backward": 1}
 # They write, and read nothing.
 _FILLS = frozenset({"fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"})
 
@@ -62,7 +64,21 @@ def scratch_bytes(func: Any, inputs: Sequence[torch.Tensor]) -> int:
         # The gradient of the queries is summed in float32, and so is a row sum for each query.
         query = inputs[1]
         return query.numel() * 4 + query.numel() // max(1, query.shape[-1]) * 4
+    if name in _HEADS:
+        return _head_bytes(*inputs[_HEADS[name] :][:2])
     return 0
+
+
+def _head_bytes(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Of a last layer with its loss: the logits of some tokens, and what `kernels.linear_cross_entropy` puts beside."""
+    (N, K), V, size = x.shape, weight.shape[0], x.element_size()
+    rows = min(4096, max(1024, -(-N // 8 // 128) * 128))
+    rows = max(1, min(N, max(rows, (64 << 20) // (V * size))))
+    logits = rows * -(-V // 64) * 64 * size
+    filled_up = 0 if V * size % 16 == 0 == K * size % 16 else weight.nbytes
+    sums = 4 * rows * K if x.dtype in _HALF else 0
+    is_wide = x.dtype in _HALF and (x.dtype == torch.float16 or V * K < 1 << 24 or 16 * rows < N)
+    return logits + filled_up + sums + (4 * V * K if is_wide else 0)
 
 
 def base_name(func: Any) -> str:

@@ -32,7 +32,7 @@ from torchstorm.offload.record import Recorder
 from torchstorm.offload.residency import Residency
 from torchstorm.offload.tape import Tape, has_bytes
 from torchstorm.offload.tickets import Locked, Ticket, Untouched
-from torchstorm.plan.forecast import KEEP, held_profile
+from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
@@ -81,7 +81,6 @@ class SavedTensors:
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
         self._probe: TracingProbe | None = None
-        self._planned_held: list[int] = []
         self.left_plan = False
         self.blocks: list[str] = []
         residency.excess_bytes = lambda: self._recorder.excess_bytes if self._recorder is not None else 0
@@ -245,17 +244,20 @@ class SavedTensors:
                 self._recorder.arrive()
             self._set_up_tape()
             if self._plan is not None and self._recorder is not None:
-                held = held_profile(self._plan.trace, self._plan.placements)
-                self._planned_held = [int(nbytes) for nbytes in held]
+                self._recorder.follow(self._plan.trace, self._plan.placements)
         if self._recorder is not None:
             self._recorder.name(kind, ordinal, nbytes)
             self._recorder.watch(self._moment)
         plan = self._plan
-        if plan is None:
-            return
-        moments = plan.trace.moments
-        if self._moment >= len(moments) or moments[self._moment].signature != (kind, ordinal, nbytes):
+        moments = plan.trace.moments if plan is not None else ()
+        if plan is not None and (
+            self._moment >= len(moments) or moments[self._moment].signature != (kind, ordinal, nbytes)
+        ):
             self._leave_plan()
+            return
+        if self._recorder is not None:
+            self._recorder.lie_still(self.residency.resident.values())
+        if plan is None:
             return
         for number in plan.drops.get(self._moment, ()):
             if number in self._numbered:
@@ -287,9 +289,7 @@ class SavedTensors:
         elif look_ahead and self._in_step:
             self.residency.look_ahead()
         if self._recorder is not None:
-            resident = self.residency.resident.values()
-            planned = self._planned_held[self._moment] if self._plan is not None else None
-            self._recorder.leave(self._recorder.held_alone(resident) if planned is None else planned)
+            self._recorder.leave(self.residency.resident.values())
 
     def _leave_plan(self) -> None:
         """The step is not the one that was planned: from here on it is decided on the spot."""

@@ -243,7 +243,7 @@ class Session:
                 return  # the next step is another one, and measured
             blind = planned is None and self._recompute and not self._is_recorded
             try:
-                found = self._planner.plan(trace, base_bytes=base, num_measured=num_measured)
+                found = self._planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
                 blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
             except BudgetError as error:
                 if planned is not None and planned.plan is not None and not recorder.asks_memory:

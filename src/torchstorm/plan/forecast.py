@@ -87,6 +87,20 @@ def held_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
     return np.cumsum(edges)[:-1]
 
 
+def held_before_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
+    """The same at every moment, before anything leaves, comes back or is computed there: (num_moments,) int64."""
+    edges = np.zeros(trace.num_moments + 2, dtype=np.int64)
+    for storage in trace.storages:
+        if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
+            _add(edges, storage.owned, storage.freed, storage.nbytes)
+    for parcel, placement in zip(trace.parcels, placements, strict=True):
+        if placement.tier != KEEP:
+            _add(edges, placement.fetch + 1, parcel.freed, parcel.nbytes)
+        if placement.tier not in (KEEP, RECOMPUTE):
+            _add(edges, parcel.owned, min(placement.drop + 1, parcel.freed), parcel.nbytes)
+    return np.cumsum(edges)[:-2]
+
+
 def other_profile(trace: Trace) -> Profile:
     """Bytes of the fast tier that no placement changes, in every interval: (num_moments,) int64."""
     return np.array([moment.other_bytes for moment in trace.moments], dtype=np.int64) + trace.staging_bytes

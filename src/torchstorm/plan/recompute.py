@@ -2,8 +2,8 @@
 
 At the moment when a recomputed storage is first needed, its operation runs again. An input of that operation is used
 where it lies if autograd still holds it there (kept, or moved and fetched by then). Otherwise it is computed too: one
-that was itself to be recomputed and is still going to be needed stays from then on; any other is let go when the moment
-is over. All outputs of an operation appear together; those that nobody waits for are let go likewise.
+that was itself to be recomputed and is still going to be needed stays from then on; any other is let go after the last
+operation that reads it. All outputs of an operation appear together; those that nobody waits for are let go with it.
 
 The Session does exactly this (`offload.replay`), so bytes and operations here are those of the real step.
 """
@@ -38,7 +38,7 @@ class Replay:
         ops: operations in the order in which they run.
         made: parcels whose bytes are there from this moment on.
         sources: parcels whose bytes it reads; those that moved must be back by then.
-        transient_bytes: bytes that are allocated on top meanwhile, and gone when the moment is over.
+        transient_bytes: the most that is allocated meanwhile, beyond the bytes of all that stays.
         seconds: of all its operations.
     """
 
@@ -153,7 +153,7 @@ class Replayer:
         moment = self._needed[number]
         replay = Replay()
         there: set[int] = set()  # values that are known to be at hand
-        scratch = 0
+        made: list[tuple[int, int, bool, bool]] = []  # place of the operation, value, whether it stays, or is read
 
         def at_hand(value: int) -> bool:
             if value in there:
@@ -186,8 +186,8 @@ class Replayer:
                 continue
             replay.ops.append(index)
             replay.seconds += op.compute_s
-            scratch = max(scratch, op.scratch_bytes)
             for output in op.outputs:
+                is_read = output not in there  # else the one at hand is
                 there.add(output)
                 storage = self._storage_of[output]
                 parcel = self._parcel_of[storage] if storage >= 0 else -1
@@ -195,7 +195,26 @@ class Replayer:
                     seen[parcel] = state[parcel]
                     if state[parcel] == _GONE and self._made[storage] <= moment < self._freed[storage]:
                         replay.made.append(parcel)
+                        made.append((len(replay.ops) - 1, output, True, True))
                         continue
-                replay.transient_bytes += self._bytes_of[output]
-        replay.transient_bytes += scratch
+                made.append((len(replay.ops) - 1, output, False, is_read))
+        replay.transient_bytes = self._transient_bytes(replay.ops, made)
         return replay
+
+    def _transient_bytes(self, ops: list[int], made: list[tuple[int, int, bool, bool]]) -> int:
+        """The most bytes that operations have allocated at once, less those that stay."""
+        last = {value: place for place, index in enumerate(ops) for value in self._ops[index].inputs}
+        changes = [0] * (len(ops) + 1)
+        stay_bytes = 0
+        for place, value, stays, is_read in made:
+            nbytes = self._bytes_of[value]
+            changes[place] += nbytes
+            if stays:
+                stay_bytes += nbytes
+            else:
+                changes[(last.get(value, place) if is_read else place) + 1] -= nbytes
+        live = peak = 0
+        for index, change in zip(ops, changes, strict=False):
+            live += change
+            peak = max(peak, live + self._ops[index].scratch_bytes)
+        return peak - stay_bytes

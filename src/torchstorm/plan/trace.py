@@ -35,7 +35,7 @@ class Moment:
         other_bytes: on CUDA, the interval's peak of allocated bytes that the Session does not hold: weights,
             gradients, activations that the model itself still holds, temporaries. 0 on CPU, where they do not count.
         still_bytes: the same at the moment itself, when no kernel of the user's runs: what lies there while the
-            Session computes something again. At most `other_bytes` of the interval before it.
+            Session computes something again. At most `other_bytes` of the interval that follows.
     """
 
     kind: str

@@ -116,9 +116,9 @@ class PinnedArena:
                 segment.busy += [(start, start + size, copy) for copy in after]
 
     def trim(self, keep_bytes: int) -> None:
-        """Gives empty segments back to the machine while at least `keep_bytes` remain."""
+        """Gives empty segments back to the machine, large ones first, while at least `keep_bytes` remain."""
         with self._lock:
-            for segment in list(self._segments):
+            for segment in sorted(self._segments, key=lambda one: one.extents.capacity_bytes, reverse=True):
                 size = segment.extents.capacity_bytes
                 if segment.extents.used_bytes == 0 and self.held_bytes - size >= keep_bytes:
                     self._release(segment)

@@ -7,16 +7,18 @@ Source: arXiv 1502.03167. Traffic, training: x is read twice and y written; back
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.batch_norm.op import batch_norm_act_op
+from torchstorm.kernels.directly import directly, is_pytorchs
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32, wide
 from torchstorm.kernels.elementwise.function import check_dtype
+from torchstorm.kernels.elementwise.operations import BY_NAME
 from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for
 
 Activation = Literal["relu", "silu", "gelu"]
@@ -93,13 +95,15 @@ def batch_norm_act(
     if activation is not None and activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ConfigError(f"activation={activation!r}, but batch_norm_act has {names} and None.")
-    chosen = choose("batch_norm_act", VARIANTS, variant, x, auto=partial(_fastest, x))
     of_batch = training or running_mean is None
     num = x.numel() // max(x.shape[1], 1)
     if of_batch and num == 1:
         raise ShapeError(
             f"x {tuple(x.shape)} has one value a channel, and no variance: training needs more, or use training=False."
         )
+    if variant == "auto" and _is_pytorchs(x, weight, bias, running_mean, running_var, activation):
+        return directly(_pytorchs, x, weight, bias, running_mean, running_var, of_batch, momentum, eps, activation)
+    chosen = choose("batch_norm_act", VARIANTS, variant, x, auto=lambda: "two-stage" if has_triton_for(x) else "torch")
     given = (None, None) if of_batch else (running_mean, running_var)
     y: Tensor
     y, mean, _, var = batch_norm_act_op(x, weight, bias, *given, eps, activation or "", chosen)
@@ -123,19 +127,47 @@ def _check(
         raise ShapeError(f"x of batch_norm_act is {tuple(x.shape)}: it must be (N, C, ...).")
     if (running_mean is None) != (running_var is None):
         raise ShapeError("running_mean and running_var of batch_norm_act go together: give both, or None for both.")
-    named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
-    for name, each in named.items():
+    size, dtypes, device = x.shape[1:2], (x.dtype, wide(x.dtype)), x.device
+    named = ("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var)
+    for name, each in named:
         if each is None:
             continue
-        if each.shape != x.shape[1:2]:
+        if each.shape != size:
             raise ShapeError(f"{name} is {tuple(each.shape)}: with x {tuple(x.shape)} it must be ({x.shape[1]},).")
-        if each.dtype not in (x.dtype, wide(x.dtype)):
-            raise ShapeError(
-                f"{name} is {each.dtype}, but x is {x.dtype}: {name} must be {x.dtype} or {wide(x.dtype)}."
-            )
-        if each.device != x.device:
-            raise ShapeError(f"{name} is on {each.device}, but x is on {x.device}: both must be on one device.")
+        if each.dtype not in dtypes:
+            raise ShapeError(f"{name} is {each.dtype}, but x is {x.dtype}: {name} must be {dtypes[0]} or {dtypes[1]}.")
+        if each.device != device:
+            raise ShapeError(f"{name} is on {each.device}, but x is on {device}: both must be on one device.")
 
 
-def _fastest(x: Tensor) -> str:
-    return "two-stage" if has_triton_for(x) else "torch"
+def _is_pytorchs(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    activation: Activation | None,
+) -> bool:
+    """Where PyTorch's takes the parameters as they are; on a GPU where, besides, it keeps no more than ours.
+
+    Of a ReLU it keeps y, as does what comes next; of SiLU and GELU what they were given.
+    """
+    dtypes = {p.dtype for p in (weight, bias, running_mean, running_var) if p is not None}
+    if len(dtypes) > 1 or x.numel() == 0 or not is_pytorchs(x):
+        return False
+    return not x.is_cuda or activation in (None, "relu")
+
+
+def _pytorchs(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    of_batch: bool,
+    momentum: float,
+    eps: float,
+    activation: Activation | None,
+) -> Tensor:
+    z = F.batch_norm(x, running_mean, running_var, weight, bias, of_batch, momentum, eps)
+    return z if activation is None else BY_NAME[activation].function(z)

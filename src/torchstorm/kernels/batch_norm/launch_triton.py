@@ -26,6 +26,7 @@ from torchstorm.kernels.elementwise.operations_triton import (
 )
 
 TILE_BYTES = 8192
+CHANNELS_LAST_BYTES = 16384  # of forward's tiles whose rows are the channels; backward has two and would spill
 _NUM_WARPS = 4
 _WIDEST = 64  # channels of a tile, where channels lie side by side
 _PROGRAMS = 1024  # that fill a GPU several times over
@@ -75,15 +76,16 @@ class _View:
         return max(1, min(self.num_tiles, _MOST_PARTS, -(-_PROGRAMS // self.channel_blocks)))
 
 
-def _view(x: Tensor) -> _View:
+def _view(x: Tensor, *, channels_last_bytes: int = TILE_BYTES) -> _View:
     N, C = x.shape[:2]
     L = x.numel() // (N * C)
-    block = TILE_BYTES // x.element_size()
     if L == 1 or x.movedim(1, -1).is_contiguous():
+        block = channels_last_bytes // x.element_size()
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         BLOCK_C = min(_WIDEST, _power_of_two(C))
         BLOCK_L = block // BLOCK_C
         return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
+    block = TILE_BYTES // x.element_size()
     BLOCK_L = min(block, _power_of_two(L))
     BLOCK_C = min(block // BLOCK_L, _power_of_two(C))
     strides = C * L, L, 1
@@ -92,7 +94,7 @@ def _view(x: Tensor) -> _View:
 
 def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
     """Fills mean and the biased variance of each channel."""
-    view = _view(x)
+    view = _view(x, channels_last_bytes=CHANNELS_LAST_BYTES)
     parts = view.parts(variant)
     num = mean.new_empty((parts,))
     means, spreads = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
@@ -111,7 +113,7 @@ def normalise(
     variant: str,
 ) -> None:  # fmt: skip
     """Fills y with the activation of (x - mean) rstd weight + bias."""
-    view = _view(x)
+    view = _view(x, channels_last_bytes=CHANNELS_LAST_BYTES)
     out = y if y.stride() == view.of_memory.stride() else torch.empty_like(view.of_memory)
     named = HALF_FORWARD if x.dtype != torch.float32 else FORWARD
     normalise_kernel[(view.channel_blocks * view.num_tiles,)](

@@ -53,10 +53,12 @@ def batch_norm_act_op(
         mean.zero_()
         var.zero_()
     else:
-        implementation.statistics(x, mean, var, variant)
+        with torch.cuda.device_of(x):
+            implementation.statistics(x, mean, var, variant)
     rstd = (var + eps).rsqrt_()
     if x.numel():
-        implementation.normalise(x, weight, bias, mean, rstd, activation, y, variant)
+        with torch.cuda.device_of(x):
+            implementation.normalise(x, weight, bias, mean, rstd, activation, y, variant)
     return y, mean, rstd, var
 
 
@@ -90,9 +92,10 @@ def batch_norm_act_backward(
     """Gradients of x, weight and bias, the last two as wide as the statistics. `batch`: mean and rstd are x's."""
     dx, d_weight, d_bias = torch.empty_like(x), _per_channel(x), _per_channel(x)
     if x.numel():
-        _implementation(variant).backward(
-            dy, x, weight, bias, mean, rstd, batch, activation, dx, d_weight, d_bias, variant
-        )
+        with torch.cuda.device_of(x):
+            _implementation(variant).backward(
+                dy, x, weight, bias, mean, rstd, batch, activation, dx, d_weight, d_bias, variant
+            )
     else:
         d_weight.zero_()
         d_bias.zero_()

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.dropout.op import dropout_op
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
-from torchstorm.kernels.elementwise.function import check_dtype, fastest
-from torchstorm.kernels.variants import Ladder, Variant, choose, is_installed
+from torchstorm.kernels.elementwise.function import check_dtype
+from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for, is_installed
 
 VARIANTS: Ladder = (
     Variant(
@@ -24,9 +24,9 @@ VARIANTS: Ladder = (
     Variant(
         name="parallel",
         taught="bits are made where they are used, on all of a CPU's cores: nothing but x and y is in memory",
-        costs="reads and writes once; some 20 integer operations a number",
+        costs="reads and writes once; some 20 integer operations a number; halves are converted to fp32 and back",
         devices=("cpu",),
-        dtypes=(torch.float32, torch.float64),
+        dtypes=FLOATS,
         needs=("numba",),
     ),
     Variant(
@@ -99,5 +99,7 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
 
 
 def _fastest(x: Tensor) -> str:
-    by_numba = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) and is_installed("numba")
-    return "parallel" if by_numba else fastest(x)
+    """Always an operator: PyTorch's own would keep a mask."""
+    if x.is_cpu and is_installed("numba"):
+        return "parallel"
+    return "vectorised" if has_triton_for(x) else "torch"

@@ -21,7 +21,8 @@ def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(x.shape)
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-    import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON)).dropout(x, seed, y, p, scale, variant)
+    with torch.cuda.device_of(x):
+        import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON)).dropout(x, seed, y, p, scale, variant)
     return y
 
 

@@ -1,4 +1,4 @@
-"""Dropout on a CPU's cores, by numba. Tensors in float32 or float64."""
+"""Dropout on a CPU's cores, by numba. What is in halves is converted to float32 and back."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
@@ -8,6 +8,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from torchstorm.kernels.dropout.philox import BITS, LANES, MULTIPLIERS, ROUNDS, STEPS, WORDS, threshold_of
+from torchstorm.kernels.dtypes import wide
 
 _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
 _S0, _S1 = (np.uint64(s) for s in STEPS)
@@ -38,6 +39,10 @@ def _dropout(x, y, seed, threshold, kept, dropped):
 def dropout(x: Tensor, seed: Tensor, y: Tensor, p: float, scale: float, variant: str) -> None:
     """Fills y from x, both contiguous."""
     key = np.uint64(int(seed) & 0xFFFFFFFFFFFFFFFF)
-    numbers = x.detach().numpy().reshape(-1)
+    dtype = wide(x.dtype)
+    out = y if y.dtype == dtype else y.new_empty(y.shape, dtype=dtype)
+    numbers = x.detach().to(dtype).numpy().reshape(-1)
     factors = numbers.dtype.type(scale), numbers.dtype.type(0.0)
-    _dropout(numbers, y.numpy().reshape(-1), key, np.uint64(threshold_of(p)), *factors)
+    _dropout(numbers, out.numpy().reshape(-1), key, np.uint64(threshold_of(p)), *factors)
+    if out is not y:
+        y.copy_(out)

@@ -6,16 +6,18 @@ kernel can learn is how to ask memory for enough at a time.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.directly import directly, is_pytorchs
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
 from torchstorm.kernels.elementwise.op import FORWARD, add_op, mul_op
-from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for
+from torchstorm.kernels.elementwise.operations import BY_NAME
+from torchstorm.kernels.variants import Ladder, Variant, choose
 
 VARIANTS: Ladder = (
     Variant(
@@ -73,20 +75,21 @@ def add(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         DeviceError: the variant does not run on this device or in this dtype.
     """
     _check_pair("add", a, b)
-    return _run(add_op, "add", variant, a, b)
+    return _run(add_op, torch.add, "add", variant, a, b)
 
 
 def mul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     """a b, broadcast as PyTorch does; otherwise as `add`."""
     _check_pair("mul", a, b)
-    return _run(mul_op, "mul", variant, a, b)
+    return _run(mul_op, torch.mul, "mul", variant, a, b)
 
 
 def relu(x: Tensor, *, variant: str = "auto") -> Tensor:
     """max(x, 0); NaN stays NaN.
 
     Args:
-        x: float32, float16, bfloat16 or float64, any shape and strides; computed in fp32. Backward keeps x.
+        x: float32, float16, bfloat16 or float64, any shape and strides; computed in fp32. Backward keeps y for
+            relu, x for the others; for sigmoid y, where "auto" is PyTorch's own, as on a CPU and for small tensors.
         variant: one of `variants("relu")`, or "auto": the fastest here.
 
     Returns:
@@ -127,35 +130,33 @@ def check_dtype(op: str, name: str, x: Tensor) -> None:
         raise ShapeError(f"{name} of {op} is {x.dtype}: it must be float32, float16, bfloat16 or float64.")
 
 
-def fastest(x: Tensor) -> str:
-    """What "auto" stands for."""
-    return "vectorised" if has_triton_for(x) else "torch"
-
-
 def _activation(name: str, x: Tensor, variant: str) -> Tensor:
     check_dtype(name, "x", x)
-    return _run(FORWARD[name], name, variant, x)
+    return _run(FORWARD[name], BY_NAME[name].function, name, variant, x)
 
 
-def _run(operator: object, name: str, variant: str, *inputs: Tensor) -> Tensor:
-    x = inputs[0]
-    chosen = choose(name.removesuffix("_tanh"), VARIANTS, variant, x, auto=partial(fastest, x))
-    y: Tensor = operator(*inputs, chosen)  # type: ignore[operator]
+def _run(operator: Any, pytorchs: Callable[..., Tensor], name: str, variant: str, *inputs: Tensor) -> Tensor:
+    if variant == "auto" and is_pytorchs(*inputs):
+        return directly(pytorchs, *inputs)
+    chosen = choose(name.removesuffix("_tanh"), VARIANTS, variant, inputs[0], auto=lambda: "vectorised")
+    y: Tensor = operator(*inputs, chosen)
     return y
 
 
 def _check_pair(op: str, a: Tensor, b: Tensor) -> None:
-    for name, x in (("a", a), ("b", b)):
-        check_dtype(op, name, x)
+    check_dtype(op, "a", a)
     if a.dtype != b.dtype:
+        check_dtype(op, "b", b)
         raise ShapeError(
             f"{op} of a in {a.dtype} and b in {b.dtype}: both must have one dtype. Convert one with .to()."
         )
     if a.device != b.device:
         raise ShapeError(f"{op} of a on {a.device} and b on {b.device}: both must be on one device.")
-    for d in range(1, min(a.dim(), b.dim()) + 1):
-        if a.shape[-d] != b.shape[-d] and 1 not in (a.shape[-d], b.shape[-d]):
+    if a.shape == b.shape or a.shape[-b.dim() :] == b.shape:
+        return
+    for d, (one, other) in enumerate(zip(reversed(a.shape), reversed(b.shape), strict=False), start=1):
+        if one != other and one != 1 and other != 1:
             raise ShapeError(
                 f"{op} of a {tuple(a.shape)} and b {tuple(b.shape)}: they do not broadcast, since dimension -{d} has "
-                f"{a.shape[-d]} and {b.shape[-d]}."
+                f"{one} and {other}."
             )

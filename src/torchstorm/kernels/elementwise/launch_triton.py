@@ -50,7 +50,7 @@ class Tile:
         return 32 * self.num_warps * max(1, self.lane_bytes // x.element_size())
 
 
-TILES = {"naive": Tile(), "vectorised": Tile(lane_bytes=64), "persistent": Tile(lane_bytes=64, programs=8)}
+TILES = {"naive": Tile(), "vectorised": Tile(lane_bytes=16), "persistent": Tile(lane_bytes=32, programs=8)}
 
 
 def unary(name: str, x: Tensor, y: Tensor, variant: str) -> None:

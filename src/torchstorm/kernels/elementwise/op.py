@@ -3,7 +3,8 @@
 All activations come from `_register`, so each is one entry of `operations.OPERATIONS`. An implementation is a module
 that fills results: `plain` by PyTorch, `parallel` by numba, `launch_triton` on a GPU. It is imported when first used.
 
-Backward keeps x alone for an activation, nothing for `add`, and for `mul` the factors that the wanted gradients need.
+Backward keeps x alone for an activation (y for ReLU), nothing for `add`, and for `mul` the factors that the wanted
+gradients need.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ def _register(operation: Operation) -> tuple[Any, Any]:
     @torch.library.custom_op(f"torchstorm::{operation.name}", mutates_args=())
     def forward(x: Tensor, variant: str) -> Tensor:
         y = torch.empty_like(x)
-        _implementation(variant).unary(operation.name, x, y, variant)
+        with torch.cuda.device_of(x):
+            _implementation(variant).unary(operation.name, x, y, variant)
         return y
 
     @torch.library.custom_op(f"torchstorm::{operation.name}_backward", mutates_args=())
     def backward(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         dx = torch.empty_like(x)
-        _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
+        with torch.cuda.device_of(x):
+            _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
         return dx
 
     @forward.register_fake
@@ -53,9 +56,9 @@ def _register(operation: Operation) -> tuple[Any, Any]:
     def _(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         return torch.empty_like(x)
 
-    def keep_x(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def keep_one(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, ctx.variant = inputs
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(output if operation.of_y else x)
 
     def to_x(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
@@ -73,7 +76,7 @@ def _register(operation: Operation) -> tuple[Any, Any]:
             to_x = (ddx * (dy * operation.second_derivative(x.to(wide(x.dtype))))).to(x.dtype)
         return to_dy, to_x, None
 
-    forward.register_autograd(to_x, setup_context=keep_x)
+    forward.register_autograd(to_x, setup_context=keep_one)
     backward.register_autograd(to_dy_and_x, setup_context=keep_dy_and_x)
     return forward, backward
 
@@ -88,7 +91,8 @@ for _operation in OPERATIONS:
 def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
     """a, or a b, where b broadcasts to a, summed over what `size` was broadcast along."""
     out = a.new_empty(size)
-    _implementation(variant).product_sum(a, b, out)
+    with torch.cuda.device_of(a):
+        _implementation(variant).product_sum(a, b, out)
     return out
 
 
@@ -120,7 +124,8 @@ product_sum.register_autograd(_spread, setup_context=_keep_factors)
 def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a + b, broadcast."""
     y = empty_result(a, b)
-    _implementation(variant).binary("add", a, b, y, variant)
+    with torch.cuda.device_of(y):
+        _implementation(variant).binary("add", a, b, y, variant)
     return y
 
 
@@ -128,7 +133,8 @@ def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a b, broadcast."""
     y = empty_result(a, b)
-    _implementation(variant).binary("mul", a, b, y, variant)
+    with torch.cuda.device_of(y):
+        _implementation(variant).binary("mul", a, b, y, variant)
     return y
 
 
@@ -136,7 +142,8 @@ def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     """Both gradients of a b at once; all of one shape."""
     da, db = torch.empty_like(a), torch.empty_like(b)
-    _implementation(variant).mul_backward(dy, a, b, da, db, variant)
+    with torch.cuda.device_of(a):
+        _implementation(variant).mul_backward(dy, a, b, da, db, variant)
     return da, db
 
 

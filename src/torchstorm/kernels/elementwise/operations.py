@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 CUBIC = 0.044715
@@ -29,15 +31,19 @@ class Operation:
 
     Attributes:
         name: of `torch.ops.torchstorm.NAME`.
+        function: x -> y, PyTorch's own with its gradient.
         forward: x, out -> out, filled by PyTorch's own operator.
         backward: dy, x, out -> out, likewise.
         second_derivative: of x, in operations that autograd can differentiate again.
+        of_y: whether `backward` may be given y in place of x; what comes next mostly keeps y anyway.
     """
 
     name: str
+    function: Callable[[Tensor], Tensor]
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
     second_derivative: Callable[[Tensor], Tensor]
+    of_y: bool = False
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -70,30 +76,36 @@ _aten = torch.ops.aten
 OPERATIONS = (
     Operation(
         name="relu",
+        function=torch.relu,
         forward=lambda x, out: torch.clamp_min(x, 0.0, out=out),
         backward=lambda dy, x, out: _aten.threshold_backward.grad_input(dy, x, 0.0, grad_input=out),
         second_derivative=torch.zeros_like,
+        of_y=True,
     ),
     Operation(
         name="sigmoid",
+        function=torch.sigmoid,
         forward=lambda x, out: torch.sigmoid(x, out=out),
         backward=lambda dy, x, out: _aten.sigmoid_backward.grad_input(dy, torch.sigmoid(x), grad_input=out),
         second_derivative=_sigmoid_second_derivative,
     ),
     Operation(
         name="gelu",
+        function=F.gelu,
         forward=lambda x, out: _aten.gelu.out(x, out=out),
         backward=lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, grad_input=out),
         second_derivative=_gelu_second_derivative,
     ),
     Operation(
         name="gelu_tanh",
+        function=partial(F.gelu, approximate="tanh"),
         forward=lambda x, out: _aten.gelu.out(x, approximate="tanh", out=out),
         backward=lambda dy, x, out: _aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=out),
         second_derivative=_gelu_tanh_second_derivative,
     ),
     Operation(
         name="silu",
+        function=F.silu,
         forward=lambda x, out: _aten.silu.out(x, out=out),
         backward=lambda dy, x, out: _aten.silu_backward.grad_input(dy, x, grad_input=out),
         second_derivative=_silu_second_derivative,

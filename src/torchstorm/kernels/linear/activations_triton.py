@@ -1,4 +1,4 @@
-"""Activations and their derivatives of fp32 tiles, as Triton functions; ACTIVATION "" is none."""
+"""Activations and their derivatives of fp32 tiles by name, ACTIVATION "" for none; HALF where results become halves."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 from __future__ import annotations
@@ -6,39 +6,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _gelu_tanh_share(z):
-    # 0.5 (1 + tanh(u)) is sigmoid(2 u), which neither overflows nor cancels.
-    return tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+from torchstorm.kernels.elementwise import operations_triton as operations
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
+def activate(z, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
     if ACTIVATION == "relu":
-        z = tl.where(z < 0, 0.0, z)  # NaN stays
+        z = operations.relu(z)
+    elif ACTIVATION == "gelu" and HALF:
+        z = operations.gelu_half(z)
     elif ACTIVATION == "gelu":
-        z = 0.5 * z * (1.0 + tl.erf(0.7071067811865476 * z))
+        z = operations.gelu(z)
     elif ACTIVATION == "gelu_tanh":
-        z = z * _gelu_tanh_share(z)
+        z = operations.gelu_tanh(z)
     elif ACTIVATION == "silu":
-        z = z * tl.sigmoid(z)
+        z = operations.silu(z)
     return z
 
 
 @triton.jit
-def activation_gradient(dy, kept, ACTIVATION: tl.constexpr):
+def activation_gradient(dy, kept, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
     """dy act'(z); kept is z, or y for ReLU."""
     if ACTIVATION == "relu":
-        dy = tl.where(kept <= 0, 0.0, dy)
+        dy = operations.relu_gradient(dy, kept)
+    elif ACTIVATION == "gelu" and HALF:
+        dy = operations.gelu_gradient_half(dy, kept)
     elif ACTIVATION == "gelu":
-        share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * kept))
-        dy = dy * (share + kept * 0.3989422804014327 * tl.exp(-0.5 * kept * kept))
+        dy = operations.gelu_gradient(dy, kept)
     elif ACTIVATION == "gelu_tanh":
-        share = _gelu_tanh_share(kept)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * kept * kept)
-        dy = dy * (share + kept * share * (1.0 - share) * slope)
+        dy = operations.gelu_tanh_gradient(dy, kept)
     elif ACTIVATION == "silu":
-        share = tl.sigmoid(kept)
-        dy = dy * (share * (1.0 + kept * (1.0 - share)))
+        dy = operations.silu_gradient(dy, kept)
     return dy

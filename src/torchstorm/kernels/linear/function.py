@@ -7,20 +7,21 @@ and writes dz, with the bias's gradient in passing. Kept for backward: x, and z 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels.directly import directly, is_small
 from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
 from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference
 from torchstorm.kernels.variants import Variant, choose, has_triton_for, is_installed
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-
+_BRIEF = 1 << 35  # M N K: 0.1 ms at 700 TFLOP/s
+_ROW_MULTIPLE = 8  # halves of 16 bytes, where TMA's rows begin
 
 LADDER = (
     Variant(
@@ -35,17 +36,23 @@ LADDER = (
         name="fused",
         taught="Bias and activation belong where the sums are, in registers: y is written once, z beside it where "
         "backward needs it. Backward: the bias's sums in two stages, without atomics, so that the same bits come "
-        "twice. On a CPU PyTorch's operators, as one node.",
+        "twice.",
         costs="A program's last lines wait for memory while its tensor cores do nothing.",
-        devices=("cpu", "cuda", "meta"),
         needs=("triton",),
+    ),
+    Variant(
+        name="fused",
+        taught="On a CPU PyTorch's operators, as one node: what backward needs is kept once.",
+        costs="As torch.",
+        devices=("cpu", "meta"),
     ),
     Variant(
         name="persistent",
         taught="A program an SM, which loads the next tile while it stores the last; tiles come by TMA, and the "
         "epilogue in halves leaves shared memory to the product. Backward: the bias's sums from the registers that "
         "hold dz.",
-        costs="Rows must begin at multiples of 16 bytes.",
+        costs="Rows must begin at multiples of 16 bytes: K and N are multiples of 8, and an x that begins elsewhere is "
+        "copied.",
         dtypes=HALVES,
         capability=(9, 0),
         needs=("triton",),
@@ -55,15 +62,21 @@ LADDER = (
         taught="Weights in float32 for the optimizer, products in bfloat16: the weight is rounded on the way in, and "
         "its gradient comes out of the product's fp32 sums without being rounded at all.",
         costs="The weight read in fp32 and written in bf16, in each pass. As right as bfloat16 is.",
-        devices=("cpu", "cuda", "meta"),
         dtypes=(torch.float32, torch.bfloat16),
         needs=("triton",),
     ),
     Variant(
+        name="mixed",
+        taught="The same on a CPU, by PyTorch's operators.",
+        costs="The same.",
+        devices=("cpu", "meta"),
+        dtypes=(torch.float32, torch.bfloat16),
+    ),
+    Variant(
         name="cublaslt",
         taught="The fastest product is cuBLAS's, and one kernel from z to y costs less than an epilogue that slows it: "
-        "bias, ReLU and, where nothing is kept, tanh GELU in its epilogue, else that kernel. z is kept before the "
-        "bias, which backward adds again, so that it is written once.",
+        "bias, ReLU and, in half precision where nothing is kept, tanh GELU in its epilogue, else that kernel. z is "
+        "kept before the bias, which backward adds again, so that it is written once.",
         costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
@@ -101,21 +114,19 @@ def linear(
         (..., N) in x's dtype.
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit; variant="persistent" also for rows that TMA cannot take.
+        ShapeError: sizes, dtypes or devices do not fit; variant="persistent" also for K or N that is no multiple of 8.
         ConfigError: there is no such activation or variant.
         DeviceError: the variant does not run here.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ConfigError(f"activation={activation!r}, but there are {', '.join(map(repr, ACTIVATIONS))} and None.")
     _check_sizes(x, weight, bias)
-    chosen = choose("linear", LADDER, variant, x, auto=lambda: _auto(x, weight, activation))
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    chosen = choose("linear", LADDER, variant, x, auto=lambda: _auto(x, weight, activation, keep))
     _check_dtypes(x, weight, bias, chosen)
     act = activation or ""
     if chosen == "torch":
-        # Autocast knows no meta tensors.
-        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            return linear_reference(x, weight, bias, act)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+        return directly(linear_reference, x, weight, bias, act)
     rows = x[None] if x.dim() == 1 else x.flatten(0, -2)
     if chosen == "mixed":
         rows = rows.to(torch.bfloat16)
@@ -124,10 +135,24 @@ def linear(
     return y.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
 
-def _auto(x: Tensor, weight: Tensor, activation: Activation | None) -> str:
-    if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and is_installed("triton"):
+def _auto(x: Tensor, weight: Tensor, activation: Activation | None, keep: bool) -> str:
+    if x.dtype == torch.bfloat16 and weight.dtype == torch.float32 and (not x.is_cuda or is_installed("triton")):
         return "mixed"
-    return "cublaslt" if has_triton_for(x) and activation is not None else "torch"
+    if activation is None or not has_triton_for(x) or _is_brief(x, weight):
+        return "torch"
+    # Where z is kept, cuBLAS has no epilogue for it: its product and a kernel beside it take 0.1 to 0.2 of 3 ms longer.
+    kept_too = keep and activation != "relu"
+    return "persistent" if kept_too and _suits_tma(x, weight) else "cublaslt"
+
+
+def _suits_tma(x: Tensor, weight: Tensor) -> bool:
+    is_hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return is_hopper and x.dtype in HALVES and not any(size % _ROW_MULTIPLE for size in weight.shape)
+
+
+def _is_brief(x: Tensor, weight: Tensor) -> bool:
+    """Whether the host takes longer to start our kernels than they run: a layer is no longer than its product."""
+    return is_small(x, weight) and x.numel() * weight.shape[0] <= _BRIEF
 
 
 def _check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -140,22 +165,25 @@ def _check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ShapeError(
             f"bias {tuple(bias.shape)}: with weight {tuple(weight.shape)} it must be ({weight.shape[0]},)."
         )
-    given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-    if any(t.device != x.device for t in given.values()):
+    if weight.device != x.device or (bias is not None and bias.device != x.device):
+        given = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
         found = ", ".join(f"{name} on {t.device}" for name, t in given.items())
         raise ShapeError(f"{found}: move them to one device.")
 
 
 def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: str) -> None:
     wanted = torch.float32 if chosen == "mixed" else x.dtype
-    given = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    found = ", ".join(f"{name} {t.dtype}" for name, t in ({"x": x} | given).items())
-    if x.dtype not in FLOATS or any(t.dtype != wanted for t in given.values()):
+    if x.dtype not in FLOATS or weight.dtype != wanted or (bias is not None and bias.dtype != wanted):
         raise ShapeError(
-            f"{found}: all must be of one dtype, float32, float16, bfloat16 or float64; or x in float32 or bfloat16 "
-            "and the others in float32, for variant='mixed'."
+            f"{_dtypes(x, weight, bias)}: all must be of one dtype, float32, float16, bfloat16 or float64; or x in "
+            "float32 or bfloat16 and the others in float32, for variant='mixed'."
         )
     if chosen == "fused" and x.dtype == torch.float64 and x.device.type == "cuda":  # pragma: gpu
         raise DeviceError(
-            f"{found} on {x.device}: variant='fused' takes float64 on a CPU only; use 'torch', or 'auto'."
+            f"{_dtypes(x, weight, bias)} on {x.device}: variant='fused' takes float64 on a CPU only; use 'torch', or "
+            "'auto'."
         )
+
+
+def _dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
+    return f"x {x.dtype}, weight {weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}")

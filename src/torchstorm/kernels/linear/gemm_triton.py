@@ -72,7 +72,8 @@ def _finish(total, bias_ptr, y_ptr, z_ptr, first, column, rows, N, ACTIVATION: t
     mask = (row < rows)[:, None] & (column < N)[None, :]
     if z_ptr is not None:
         tl.store(z_ptr + first + at, total.to(z_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + first + at, activations.activate(total, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+    y = activations.activate(total, ACTIVATION, y_ptr.dtype.element_ty != tl.float32)
+    tl.store(y_ptr + first + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])

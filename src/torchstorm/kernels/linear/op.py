@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.linear import plain
 from torchstorm.kernels.linear.plain import keeps
 from torchstorm.kernels.second_order import own_views
@@ -29,7 +30,7 @@ def linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor]:
     """y (M, N), of x (M, K) and weight (N, K), and z where it is kept, else empty."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x), torch.cuda.device_of(x):
         if _by_pytorch(x, weight):
             y, z = plain.forward(x, weight, bias, activation, keep)
         else:  # pragma: gpu
@@ -83,7 +84,7 @@ def linear_backward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; those not wanted are empty. kept is y or z, as `keeps` says."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x), torch.cuda.device_of(x):
         if _by_pytorch(x, weight):
             dz = plain.activation_gradient(dy, kept, activation)
             dbias = plain.column_sums(dz, weight.dtype) if wants_dbias else None

@@ -31,7 +31,7 @@ def _finish(total, bias_ptr, y_tma, z_tma, row, column, N, ACTIVATION: tl.conste
         total += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
     if KEEP:
         z_tma.store([row, column], total.to(z_tma.dtype))
-    y_tma.store([row, column], activations.activate(total, ACTIVATION).to(y_tma.dtype))
+    y_tma.store([row, column], activations.activate(total, ACTIVATION, y_tma.dtype != tl.float32).to(y_tma.dtype))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -64,16 +64,16 @@ def forward(
     """y, and z where it is kept.
 
     Raises:
-        ShapeError: rows do not begin at multiples of 16 bytes, which TMA asks for.
+        ShapeError: K or N is no multiple of 16 bytes, where TMA has rows begin.
     """
     (M, K), N = x.shape, weight.shape[0]
-    x, weight = (t if t.stride(1) == 1 and t.stride(0) >= K else t.contiguous() for t in (x, weight))
     least = _TMA_BYTES // x.element_size()
-    if N % least or any(t.stride(0) % least or t.data_ptr() % _TMA_BYTES for t in (x, weight)):
+    if K % least or N % least:
         raise ShapeError(
-            f"x {tuple(x.shape)} of strides {x.stride()}, weight {tuple(weight.shape)} of strides {weight.stride()}: "
-            f"variant='persistent' needs N, and where rows begin, to be multiples of {least}; 'fused' takes any."
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: variant='persistent' needs K and N to be multiples of "
+            f"{least}; 'fused' takes any."
         )
+    x, weight = (t if _suits_tma(t) else t.clone(memory_format=torch.contiguous_format) for t in (x, weight))
     y = x.new_empty((M, N))
     keep = keep and keeps(activation) == "z"
     z = x.new_empty((M, N)) if keep else None
@@ -89,6 +89,11 @@ def forward(
         num_stages=tile.num_stages,
     )  # fmt: skip
     return y, z
+
+
+def _suits_tma(x: Tensor) -> bool:
+    begins = x.stride(0) * x.element_size() % _TMA_BYTES or x.data_ptr() % _TMA_BYTES
+    return not begins and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def _num_sms(device: torch.device) -> int:

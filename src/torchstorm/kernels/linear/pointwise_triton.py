@@ -36,7 +36,8 @@ def activation_kernel(
         at = row[:, None] * N + column[None, :]
         mask = (row < M)[:, None] & (column < N)[None, :]
         z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-        tl.store(y_ptr + at, activations.activate(z, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+        y = activations.activate(z, ACTIVATION, y_ptr.dtype.element_ty != tl.float32)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -56,7 +57,7 @@ def gradient_kernel(
         mask = (row < M)[:, None] & (column < N)[None, :]
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + at, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-        dz = activations.activation_gradient(dy, kept, ACTIVATION)
+        dz = activations.activation_gradient(dy, kept, ACTIVATION, dz_ptr.dtype.element_ty != tl.float32)
         tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         if SUMS:
             total += tl.where(mask, dz, 0.0)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
+from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.op import linear_cross_entropy_forward
 from torchstorm.kernels.linear_cross_entropy.reference import Reduction, linear_cross_entropy_reference
 from torchstorm.kernels.variants import Variant, choose, has_triton_for
@@ -34,9 +36,10 @@ LADDER = (
     ),
     Variant(
         name="fused",
-        taught="The softmax as one kernel: two reads of a row, the second from L2, and one write over it give loss and "
-        "gradient.",
-        costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits.",
+        taught="The softmax as one kernel: two reads of a row, the second backwards and from L2 as far as that has "
+        "it, and one write over it give loss and gradient.",
+        costs="Three products, dW read and written once a chunk, and a buffer of one chunk's logits. On a GPU the host "
+        "waits for the number of tokens that count, where there are many, and nothing is computed for the others.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
@@ -63,8 +66,8 @@ def linear_cross_entropy(
     Args:
         x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
         weight: (V, K), of the same dtype; as in nn.Linear.
-        target: (...), int64, each in [0, V), or `ignore_index` for tokens that do not count. On a GPU their values are
-            not checked: that would wait for it. There a row whose target is no class has NaN for loss and gradient.
+        target: (...), int64, each in [0, V), or `ignore_index` for tokens that do not count: they cost nothing. On a
+            GPU their values are not checked. There a row whose target is no class has NaN for loss and gradient.
         bias: (V), or None.
         ignore_index: the target of tokens without loss and gradient.
         label_smoothing: share of every target, in [0, 1], that is spread over all classes.
@@ -76,16 +79,16 @@ def linear_cross_entropy(
         The loss in float32, float64 for float64: one number, or (...) for "none".
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit; or, on a CPU, a target is no class.
+        ShapeError: sizes, dtypes or devices do not fit; or, on a CPU, a target is no class ("naive": IndexError).
         ConfigError: an option is out of its range, or there is no such variant.
         DeviceError: the variant does not run here.
         UnsupportedError: in a backward pass with create_graph=True; variant="naive" can do that.
     """
     _check(x, weight, target, bias)
     _check_options(label_smoothing, reduction, softcap)
-    chosen = choose("linear_cross_entropy", LADDER, variant, x, auto=lambda: _auto(x))
+    chosen = choose("linear_cross_entropy", LADDER, variant, x, auto=lambda: _auto(x, weight))
     if chosen == "naive":
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return linear_cross_entropy_reference(
                 x, weight, target, bias=bias, ignore_index=ignore_index, label_smoothing=label_smoothing,
                 reduction=reduction, softcap=softcap,
@@ -99,8 +102,14 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _auto(x: Tensor) -> str:
-    return "fused" if has_triton_for(x) else "chunked"
+def _auto(x: Tensor, weight: Tensor) -> str:
+    if has_triton_for(x):
+        return "fused"
+    # On a CPU chunks are up to twice as fast from some 32 MiB of logits on, and below as fast as PyTorch's operators or
+    # a little slower. The gradients of a mean over many tokens are too small for float16 without the care taken here.
+    if x.device.type == "cpu" and x.dtype != torch.float16 and chunks.few_logits(x, weight):
+        return "naive"
+    return "chunked"
 
 
 def _check(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

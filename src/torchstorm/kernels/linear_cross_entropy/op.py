@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ShapeError, UnsupportedError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
@@ -49,7 +50,7 @@ def linear_cross_entropy_forward(
     share = one if reduction == "sum" else 1 / count.clamp(min=1)
     # Gradients of a mean over many tokens are too small for float16, whose range is for what scales the loss.
     inner, outer = (one, share) if x.dtype == torch.float16 else (share, one)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x), torch.cuda.device_of(x):
         loss, lse, sums = chunks.forward(x, weight, bias, target, options, now, inner, variant)
     if reduction != "none":
         loss, lse = loss.sum() if reduction == "sum" else loss.sum() / count, lse.new_empty(0)
@@ -106,7 +107,7 @@ def linear_cross_entropy_backward(
     """dx, dweight and dbias from the gradients of every row's loss (N); those not wanted are empty."""
     options = Options(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap)
     wanted = Wanted(wants_dx, wants_dweight, wants_dbias)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x), torch.cuda.device_of(x):
         sums = chunks.backward(dloss.contiguous(), x, weight, bias, target, lse, options, wanted, variant)
     return sums.dx, sums.dweight.to(weight.dtype), sums.dbias.to(x.dtype)
 

@@ -19,11 +19,17 @@ class Options:
     softcap: float | None
 
 
-def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None) -> None:
+def losses(
+    logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
+) -> None:
     """Fills loss (n); with a scale, turns the logits (n, V) into scale * gradients of their rows' losses.
 
-    scale is one number, or one a row (n). lse is left alone: here log-softmax is computed again where it is needed.
+    Columns from V on are no classes: they are not read, and become 0. scale is one number, or one a row (n). lse is
+    left alone: here log-softmax is computed again where it is needed.
     """
+    if scale is not None:
+        logits[:, V:] = 0
+    logits = logits[:, :V]
     z = logits.to(wide(logits.dtype))
     if options.softcap is not None:
         z = z.div(options.softcap).tanh_().mul_(options.softcap)
@@ -47,6 +53,6 @@ def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: 
     logits.copy_(gradient.masked_fill_(ignored[:, None], 0.0))
 
 
-def gradients(logits: Tensor, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
+def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
     """Turns the logits into scale * gradients of their rows' losses; scale (n)."""
-    losses(logits, target, options, scale.new_empty(target.shape), lse, scale)
+    losses(logits, V, target, options, scale.new_empty(target.shape), lse, scale)

@@ -2,11 +2,13 @@
 
 A program has a row of V logits, which is too long for registers (256 KB at V = 131072 in bf16), so it is read twice:
 once for the maximum and the sum of exponentials, kept up to date together ("online softmax", arXiv 1805.02867), once
-more, from L2 where that still has it, for the gradients, which are written over it. Each lane keeps a maximum and a
-sum of its own over GROUP neighbours at a time, so that the lanes meet once a row and not once a block.
+more, backwards and from L2 as far as that still has it, for the gradients, which are written over it. Each lane keeps
+a maximum and a sum of its own over GROUP neighbours at a time, so that the lanes meet once a row, not once a block.
 
 Traffic of a chunk, n rows: n V read twice and written once, where PyTorch's operators for it read and write some ten
-times. All arithmetic in fp32.
+times. All arithmetic in fp32. Logits are subtracted from each other before anything is multiplied, so that what is
+equal leaves 0: the loss and the gradients of a class that is certain, or the only one, are exactly 0. With a softcap
+they are kept in units of it, as a compiler may join a product and the sum after it, without rounding between them.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -34,6 +36,12 @@ def _tanh(x):
 
 
 @triton.jit
+def _exp(x, softcap, SOFTCAP: tl.constexpr):
+    """e^x, of x in units of the softcap where there is one."""
+    return tl.exp2(x * (1.4426950408889634 * softcap)) if SOFTCAP else tl.exp(x)
+
+
+@triton.jit
 def rows_kernel(
     logits_ptr,  # (n, stride), of which V count; what stands behind them may be anything
     target_ptr,
@@ -44,6 +52,7 @@ def rows_kernel(
     stride,
     ignore_index,
     smoothing,
+    share,  # of it, each class's
     softcap,
     SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -67,7 +76,7 @@ def rows_kernel(
         # A target that is no class makes its row NaN.
         at_target = tl.load(row_ptr + target, mask=counted & fits, other=float("nan")).to(tl.float32)
         if SOFTCAP:
-            at_target = softcap * _tanh(at_target / softcap)
+            at_target = _tanh(at_target / softcap)
         top = tl.full([LANES], float("-inf"), tl.float32)
         exp_sum = tl.zeros([LANES], tl.float32)
         plain_sum = tl.zeros([LANES], tl.float32)
@@ -76,19 +85,27 @@ def rows_kernel(
             # Whole groups are read, so that the loads are wide whatever V is.
             z = tl.load(row_ptr + at, mask=at < stride, other=0.0).to(tl.float32)
             if SOFTCAP:
-                z = softcap * _tanh(z / softcap)
+                z = _tanh(z / softcap)
             z = tl.where(at < V, z, float("-inf"))
             if SMOOTHING:
                 plain_sum += tl.sum(tl.where(at < V, z, 0.0), 1)
             new_top = tl.maximum(top, tl.max(z, 1))
             finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-            exp_sum = exp_sum * tl.exp(top - finite_top) + tl.sum(tl.exp(z - finite_top[:, None]), 1)
+            lost = _exp(top - finite_top, softcap, SOFTCAP)
+            exp_sum = exp_sum * lost + tl.sum(_exp(z - finite_top[:, None], softcap, SOFTCAP), 1)
             top = new_top
         row_top = tl.max(top, 0)
-        lse = row_top + tl.log(tl.sum(exp_sum * tl.exp(top - row_top), 0))
-        loss = lse - (1.0 - smoothing) * at_target
+        log_sum = tl.log(tl.sum(exp_sum * _exp(top - row_top, softcap, SOFTCAP), 0))
+        middle = tl.where(tl.abs(at_target) < float("inf"), at_target, 0.0)
+        beyond = (row_top - middle) - (1.0 - smoothing) * (at_target - middle)
         if SMOOTHING:
-            loss -= smoothing / V * tl.sum(plain_sum, 0)
+            beyond -= share * (tl.sum(plain_sum, 0) - V * middle)
+        if SOFTCAP:
+            beyond *= softcap
+            lse = row_top + log_sum / softcap
+        else:
+            lse = row_top + log_sum
+        loss = log_sum + beyond
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
         tl.store(lse_ptr + row, lse)
         if GRADIENTS:
@@ -96,17 +113,19 @@ def rows_kernel(
 
     if GRADIENTS:
         scale = tl.where(fits, scale, float("nan"))
+        # Backwards: what was read last is what L2 still has, where all rows under way are more than it holds.
+        last = (num + LANES * GROUP - 1) // (LANES * GROUP) * (LANES * GROUP) - LANES * GROUP
         for start in range(0, num, LANES * GROUP):
-            at = start + column
+            at = last - start + column
             z = tl.load(row_ptr + at, mask=at < stride, other=0.0).to(tl.float32)
             if SOFTCAP:
-                z = softcap * _tanh(z / softcap)
-            gradient = tl.exp(z - lse)
+                z = _tanh(z / softcap)
+            gradient = _exp(z - lse, softcap, SOFTCAP)
+            gradient = tl.where(at == target, gradient - 1.0, gradient)
             if SMOOTHING:
-                gradient -= smoothing / V
-            gradient = tl.where(at == target, gradient - (1.0 - smoothing), gradient)
+                gradient += tl.where(at == target, smoothing - share, -share)
             if SOFTCAP:
-                gradient *= 1.0 - (z / softcap) * (z / softcap)
+                gradient *= 1.0 - z * z
             # Zeros behind the row: products on a CPU may read one number more than they should.
             gradient = tl.where(at < V, gradient * scale, 0.0)
             tl.store(row_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < stride)
@@ -116,18 +135,21 @@ def rows_kernel(
             tl.store(row_ptr + at, zero, mask=at < stride)
 
 
-def losses(logits: Tensor, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None) -> None:
-    """As in `rows_torch`, and fills lse (n), the logarithm of each row's sum of exponentials."""
-    _launch(logits, target, options, loss, lse, scale, lse_given=False)
+def losses(
+    logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
+) -> None:
+    """As in `rows_torch`, and fills lse (n), the logarithm of each row's sum of exponentials (in softcaps)."""
+    _launch(logits, V, target, options, loss, lse, scale, lse_given=False)
 
 
-def gradients(logits: Tensor, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
+def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
     """Turns the logits into scale * gradients of their rows' losses; lse and scale (n)."""
-    _launch(logits, target, options, None, lse, scale, lse_given=True)
+    _launch(logits, V, target, options, None, lse, scale, lse_given=True)
 
 
 def _launch(
     logits: Tensor,
+    V: int,
     target: Tensor,
     options: Options,
     loss: Tensor | None,
@@ -136,12 +158,12 @@ def _launch(
     *,
     lse_given: bool,
 ) -> None:
-    n, V = logits.shape
+    n = logits.shape[0]
     group = 16 // logits.element_size()
     lanes = min(BLOCK_BYTES // 16, triton.next_power_of_2(-(-V // group)))
     rows_kernel[(n,)](
         logits, target, scale, loss, lse, V, logits.stride(0), options.ignore_index, options.label_smoothing,
-        options.softcap or 1.0, SMOOTHING=bool(options.label_smoothing), SOFTCAP=options.softcap is not None,
-        GRADIENTS=scale is not None, LSE_GIVEN=lse_given, LANES=lanes, GROUP=group,
+        options.label_smoothing / V, options.softcap or 1.0, SMOOTHING=bool(options.label_smoothing),
+        SOFTCAP=options.softcap is not None, GRADIENTS=scale is not None, LSE_GIVEN=lse_given, LANES=lanes, GROUP=group,
         num_warps=max(1, min(NUM_WARPS, lanes // 32)),
     )  # fmt: skip

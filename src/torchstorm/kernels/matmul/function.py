@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.directly import directly
 from torchstorm.kernels.dtypes import FLOATS
 from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.matmul.op import matmul_op
@@ -46,7 +47,7 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     _check(a, b)
     chosen = choose("matmul", MATMUL, variant, a, auto=lambda: "cublas" if a.is_cuda else "torch")
     if chosen in PYTORCHS:
-        return _by_pytorch(a, b)
+        return directly(torch.matmul, a, b)
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), b, variant=chosen).squeeze(-2 if b.dim() > 1 else 0)
     if b.dim() == 1:
@@ -58,14 +59,6 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     c = matmul_op(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]), chosen)
     return c
-
-
-def _by_pytorch(a: Tensor, b: Tensor) -> Tensor:
-    """Directly: an operator around PyTorch's would only add its own microseconds to small products."""
-    if a.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(a.device.type):
-        with torch.autocast(a.device.type, enabled=False):
-            return torch.matmul(a, b)
-    return torch.matmul(a, b)
 
 
 def _check(a: Tensor, b: Tensor) -> None:

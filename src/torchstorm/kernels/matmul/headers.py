@@ -12,6 +12,12 @@ from torchstorm.errors import KernelError
 CUTLASS_NEEDS = ("cutlass_library",)
 """Modules without which there is no CUTLASS."""
 
+CUTLASS_ADVICE = (
+    "pip install 'torchstorm[cutlass]' brings versions that go together (CUTLASS 4.2 and nvidia-cuda-cccl below 13.2); "
+    "'tensor-cores' and 'wgmma' need none"
+)
+"""For those whose headers do not compile."""
+
 _HEADERS = {
     "cutlass/cutlass.h": "nvidia-cutlass",
     "cuda_fp16.h": "nvidia-cuda-runtime",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.matmul.batches import batches_of
-from torchstorm.kernels.matmul.headers import cutlass_includes, cutlass_version
+from torchstorm.kernels.matmul.headers import CUTLASS_ADVICE, cutlass_includes, cutlass_version
 from torchstorm.kernels.nvrtc import Source, launch
 
 FOLDER = Path(__file__).parent
@@ -72,6 +72,7 @@ class Kernel:
             shared_bytes=self.shared_bytes,
             includes=cutlass_includes() if self.uses_cutlass else (),
             headers=cutlass_version() if self.uses_cutlass else "",
+            advice=CUTLASS_ADVICE if self.uses_cutlass else "",
         )
 
 

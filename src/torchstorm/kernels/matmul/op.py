@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.directly import without_autocast
 
 
 @torch.library.custom_op("torchstorm::matmul", mutates_args=())
@@ -21,7 +22,7 @@ def matmul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a (..., M, K) @ b (..., K, N): (..., M, N), without gaps."""
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros((*a.shape[:-1], b.shape[-1]))
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         return (_on_gpu if a.is_cuda else _on_cpu)(a, b, variant)
 
 

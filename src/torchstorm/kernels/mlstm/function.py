@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.op import IMPLEMENTATIONS, mlstm_forward
@@ -113,7 +114,7 @@ def mlstm(
     else:
         form = cast("Literal['recurrent', 'quadratic']", chosen)
         q, k, i, f = q.to(dtype), k.to(dtype), i.to(dtype), f.to(dtype)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             given = q, k, v.to(dtype), i, f, initial_state
             h, state = mlstm_reference(*given, cu_seqlens=cu_seqlens, gate=gate, form=form)
         h = h.to(v.dtype)

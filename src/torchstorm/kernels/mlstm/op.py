@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm import chunkwise
 from torchstorm.kernels.second_order import own_views
@@ -47,7 +48,7 @@ def mlstm_forward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m and states, which backward wants."""
-    with torch.autocast(q.device.type, enabled=False):  # which would round the sums of what runs inside
+    with without_autocast(q):  # which would round the sums of what runs inside
         outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
     h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
     return h, C, n, m, den, row_m, states
@@ -103,7 +104,7 @@ def mlstm_backward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, i, f, C0, n0, m0; those of an absent initial state are empty."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         grads = _implementation(variant).backward(
             *(dh, dC, dn, dm, q, k, v, i, f, C0, n0, m0, cu_seqlens, h, den, row_m, states, C, n, m, chunk, gate)
         )

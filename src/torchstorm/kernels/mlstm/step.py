@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, advance, zero_state
@@ -55,6 +55,6 @@ def mlstm_step(
     else:
         check_state(state, q, v, q.shape[0])
         state = MLSTMState(*(x.to(dtype) for x in state))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         h, after = advance(q.to(dtype), k.to(dtype), v.to(dtype), i.to(dtype), f.to(dtype), state, gate)
     return h.to(v.dtype), after

@@ -29,10 +29,12 @@ for variances put together of parts.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.directly import directly, is_pytorchs, is_small
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.norms.op import norm_forward
 from torchstorm.kernels.rows import check_rows
@@ -125,7 +127,9 @@ def layer_norm(
         ConfigError: there is no such variant.
         DeviceError: the variant does not run on this device, or not in this dtype.
     """
-    _check("layer_norm", x, weight=weight, bias=bias)
+    _check("layer_norm", x, weight, bias)
+    if variant == "auto" and _is_pytorchs(x, weight, bias):
+        return directly(F.layer_norm, x, x.shape[-1:], weight, bias, eps)
     chosen = choose("layer_norm", NORMS, variant, x, auto=lambda: "auto")
     y: Tensor = norm_forward(x, weight, bias, eps, True, chosen)[0]
     return y
@@ -148,26 +152,48 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, vari
         ConfigError: there is no such variant.
         DeviceError: the variant does not run on this device, or not in this dtype.
     """
-    _check("rms_norm", x, weight=weight)
+    _check("rms_norm", x, weight, None)
+    if variant == "auto" and _is_pytorchs(x, weight, None) and not (_is_kept(x, weight) and _keeps_much(x)):
+        return directly(F.rms_norm, x, x.shape[-1:], weight, eps)
     chosen = choose("rms_norm", NORMS, variant, x, auto=lambda: "auto")
     y: Tensor = norm_forward(x, weight, None, eps, False, chosen)[0]
     return y
 
 
-def _check(op: str, x: Tensor, **params: Tensor | None) -> None:
+def _is_pytorchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Where PyTorch's own takes the parameters as they are."""
+    if (weight is not None and weight.dtype != x.dtype) or (bias is not None and bias.dtype != x.dtype):
+        return False
+    return x.numel() > 0 and is_pytorchs(x)
+
+
+def _is_kept(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether there will be a backward."""
+    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+
+
+def _keeps_much(x: Tensor) -> bool:
+    """On a CPU PyTorch's RMSNorm is several operations, which keep four tensors of x's size.
+
+    With its backward it takes 1.6 times as long as the operator, where x is not small.
+    """
+    return not x.is_cuda and not is_small(x)
+
+
+def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     check_rows(op, x)
-    N = x.shape[-1]
-    for name, p in params.items():
+    size, dtype, device = x.shape[-1:], x.dtype, x.device
+    for name, p in (("weight", weight), ("bias", bias)):
         if p is None:
             continue
-        if p.dim() != 1 or p.shape[0] != N:
-            raise ShapeError(f"{name} {tuple(p.shape)}: with x {tuple(x.shape)}, {op} takes it as ({N},).")
-        if p.dtype != x.dtype and (p.dtype != torch.float32 or x.dtype == torch.float64):
+        if p.shape != size:
+            raise ShapeError(f"{name} {tuple(p.shape)}: with x {tuple(x.shape)}, {op} takes it as ({x.shape[-1]},).")
+        if p.dtype != dtype and (p.dtype != torch.float32 or dtype == torch.float64):
             raise ShapeError(
-                f"{name} is {p.dtype} and x {x.dtype}: {op} takes it in x's dtype, or float32 beside halves."
+                f"{name} is {p.dtype} and x {dtype}: {op} takes it in x's dtype, or float32 beside halves."
             )
-        if p.device != x.device:
-            raise ShapeError(f"{name} is on {p.device}, but x is on {x.device}: move it there.")
-    dtypes = {p.dtype for p in params.values() if p is not None}
-    if len(dtypes) > 1:
-        raise ShapeError(f"weight and bias are {' and '.join(sorted(map(str, dtypes)))}: {op} takes both in one dtype.")
+        if p.device != device:
+            raise ShapeError(f"{name} is on {p.device}, but x is on {device}: move it there.")
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        found = " and ".join(sorted((str(weight.dtype), str(bias.dtype))))
+        raise ShapeError(f"weight and bias are {found}: {op} takes both in one dtype.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.norms.reference import gradients, norm_gradients, statistics
 from torchstorm.kernels.second_order import own_views
@@ -23,7 +24,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (..., N) in x's dtype, mean (M,), which is empty unless centred, and rstd (M,), in fp32 or fp64."""
     chosen = _resolve(variant, x, centred, backward=False)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         if chosen == "torch" or not x.numel():
             return _torch_forward(x, weight, bias, eps, centred)
         if chosen == "parallel":
@@ -61,7 +62,7 @@ def norm_backward(
     """dx (..., N) in x's dtype, dweight and dbias (N,) in `dtype`; those that are not needed are empty."""
     chosen = _resolve(variant, x, centred, backward=True)
     needs_weight = needs_weight and weight is not None
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         given = dy, x, weight, mean, rstd, centred, needs_weight, needs_bias, dtype
         if chosen == "torch" or not x.numel():
             return _torch_backward(*given)
@@ -201,7 +202,7 @@ def _second_backward(
     """Differentiates what `norm_backward` computes, with statistics that autograd sees."""
     tensors = ctx.saved_tensors
     further = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+    with torch.enable_grad(), without_autocast(tensors[0]):
         own = own_views(tensors)
         dy, x, weight = own
         first = norm_gradients(dy, x, weight, ctx.eps, centred=ctx.centred)

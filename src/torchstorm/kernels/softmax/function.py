@@ -23,9 +23,11 @@ from torch import Tensor
 
 from torchstorm.errors import ShapeError
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.directly import directly, is_pytorchs, is_small
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.rows import check_rows
 from torchstorm.kernels.softmax.op import softmax_forward
+from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_reference
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
 _TRITON = ("triton",)
@@ -106,9 +108,7 @@ def softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto") -> 
         DeviceError: the variant does not run on this device, or not in this dtype.
     """
     _check("softmax", x, mask)
-    chosen = choose("softmax", SOFTMAX, variant, x, auto=lambda: "auto")
-    y: Tensor = softmax_forward(x, mask, False, chosen)
-    return y
+    return _run("softmax", x, mask, variant)
 
 
 def log_softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto") -> Tensor:
@@ -129,9 +129,23 @@ def log_softmax(x: Tensor, *, mask: Tensor | None = None, variant: str = "auto")
         DeviceError: the variant does not run on this device, or not in this dtype.
     """
     _check("log_softmax", x, mask)
-    chosen = choose("log_softmax", SOFTMAX, variant, x, auto=lambda: "auto")
-    y: Tensor = softmax_forward(x, mask, True, chosen)
+    return _run("log_softmax", x, mask, variant)
+
+
+def _run(op: str, x: Tensor, mask: Tensor | None, variant: str) -> Tensor:
+    log = op == "log_softmax"
+    if variant == "auto" and _is_pytorchs(x, mask):
+        return directly(log_softmax_reference if log else softmax_reference, x, mask).contiguous()
+    chosen = choose(op, SOFTMAX, variant, x, auto=lambda: "auto")
+    y: Tensor = softmax_forward(x, mask, log, chosen)
     return y
+
+
+def _is_pytorchs(x: Tensor, mask: Tensor | None) -> bool:
+    """With a mask PyTorch keeps two tensors of x's size for backward; large ones take it 1.5 to 2 times as long."""
+    if mask is None:
+        return is_pytorchs(x)
+    return not x.is_cuda and (is_small(x) or not (x.requires_grad and torch.is_grad_enabled()))
 
 
 def _check(op: str, x: Tensor, mask: Tensor | None) -> None:

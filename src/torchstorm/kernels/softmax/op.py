@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_gradient, softmax_reference
 from torchstorm.kernels.variants import has_triton_for
@@ -21,7 +22,7 @@ def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> 
     """y (..., N), contiguous."""
     chosen = _resolve(variant, x, mask, backward=False)
     if chosen == "torch" or not x.numel():
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             y = (log_softmax_reference if log else softmax_reference)(x, mask)
         return y.contiguous()
     if chosen == "parallel":
@@ -66,8 +67,9 @@ def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Te
         return torch._softmax_backward_data(dy, y, -1, y.dtype).contiguous()
     if mask is None:
         return torch._log_softmax_backward_data(dy, y, -1, y.dtype).contiguous()
-    dx = torch._log_softmax_backward_data(dy.masked_fill(~mask, 0.0), y, -1, y.dtype)
-    return dx.masked_fill(~mask, 0.0).contiguous()
+    hidden = ~mask
+    dx = torch._log_softmax_backward_data(dy.masked_fill(hidden, 0.0), y, -1, y.dtype)
+    return dx.masked_fill_(hidden, 0.0).contiguous()
 
 
 def _resolve(variant: str, x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
@@ -98,7 +100,7 @@ def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor)
 def _second_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     dy, y, mask = ctx.saved_tensors
     further = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(dy.device.type, enabled=False):
+    with torch.enable_grad(), without_autocast(dy):
         dy, y = own_views((dy, y))
         dx = softmax_gradient(dy, y, mask, ctx.log)
         d_dy, d_y = torch.autograd.grad(dx, (dy, y), ddx.to(dx.dtype), create_graph=further)

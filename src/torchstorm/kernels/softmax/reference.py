@@ -12,14 +12,16 @@ def softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Over the last dimension; 0 where the mask is False."""
     if mask is None:
         return x.softmax(-1)
-    return x.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+    hidden = ~mask
+    return x.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
 
 
 def log_softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """Over the last dimension; -inf where the mask is False."""
     if mask is None:
         return x.log_softmax(-1)
-    return x.masked_fill(~mask, -torch.inf).log_softmax(-1).masked_fill(~mask, -torch.inf)
+    hidden = ~mask
+    return x.masked_fill(hidden, -torch.inf).log_softmax(-1).masked_fill(hidden, -torch.inf)
 
 
 def softmax_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:

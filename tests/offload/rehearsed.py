@@ -1,0 +1,131 @@
+"""A Session that takes the CPU for a GPU: the device's memory is the storages that PyTorch's operations have made and
+that are still there, counted one by one. So what only a GPU's budget asks for (who holds what, and what lies there
+while something is computed again) is gone through without one, byte by byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchstorm.memory.device import DeviceTier
+from torchstorm.memory.tier import TierSpec
+from torchstorm.offload import record, session
+from torchstorm.offload.clock import CpuClock
+from torchstorm.offload.session import Session
+from torchstorm.offload.stack import Stack
+from torchstorm.plan.forecast import RAM
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Budget
+
+_RAM_BYTES = 2**40
+
+
+class Meter(TorchDispatchMode):
+    """Counts storages from the operation that makes one until it is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        address, nbytes = storage._cdata, storage.nbytes()
+        if address in self._known or not nbytes:
+            return tensor
+
+        def gone(_: object) -> None:
+            del self._known[address]
+            self.live_bytes -= nbytes
+
+        self._known[address] = weakref.ref(storage, gone)
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return tensor
+
+    def reset_peak(self, _: object = None) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf)
+        return out
+
+
+class _Device:
+    """The CPU, which says that it is a GPU."""
+
+    type, index = "cuda", 0
+
+    def __eq__(self, other: object) -> bool:
+        return other == torch.device("cpu")
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Stack(Stack):
+    meter: Meter
+    speeds: Machine
+
+    @property
+    def empty(self) -> Callable[[int], torch.Tensor]:
+        return lambda nbytes: self.meter.hold(torch.empty(nbytes, dtype=torch.uint8))
+
+    def machine(self) -> Machine:
+        return self.speeds
+
+
+class Rehearsal:
+    """Sessions that take the CPU for a GPU, within one test.
+
+    Args:
+        monkeypatch: of the test.
+        link_bytes_per_s: of the simulated link to RAM.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, link_bytes_per_s: float) -> None:
+        self.meter = Meter()
+        self.machine = Machine(
+            name="rehearsed",
+            device="cuda",
+            ram_bytes=_RAM_BYTES,
+            d2h_bytes_per_s=link_bytes_per_s,
+            h2d_bytes_per_s=link_bytes_per_s,
+        )
+        self._monkeypatch = monkeypatch
+        for name, told in {
+            "memory_allocated": lambda _: self.meter.live_bytes,
+            "max_memory_allocated": lambda _: self.meter.peak_bytes,
+            "reset_peak_memory_stats": self.meter.reset_peak,
+            "synchronize": lambda _: None,
+            "is_current_stream_capturing": lambda: False,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, told)
+        monkeypatch.setattr(record, "StreamClock", lambda _: CpuClock())
+        monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())
+
+    def session(self, model: torch.nn.Module, vram: int) -> Session:
+        """A Session with such a budget, whose plans leave nothing of it free."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.meter.hold(tensor)
+        device: Any = _Device()
+        stack = _Stack(
+            device=device,
+            budget=Budget(vram=vram, ram=_RAM_BYTES),
+            fast_bytes=vram,
+            tiers={RAM: DeviceTier(TierSpec(name="ram", capacity_bytes=_RAM_BYTES))},
+            default_tier=RAM,
+        )
+        stack.meter, stack.speeds = self.meter, self.machine
+        with self._monkeypatch.context() as patch:
+            patch.setattr(session, "build_stack", lambda *_, **__: stack)
+            return Session(model, optimizer=torch.optim.SGD(model.parameters()))  # which has no state

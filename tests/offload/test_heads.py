@@ -1,0 +1,135 @@
+"""Peaks of models whose head is most of their memory, on a GPU that the CPU stands in for: as forecast, to the byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from offload.forced import at_random, force_recompute, num_recomputed
+from offload.rehearsed import Rehearsal
+from torchstorm.errors import BudgetError
+from torchstorm.offload.session import Session
+from torchstorm.plan.forecast import fast_profile
+
+# A row of tokens takes 1 MiB or more everywhere, so that every storage travels alone whatever the budget is.
+TOKENS, WIDTH, VOCABULARY = 1024, 256, 2048
+LOGITS_BYTES = TOKENS * VOCABULARY * 4
+
+Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def soft_capped(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = 15.0 * torch.tanh(logits / 15.0)
+    return F.cross_entropy(logits, targets)
+
+
+def with_temperature(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits / 0.7, targets)
+
+
+def gated(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits * torch.sigmoid(logits), targets)
+
+
+def by_hand(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(torch.log_softmax(torch.tanh(logits), -1), targets)
+
+
+def in_chunks(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    parts = zip(logits.chunk(4), targets.chunk(4), strict=True)
+    losses = [F.cross_entropy(5.0 * torch.tanh(part / 5.0), target) for part, target in parts]
+    return torch.stack(losses).mean()
+
+
+HEADS: dict[str, Head] = {
+    "plain": F.cross_entropy,
+    "soft cap": soft_capped,
+    "temperature": with_temperature,
+    "gate": gated,
+    "log_softmax and nll": by_hand,
+    "chunks": in_chunks,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, head: Head, *, width: int = WIDTH, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        layers = ((nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(*three) for three in layers)
+        self.project = nn.Linear(width, vocabulary, bias=False)
+        self.head = head
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.project(x), targets)
+
+
+def train(storm: Session, model: nn.Module, *, num_steps: int) -> list[tuple[int, int]]:
+    """The peak of every step that followed a plan, and the most that is to be there by that plan's trace."""
+    tokens, targets = (torch.randint(VOCABULARY, (TOKENS,)) for _ in range(2))
+    found = []
+    for index in range(num_steps):
+        plan = storm.plan()
+        with storm.step():
+            loss = model(tokens, targets)
+            loss.backward()
+        del loss
+        model.zero_grad()
+        if plan is not None and index > 1:  # the plan that was made of the first step is measured by the second
+            found.append((storm.usage().vram_bytes, int(fast_profile(plan.trace, plan.placements).max())))
+    return found
+
+
+def smallest_budget(gpu: Rehearsal, model: nn.Module) -> int:
+    """What the error of a budget that is too small names, until one does."""
+    budget = LOGITS_BYTES
+    for _ in range(4):
+        with gpu.session(model, budget) as storm:
+            try:
+                train(storm, model, num_steps=2)
+            except BudgetError as error:
+                budget = error.smallest_bytes
+            else:
+                return budget
+    raise AssertionError(f"{budget} bytes are still too few")
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [1e7, 1e12], ids=["slow link", "fast link"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+def test_a_peak_is_what_was_forecast(head: Head, link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=link_bytes_per_s)
+    model = Model(head)
+    with gpu.meter:
+        train(gpu.session(model, 1 << 40), model, num_steps=1)  # as warm as the ones to come
+        least = smallest_budget(gpu, model)
+        for budget in (least, least + LOGITS_BYTES // 2):
+            with gpu.session(model, budget) as storm:
+                for peak, forecast in train(storm, model, num_steps=5):
+                    assert peak == forecast <= budget
+                assert "device memory" not in str(storm.report())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+def test_whatever_is_computed_again_a_peak_is_what_was_forecast(
+    head: Head, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e9)
+    model = Model(head)
+    rng = random.Random(seed)
+    made = force_recompute(monkeypatch, at_random(rng, share=1.0 if seed == 0 else 0.5))
+    with gpu.meter, gpu.session(model, 1 << 40) as storm:
+        peaks = train(storm, model, num_steps=4)
+        assert num_recomputed(made[-1]) > 0
+        for peak, forecast in peaks:
+            assert peak == forecast
