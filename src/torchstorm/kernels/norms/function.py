@@ -15,12 +15,13 @@ numbers; w, b and the statistics are little. In bf16 on an H200 (copies at 4.3 T
 What keeps kernels from it:
 - Forward: bytes on their way. 4.3 TB/s times 0.7 us is 3 MB, 23 KB an SM, so an SM wants that much of rows under way
   while others are reduced: many short rows at once; and of long ones two, which from 32k numbers on registers do not
-  hold. Those are read twice, the second time from L2.
+  hold. Those are read twice, the second time from L2; or by "cluster" once, spread over the shared memory of several.
 - Backward: dw and db need fp32 sums of N numbers that live as long as the program, beside x and dy: at 16k features
   64 KB each, of 256 KB of registers. Every program writes its sums once, (programs, N) numbers, and a second kernel
   adds them up in a fixed order. 132 programs and 16k features make 9 MB, 0.5 % of the traffic at 512 MiB.
 - Where sums do not fit, kernels for dx and for dw read x and dy once each: 5 times M N in place of 3. "split" comes
-  down to 3 again: it finds the second read in L2, by taking turns in one launch.
+  down to 3 again: it finds the second read in L2, by taking turns in one launch. "cluster" has room for the sums in
+  the registers of up to 8 SMs, and for x and dy in their shared memory, and reads them once.
 
 Sources: Ba et al. 2016, arXiv 1607.06450; Zhang & Sennrich 2019, arXiv 1910.07467; Welford 1962 and Chan et al. 1983
 for variances put together of parts.
