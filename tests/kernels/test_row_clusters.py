@@ -86,6 +86,50 @@ def test_rows_that_cannot_be_copied_whole_or_are_too_long_are_told() -> None:
     assert not has_clusters(torch.zeros(2, 8))
 
 
+def test_masks_are_told() -> None:
+    pytest.importorskip("triton")
+    from torchstorm.kernels.softmax import launch_triton
+
+    x, mask = torch.zeros(2, 8), torch.ones(8, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="variant='cluster' takes no mask: use variant='online', or 'auto'"):
+        launch_triton.forward(x, mask, False, "cluster")
+    with pytest.raises(ConfigError, match="takes no mask"):
+        launch_triton.backward(x, x, mask, True, "cluster")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_takes_clusters_for_long_rows_where_there_are_some(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from torchstorm.kernels.norms import launch_triton as norms
+    from torchstorm.kernels.row_clusters import launch_cuda
+    from torchstorm.kernels.softmax import launch_triton as softmax
+
+    monkeypatch.setattr(launch_cuda, "has_clusters", lambda x: there)
+    mask = torch.ones(1, dtype=torch.bool)
+
+    def rows(N: int) -> torch.Tensor:
+        return torch.empty(2, N, dtype=BF16, device="meta")
+
+    def cluster(otherwise: str) -> str:
+        return "cluster" if there else otherwise
+
+    assert softmax.fastest(rows(8192), None, backward=False) == "fused"
+    assert softmax.fastest(rows(16384), None, backward=False) == cluster("fused")
+    assert softmax.fastest(rows(16384), mask, backward=False) == "fused"
+    assert softmax.fastest(rows(65536), None, backward=False) == cluster("online")
+    assert softmax.fastest(rows(65537), None, backward=False) == "online"
+    assert softmax.fastest(rows(32768), None, backward=True) == "fused"
+    assert softmax.fastest(rows(65536), None, backward=True) == cluster("online")
+    assert norms.fastest(rows(8192), centred=True, backward=False) == "fused"
+    assert norms.fastest(rows(16384), centred=True, backward=False) == cluster("fused")
+    assert norms.fastest(rows(16384), centred=False, backward=False) == "fused"
+    assert norms.fastest(rows(65536), centred=False, backward=False) == cluster("online")
+    assert norms.fastest(rows(4096), centred=True, backward=True) == "persistent"
+    assert norms.fastest(rows(8192), centred=False, backward=True) == cluster("persistent")
+    assert norms.fastest(rows(32768), centred=True, backward=True) == cluster("fused")
+    assert norms.fastest(rows(65536), centred=True, backward=True) == cluster("naive")
+
+
 def test_rows_and_vectors_that_begin_elsewhere_are_copied() -> None:
     x = torch.randn(6, 24)
     for view in (x[:, 2:10], x.as_strided((5, 8), (26, 1)), x.as_strided((1, 8), (26, 1), 3)):

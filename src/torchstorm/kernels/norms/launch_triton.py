@@ -123,7 +123,7 @@ def forward(
     M, N = x_MN.shape
     variant = "online" if variant == "split" else variant
     mean, rstd = (x.new_empty((m,), dtype=torch.float32) for m in (M if centred else 0, M))
-    if variant == "cluster":
+    if variant == "cluster":  # pragma: gpu
         check_columns(variant, x_MN)
         clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
         return y, mean, rstd
@@ -154,7 +154,7 @@ def backward(
     given = dy_MN, x_MN, _vector(weight), dx, mean, rstd
     needed = needs_weight, needs_bias
     parts: Parts
-    if variant == "cluster":
+    if variant == "cluster":  # pragma: gpu
         check_columns(variant, x_MN)
         parts = clusters.backward(_op(centred), *given[:2], dx, weight=weight, mean=mean, rstd=rstd, sums=needed)
     elif variant == "split":

@@ -35,9 +35,9 @@ struct Forward {
     float* rstd_M;
     float eps;
     Vector w, b;
-    float share;                          // 1 / N
-    Count own, warp;                      // numbers that this thread and its warp have
-    Count others[(PAIRS + 31) / 32];      // and the warps whose pairs this lane reads
+    float share;                      // 1 / N
+    Count own, warp;                  // numbers that this thread and its warp have
+    Count others[(PAIRS + 31) / 32];  // and the warps whose pairs this lane reads
 
     __device__ __forceinline__ void start() {
         share = 1.0f / rows.N;
