@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from torchstorm.kernels import (
     layer_norm,
     linear,
     log_softmax,
+    matmul,
     mul,
     relu,
     rms_norm,
@@ -263,3 +265,32 @@ class TestOnAGPU:
             y = gelu(x)
         assert "torchstorm" in ran.names
         assert_close(y, F.gelu(x.double()), F.gelu(x))
+
+
+def test_large_products_in_halves_are_ours_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core")
+    large = partial(torch.empty, 8192, 8192, device="cuda")  # 2^39 products
+    long = partial(torch.empty, 8192, 1 << 16, device="cuda", dtype=torch.bfloat16)
+
+    def ours(compute: Callable[[Tensor], Tensor], capability: tuple[int, int] = (9, 0)) -> bool:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        return "torchstorm" in owners(compute, MIB)
+
+    assert ours(lambda _: matmul(large(dtype=torch.bfloat16), large(dtype=torch.bfloat16)))
+    assert ours(lambda _: matmul(long(), torch.empty(1 << 16, 512, device="cuda", dtype=torch.bfloat16)))
+    assert not ours(lambda _: matmul(long(), torch.empty(1 << 16, 511, device="cuda", dtype=torch.bfloat16)))
+    assert not ours(lambda _: matmul(large(dtype=torch.float32), large(dtype=torch.float32)))
+    assert not ours(lambda _: matmul(large(dtype=torch.bfloat16), large(dtype=torch.bfloat16)), (8, 0))
+
+
+def test_a_layer_that_keeps_z_is_the_persistent_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    auto = sys.modules["torchstorm.kernels.linear.function"]._auto  # in the package the name is the function's
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode():
+        x, weight, odd = (torch.empty(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (8192, 4096, 4100))
+        assert auto(x, weight, "gelu", True) == auto(x, weight, "silu", True) == "persistent"
+        assert (
+            auto(x, weight, "gelu", False) == auto(x, weight, "relu", True) == auto(x, odd, "gelu", True) == "cublaslt"
+        )
+        assert auto(x, weight, None, True) == "torch"

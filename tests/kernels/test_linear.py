@@ -230,12 +230,12 @@ def test_errors_say_what_was_given_and_what_there_is() -> None:
         linear(x, weight, activation=cast(Any, "swish"))
     with pytest.raises(ConfigError, match=r"variant='cutlass', but linear has 'naive', 'fused'.*'torch' and 'auto'"):
         linear(x, weight, variant="cutlass")
-    for variant in ("naive", "persistent", "cublaslt"):
+    for variant in ("naive", "persistent", "cublaslt", "wgmma"):
         with pytest.raises(DeviceError, match=rf"'{variant}' of linear.*'fused', 'mixed', 'torch' and 'auto'"):
             linear(x, weight, variant=variant)
     with pytest.raises(DeviceError, match=r"takes float32, bfloat16, not torch.float64"):
         linear(x.double(), weight, variant="mixed")
-    assert variants("linear") == ("naive", "fused", "persistent", "mixed", "cublaslt", "torch")
+    assert variants("linear") == ("naive", "fused", "persistent", "mixed", "cublaslt", "wgmma", "torch")
 
 
 def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_no_rows_no_features_no_outputs(variant: str) -> None:
         torch.testing.assert_close(results(tensors, "gelu", variant), results(tensors, "gelu", None))
 
 
-@pytest.mark.parametrize("variant", ["naive", "fused", "persistent", "cublaslt"])
+@pytest.mark.parametrize("variant", ["naive", "fused", "persistent", "cublaslt", "wgmma"])
 def test_any_strides(variant: str) -> None:
     tensors = {name: t.cuda() for name, t in draw(128, 64, 256, torch.bfloat16).items()}
     plain = results(tensors, "silu", variant)

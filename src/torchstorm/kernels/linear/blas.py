@@ -14,21 +14,22 @@ from torch import Tensor
 from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.linear import pointwise_triton as pointwise
 from torchstorm.kernels.linear.plain import keeps
+from torchstorm.kernels.matmul import wgmma
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, *, by_wgmma: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and x W^T without the bias where z is kept."""
+    """y, and x W^T without the bias where z is kept; the product by cuBLAS, or by our own kernel."""
     w_KN = weight.t()
-    if bias is not None:
+    if bias is not None and not by_wgmma:
         if not activation:
             return torch.addmm(bias, x, w_KN), None
         if activation == "relu" or (activation == "gelu_tanh" and not keep and x.dtype in HALVES):
             # On a GPU this GELU is the tanh form.
             return torch.ops.aten._addmm_activation(bias, x, w_KN, use_gelu=activation != "relu"), None
-    z = torch.mm(x, w_KN)
-    if not activation:
+    z = wgmma.product(x, w_KN) if by_wgmma else torch.mm(x, w_KN)
+    if not activation and bias is None:
         return z, None
     keep = keep and keeps(activation) == "z"
     y = pointwise.activate(z, bias, activation, torch.empty_like(z) if keep else z)
@@ -57,6 +58,8 @@ def dz_and_dbias(
     return dz, pointwise.column_sums(sums, sums.shape[0])[0]
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, *, by_wgmma: bool = False) -> Tensor:  # pragma: gpu
     """a b in a dtype that may be wider than theirs: the products' sums are in fp32 anyway."""
-    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)  # pragma: gpu
+    if dtype != a.dtype:
+        return torch.mm(a, b, out_dtype=dtype)
+    return wgmma.product(a, b) if by_wgmma else torch.mm(a, b)

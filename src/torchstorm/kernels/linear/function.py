@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
+from torchstorm.kernels import nvrtc
 from torchstorm.kernels.directly import directly, is_small
 from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
@@ -80,6 +81,15 @@ LADDER = (
         costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
+    ),
+    Variant(
+        name="wgmma",
+        taught="On a hot GPU the fastest product is the one that moves least: by matmul's wgmma, whose blocks share "
+        "what they fetch, in both passes; beside it the same kernel from z to y.",
+        costs="As cublaslt; rows of whole 16 bytes, or else PyTorch's product.",
+        dtypes=HALVES,
+        capability=(9, 0),
+        needs=("triton", *nvrtc.NEEDS),
     ),
     Variant(
         name="torch",

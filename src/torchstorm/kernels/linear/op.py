@@ -6,6 +6,7 @@ operator has a gradient too, through PyTorch's own operators, from x, weight and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torchstorm.kernels.second_order import own_views
 
 BACKWARD_RUNGS = {
     "naive": "naive", "fused": "atomic-free", "persistent": "warp-reduced", "mixed": "warp-reduced",
-    "cublaslt": "warp-reduced",
+    "cublaslt": "warp-reduced", "wgmma": "warp-reduced",
 }  # fmt: skip
 """How dz and dbias are computed, by the layer's variant."""
-_WITHOUT_BIAS = ("mixed", "cublaslt")  # which keep z so
+_WITHOUT_BIAS = ("mixed", "cublaslt", "wgmma")  # which keep z so
 
 
 @torch.library.custom_op("torchstorm::linear_forward", mutates_args=())
@@ -59,7 +60,7 @@ def _on_gpu(
         return persistent_triton.forward(x, weight, bias, activation, keep)
     from torchstorm.kernels.linear import blas
 
-    return blas.forward(x, weight, bias, activation, keep)
+    return blas.forward(x, weight, bias, activation, keep, by_wgmma=variant == "wgmma")
 
 
 @linear_forward.register_fake
@@ -95,8 +96,8 @@ def linear_backward(
             lacking = bias if keeps(activation) == "z" and variant in _WITHOUT_BIAS else None
             lacking = None if lacking is None else lacking.contiguous()
             dz, dbias = blas.dz_and_dbias(dy, kept, lacking, activation, BACKWARD_RUNGS[variant], wants_dbias)
-            product = blas.product
-        dx = torch.mm(dz, weight.to(x.dtype)) if wants_dx else x.new_empty(0)
+            product = partial(blas.product, by_wgmma=variant == "wgmma")
+        dx = product(dz, weight.to(x.dtype), x.dtype) if wants_dx else x.new_empty(0)
         dweight = product(dz.t(), x, weight.dtype) if wants_dweight else weight.new_empty(0)
     return dx, dweight, weight.new_empty(0) if dbias is None else dbias.to(weight.dtype)
 
