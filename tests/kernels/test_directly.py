@@ -25,7 +25,6 @@ from torchstorm.kernels import (
     layer_norm,
     linear,
     log_softmax,
-    matmul,
     mul,
     relu,
     rms_norm,
@@ -265,22 +264,6 @@ class TestOnAGPU:
             y = gelu(x)
         assert "torchstorm" in ran.names
         assert_close(y, F.gelu(x.double()), F.gelu(x))
-
-
-def test_large_products_in_halves_are_ours_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.core")
-    large = partial(torch.empty, 8192, 8192, device="cuda")  # 2^39 products
-    long = partial(torch.empty, 8192, 1 << 16, device="cuda", dtype=torch.bfloat16)
-
-    def ours(compute: Callable[[Tensor], Tensor], capability: tuple[int, int] = (9, 0)) -> bool:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        return "torchstorm" in owners(compute, MIB)
-
-    assert ours(lambda _: matmul(large(dtype=torch.bfloat16), large(dtype=torch.bfloat16)))
-    assert ours(lambda _: matmul(long(), torch.empty(1 << 16, 512, device="cuda", dtype=torch.bfloat16)))
-    assert not ours(lambda _: matmul(long(), torch.empty(1 << 16, 511, device="cuda", dtype=torch.bfloat16)))
-    assert not ours(lambda _: matmul(large(dtype=torch.float32), large(dtype=torch.float32)))
-    assert not ours(lambda _: matmul(large(dtype=torch.bfloat16), large(dtype=torch.bfloat16)), (8, 0))
 
 
 def test_a_layer_that_keeps_z_is_the_persistent_kernels_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from close import assert_close
 from kernels.matmul_runs import SHAPES, assert_right, draw, strided
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.kernels import matmul
@@ -168,15 +167,6 @@ def test_compiled_without_a_break() -> None:
         compiled = torch.compile(lambda x, y, by=variant: matmul(x.relu(), y, variant=by).relu(), fullgraph=True)
         torch.testing.assert_close(compiled(a, b), matmul(a.relu(), b, variant=variant).relu())
     torch.compiler.reset()
-
-
-def test_auto_takes_wgmma_for_large_products_and_pytorchs_for_what_it_cannot_fetch() -> None:
-    needs("wgmma", torch.bfloat16)
-    a, b = draw(((8192, 8192), (8192, 4096)), torch.bfloat16, "cuda")
-    assert torch.equal(matmul(a, b), matmul(a, b, variant="wgmma"))
-    a = a.requires_grad_()
-    (da,) = torch.autograd.grad(matmul(a, b).sum(), a)  # of a gradient that is one number for all
-    assert_close(da, torch.ones(8192, 4096, device="cuda").double() @ b.double().mT, torch.ones_like(da @ b) @ b.mT)
 
 
 def test_what_a_rung_does_not_take_is_told() -> None:

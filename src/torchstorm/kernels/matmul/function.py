@@ -13,14 +13,12 @@ from torch import Tensor
 
 from torchstorm.errors import ShapeError
 from torchstorm.kernels.directly import directly
-from torchstorm.kernels.dtypes import FLOATS, HALVES
+from torchstorm.kernels.dtypes import FLOATS
 from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.matmul.op import matmul_op
 from torchstorm.kernels.variants import choose
 
 PYTORCHS = ("torch", "cublas")
-_WGMMA = next(each for each in MATMUL if each.name == "wgmma")
-_LONG = 1 << 38  # M N K, from which "wgmma" was as fast as cuBLAS on an H200 that is cool, and 1.1 times on a hot one
 
 
 def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -35,8 +33,7 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         a: (..., M, K), or (K), in float32, float16, bfloat16 or float64 (the latter on a GPU by "cublas" alone). Any
             strides; nothing is copied for them, but for a 3-D or larger `a` whose rows meet one matrix b with gradient.
         b: (..., K, N), or (K), of the same dtype. Batches of both broadcast.
-        variant: one of `variants("matmul")` that runs on this device, or "auto": PyTorch's own, cuBLAS on a GPU, and
-            "wgmma" for large products in fp16 and bf16 where it runs.
+        variant: one of `variants("matmul")` that runs on this device, or "auto": PyTorch's own, cuBLAS on a GPU.
 
     Returns:
         (..., M, N) in the same dtype, without the dimension that a (K) has not.
@@ -48,7 +45,7 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         KernelError: a GPU's compiler or driver refuses.
     """
     _check(a, b)
-    chosen = choose("matmul", MATMUL, variant, a, auto=lambda: _auto(a, b))
+    chosen = choose("matmul", MATMUL, variant, a, auto=lambda: "cublas" if a.is_cuda else "torch")
     if chosen in PYTORCHS:
         return directly(torch.matmul, a, b)
     if a.dim() == 1:
@@ -62,16 +59,6 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     c = matmul_op(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]), chosen)
     return c
-
-
-def _auto(a: Tensor, b: Tensor) -> str:
-    """ "auto" itself for what the operator decides, which sees where the memory lies; PyTorch's own for all else."""
-    if not a.is_cuda:
-        return "torch"
-    is_long = b.dim() == 2 and a.dtype in HALVES and a.numel() * b.shape[1] >= _LONG
-    if is_long and not torch.compiler.is_compiling() and not _WGMMA.why_not(a.device, a.dtype):
-        return "auto"
-    return "cublas"
 
 
 def _check(a: Tensor, b: Tensor) -> None:

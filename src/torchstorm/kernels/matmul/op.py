@@ -38,10 +38,8 @@ def _on_cpu(a: Tensor, b: Tensor, variant: str) -> Tensor:
 
 def _on_gpu(a: Tensor, b: Tensor, variant: str) -> Tensor:  # pragma: gpu
     from torchstorm.kernels.matmul.launch_cuda import matmul_cuda, whole_chunks
-    from torchstorm.kernels.matmul.wgmma import matmul_wgmma, product, why_not
+    from torchstorm.kernels.matmul.wgmma import matmul_wgmma, why_not
 
-    if variant == "auto":
-        return product(a, b)
     if max(*a.shape[-2:], b.shape[-1]) >= 1 << 31:
         raise ShapeError(
             f"a {tuple(a.shape)} @ b {tuple(b.shape)}: variant={variant!r} counts to 2^31 - 1. 'cublas' goes on."
