@@ -27,6 +27,8 @@ from torchstorm.errors import KernelError
 
 NEEDS = ("cuda.core", "cuda.bindings")
 """Modules without which nothing is compiled."""
+HOPPER = Path(__file__).parent / "hopper.cuh"
+"""What sources for Hopper share."""
 
 _OPTIONS = ("-v",)  # of ptxas: registers and spills in the log
 _DIGEST_BYTES = 32

@@ -26,41 +26,6 @@ struct WgmmaProblem {
     int a_inner, a_outer, b_inner, b_outer;  // 1 where an operand has the batch dimension, 0 where one serves all
 };
 
-__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-// Arrives at the same barrier of a block of the cluster.
-__device__ __forceinline__ void barrier_arrive(unsigned barrier, int rank) {
-    asm volatile(
-        "{\n.reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // The box at (x, y) of a batch; its bytes count at the barrier. `blocks`: bits of those of the cluster that get it.
 template <bool TO_ALL>
 __device__ __forceinline__ void fetch_box(
@@ -182,7 +147,7 @@ matmul_wgmma(
     const __grid_constant__ TensorMap c_map, const WgmmaProblem p) {
     extern __shared__ unsigned char shared[];
     // The swizzle counts rows from addresses that are multiples of 1024; blocks of a cluster lie the same.
-    const unsigned base = ((unsigned)__cvta_generic_to_shared(shared) + 1023) & ~1023u;
+    const unsigned base = (place_of(shared) + 1023) & ~1023u;
     const unsigned out = base + STAGES * STAGE_BYTES;
     const unsigned full = base + BARRIERS_AT, empty = full + STAGES * 8;
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
@@ -194,12 +159,9 @@ matmul_wgmma(
             barrier_init(full + stage * 8, 1);
             barrier_init(empty + stage * 8, CLUSTER * CONSUMERS * WARPGROUP / 32);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_begin();
     }
-    if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    cluster_sync();
 
     int stage = 0;
     unsigned parity = 0;

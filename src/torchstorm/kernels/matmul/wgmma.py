@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstorm.kernels.matmul.batches import Batches, batches_of
 from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
-from torchstorm.kernels.nvrtc import Source, TensorMap, launch, tensor_map
+from torchstorm.kernels.nvrtc import HOPPER, Source, TensorMap, launch, tensor_map
 from torchstorm.kernels.rows import num_sms
 
 TILE_M = 128
@@ -55,7 +55,7 @@ class Config:
         """The source with its macros."""
         return Source(
             kernel="matmul_wgmma",
-            files=(FOLDER / "elements.cuh", FOLDER / "wgmma.cu"),
+            files=(HOPPER, FOLDER / "elements.cuh", FOLDER / "wgmma.cu"),
             defines=(
                 ("ELEMENT", ELEMENTS[dtype]),
                 *(("A_ALONG_K", int(a_along_k)), ("B_ALONG_K", int(b_along_k))),

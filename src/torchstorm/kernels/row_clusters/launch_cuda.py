@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.nvrtc import NEEDS, Source, launch, num_clusters
+from torchstorm.kernels.nvrtc import HOPPER, NEEDS, Source, launch, num_clusters
 from torchstorm.kernels.variants import is_installed
 
 OPS = {"softmax": 0, "log_softmax": 1, "layer_norm": 2, "rms_norm": 3}
@@ -137,7 +137,7 @@ def source(
     kernel = "forward" if sums is None else "backward"
     return Source(
         kernel=f"rows_{kernel}",
-        files=tuple(_FOLDER / file for file in ("hopper.cuh", "rows.cuh", f"{kernel}.cu")),
+        files=(HOPPER, *(_FOLDER / file for file in ("instructions.cuh", "rows.cuh", f"{kernel}.cu"))),
         defines=(
             *(("OP", OPS[op]), ("ELEMENT", _FORMATS[dtype]), ("PARAM", _FORMATS[param_dtype])),
             *(("CLUSTER", config.cluster), ("WARPS", config.warps), ("CHUNKS", config.chunks)),

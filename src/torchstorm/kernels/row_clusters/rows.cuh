@@ -137,10 +137,11 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(&shared.full[stage], 1);
-            barrier_init(&shared.empty[stage], WARPS);
+            barrier_init(place_of(&shared.full[stage]), 1);
+            barrier_init(place_of(&shared.empty[stage]), WARPS);
         }
-        for (int slot = 0; slot < SLOTS; ++slot) barrier_init(&shared.exchanged[slot], CLUSTER == 1 ? WARPS : 1);
+        for (int slot = 0; slot < SLOTS; ++slot)
+            barrier_init(place_of(&shared.exchanged[slot]), CLUSTER == 1 ? WARPS : 1);
         barriers_begin();
     }
     cluster_sync();
@@ -151,8 +152,8 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
         if (lane == 0) {
             for (int step = 0; step < slice.steps; ++step) {
                 unsigned long long* full = &shared.full[stage];
-                barrier_wait(&shared.empty[stage], parity ^ 1);
-                barrier_expect(full, (INPUTS * slice.chunks + HAS_HEAD) * 16);
+                barrier_wait(place_of(&shared.empty[stage]), parity ^ 1);
+                barrier_expect(place_of(full), (INPUTS * slice.chunks + HAS_HEAD) * 16);
 #pragma unroll
                 for (int i = 0; i < INPUTS; ++i) {
                     const unsigned char* row = rows.inputs[i] + slice.row(step) * rows.row_bytes[i];
@@ -169,24 +170,24 @@ __device__ __forceinline__ void walk(Job& job, Shared& shared, const Rows& rows,
         for (int step = 0; step <= slice.steps; ++step) {
             job.turn(step);
             if (step < slice.steps) {
-                barrier_wait(&shared.full[stage], parity);
+                barrier_wait(place_of(&shared.full[stage]), parity);
                 const float2 pair = job.sums(stage);
                 const int slot = step % SLOTS;
                 unsigned long long* exchanged = &shared.exchanged[slot];
                 float2* to = &shared.pairs[slot][slice.rank * WARPS + warp];
                 if constexpr (CLUSTER == 1) {
-                    if (lane == 0) *to = pair, barrier_arrive(exchanged);
+                    if (lane == 0) *to = pair, barrier_arrive(place_of(exchanged));
                 } else {
-                    if (threadIdx.x == 0) barrier_expect(exchanged, PAIRS * 8);
+                    if (threadIdx.x == 0) barrier_expect(place_of(exchanged), PAIRS * 8);
                     if (lane < CLUSTER) send(to, exchanged, lane, pair);
                 }
             }
             if (step > 0) {
                 const int slot = (step - 1) % SLOTS;
-                barrier_wait(&shared.exchanged[slot], (step - 1) / SLOTS & 1);
+                barrier_wait(place_of(&shared.exchanged[slot]), (step - 1) / SLOTS & 1);
                 job.finish(before, step - 1, shared.pairs[slot]);
                 __syncwarp();
-                if (lane == 0) barrier_arrive(&shared.empty[before]);
+                if (lane == 0) barrier_arrive(place_of(&shared.empty[before]));
             }
             before = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;

@@ -1,47 +1,5 @@
-// What these kernels ask of Hopper: barriers in shared memory, bulk copies that arrive there, pairs sent to other blocks of
-// a cluster; and numbers in 16 bytes. FORMAT is 0 for fp32, 1 for fp16, 2 for bf16. NVRTC has no cuda_fp16.h.
-
-__device__ __forceinline__ unsigned place_of(const void* shared) { return (unsigned)__cvta_generic_to_shared(shared); }
-
-__device__ __forceinline__ void barrier_init(unsigned long long* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(place_of(barrier)), "r"(arrivals) : "memory");
-}
-
-// Makes the barriers that this thread has begun known to other blocks and to the copy engine.
-__device__ __forceinline__ void barriers_begin() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(unsigned long long* barrier, unsigned parity) {
-    unsigned done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(place_of(barrier)), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-// Arrives, and has the barrier wait for so many bytes, too.
-__device__ __forceinline__ void barrier_expect(unsigned long long* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place_of(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(unsigned long long* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(place_of(barrier)) : "memory");
-}
-
-// A launch without clusters knows no instructions for them.
-__device__ __forceinline__ void cluster_sync() {
-    if constexpr (CLUSTER == 1)
-        __syncthreads();
-    else
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+// Bulk copies to shared memory, pairs sent to other blocks of a cluster, and numbers in 16 bytes. FORMAT is 0 for fp32, 1
+// for fp16, 2 for bf16. NVRTC has no cuda_fp16.h.
 
 // Copies whole 16 bytes to shared memory; they count at the barrier.
 __device__ __forceinline__ void fetch(void* to, const void* from, int bytes, unsigned long long* barrier) {
