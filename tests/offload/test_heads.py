@@ -16,6 +16,8 @@ from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import fast_profile
 
+pytestmark = pytest.mark.no_cover  # what they reach, test_recompute.py does, too
+
 # A row of tokens takes 1 MiB or more everywhere, so that every storage travels alone whatever the budget is.
 TOKENS, WIDTH, VOCABULARY = 1024, 256, 2048
 LOGITS_BYTES = TOKENS * VOCABULARY * 4
