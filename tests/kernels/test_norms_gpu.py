@@ -89,7 +89,7 @@ def test_many_rows(op: str, variant: str) -> None:
 
 
 @POISONED
-@pytest.mark.parametrize(("op", "variant"), WAYS)
+@pytest.mark.parametrize(("op", "variant"), [way for way in WAYS if way[1] != "auto"])  # which is PyTorch's for these
 def test_nan_and_infinities_as_in_pytorch(op: str, variant: str) -> None:
     for N in (40, 5000):
         assert_as_pytorch_at_extremes(op, variant, extremes(N).cuda())
