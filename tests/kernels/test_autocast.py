@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
+from kernels.operator_checks import assert_same_bits_under_autocast
 from torchstorm.kernels import mlstm, mlstm_step, variants
 from torchstorm.kernels.slstm import slstm
 
@@ -20,24 +19,14 @@ def normal(*shapes: tuple[int, ...]) -> Tensors:
 @pytest.mark.parametrize("variant", [name for name in variants("mlstm") if not name.startswith("triton")])
 def test_mlstm(variant: str) -> None:
     q, k, v, i, f = normal(*[(2, 3, 70, 16)] * 3, *[(2, 3, 70)] * 2)
-    assert_same_bits(lambda: mlstm(q, k, v, i, f, variant=variant), (q, k, v, i, f))
+    assert_same_bits_under_autocast(lambda: mlstm(q, k, v, i, f, variant=variant), (q, k, v, i, f))
 
 
 def test_mlstm_step() -> None:
     q, k, v, i, f = normal(*[(2, 3, 16)] * 3, *[(2, 3)] * 2)
-    assert_same_bits(lambda: mlstm_step(q, k, v, i, f)[0], (q, k, v, i, f))
+    assert_same_bits_under_autocast(lambda: mlstm_step(q, k, v, i, f)[0], (q, k, v, i, f))
 
 
 def test_slstm() -> None:
     x, r = normal((2, 20, 3, 4, 5), (3, 5, 20))
-    assert_same_bits(lambda: slstm(x, r)[0], (x, r))
-
-
-def assert_same_bits(function: Callable[[], torch.Tensor], inputs: Tensors) -> None:
-    expected = function()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = function()
-    assert torch.equal(found, expected)
-    wanted = torch.autograd.grad(expected.square().sum(), inputs)
-    for one, other in zip(torch.autograd.grad(found.square().sum(), inputs), wanted, strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits_under_autocast(lambda: slstm(x, r)[0], (x, r))

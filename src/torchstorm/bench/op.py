@@ -58,7 +58,7 @@ def bench_op(
             "8192x8192x8192,4096x1024".
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
         variant_names: some of the ways, with commas between; None for all.
-        json_path: where the rows go, after each of them; rows of the same machine that it has already stay.
+        json_path: where the rows go, after each shape; rows of the same machine that it has already stay.
         plot: where a picture goes; its ending says the format.
         console: where the tables are printed.
 

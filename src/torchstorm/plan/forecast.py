@@ -74,31 +74,34 @@ def fast_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
 
 def held_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
     """Bytes on the fast tier that the Session alone keeps there, in every interval: (num_moments,) int64."""
-    edges = np.zeros(trace.num_moments + 1, dtype=np.int64)
-    for storage in trace.storages:
-        if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
-            _add(edges, storage.owned, storage.freed, storage.nbytes)
+    edges = _kept_edges(trace, placements)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier == RECOMPUTE:
             _add(edges, placement.fetch, parcel.freed, parcel.nbytes)
         elif placement.tier != KEEP:
             _add(edges, parcel.owned, placement.drop, parcel.nbytes)
             _add(edges, placement.fetch, parcel.freed, parcel.nbytes)
-    return np.cumsum(edges)[:-1]
+    return np.cumsum(edges)[:-2]
 
 
 def held_before_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
     """The same at every moment, before anything leaves, comes back or is computed there: (num_moments,) int64."""
-    edges = np.zeros(trace.num_moments + 2, dtype=np.int64)
-    for storage in trace.storages:
-        if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
-            _add(edges, storage.owned, storage.freed, storage.nbytes)
+    edges = _kept_edges(trace, placements)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier != KEEP:
             _add(edges, placement.fetch + 1, parcel.freed, parcel.nbytes)
         if placement.tier not in (KEEP, RECOMPUTE):
             _add(edges, parcel.owned, min(placement.drop + 1, parcel.freed), parcel.nbytes)
     return np.cumsum(edges)[:-2]
+
+
+def _kept_edges(trace: Trace, placements: Sequence[Placement]) -> Profile:
+    """Where bytes that neither leave nor are computed again come and go: (num_moments + 2,), to be added up."""
+    edges = np.zeros(trace.num_moments + 2, dtype=np.int64)
+    for storage in trace.storages:
+        if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
+            _add(edges, storage.owned, storage.freed, storage.nbytes)
+    return edges
 
 
 def other_profile(trace: Trace) -> Profile:

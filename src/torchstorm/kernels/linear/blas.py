@@ -1,4 +1,6 @@
-"""The layer by cuBLAS, with its epilogues where they fit, and by cuBLAS and one kernel where not; and its gradients.
+"""The layer by cuBLAS, with its epilogues where they fit, and by a product and one kernel where not; and its gradients.
+
+The product is cuBLAS's, or matmul's wgmma, which has no epilogue.
 
 What fits: a bias; a bias and ReLU; a bias and GELU's tanh form in fp16 and bf16 where z is not kept, as PyTorch's
 operator for it gives no z, and as its tanh is good for 20 bits, in fp32 an error of 2e-6 where PyTorch's own GELU has
