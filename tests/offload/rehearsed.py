@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.tier import TierSpec
-from torchstorm.offload import record, session
+from torchstorm.offload import given, record, session
 from torchstorm.offload.clock import CpuClock
 from torchstorm.offload.session import Session
 from torchstorm.offload.stack import Stack
 from torchstorm.plan.forecast import RAM
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Budget
+from torchstorm.plan.plan import Budget, Plan
 
 _RAM_BYTES = 2**40
 
@@ -108,13 +108,27 @@ class Rehearsal:
             "reset_peak_memory_stats": self.meter.reset_peak,
             "synchronize": lambda _: None,
             "is_current_stream_capturing": lambda: False,
+            "default_generators": (torch.default_generator,),
         }.items():
             monkeypatch.setattr(torch.cuda, name, told)
         monkeypatch.setattr(record, "StreamClock", lambda _: CpuClock())
         monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())
 
-    def session(self, model: torch.nn.Module, vram: int) -> Session:
-        """A Session with such a budget, whose plans leave nothing of it free."""
+    def session(
+        self,
+        model: torch.nn.Module,
+        vram: int,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        plan: Plan | None = None,
+        spare_bytes: int = 0,
+    ) -> Session:
+        """A Session with such a budget.
+
+        Args:
+            optimizer, plan: as for `Session`; left out: one without state, and none.
+            spare_bytes: of the budget, which plans leave free.
+        """
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
         device: Any = _Device()
@@ -124,8 +138,10 @@ class Rehearsal:
             fast_bytes=vram,
             tiers={RAM: DeviceTier(TierSpec(name="ram", capacity_bytes=_RAM_BYTES))},
             default_tier=RAM,
+            spare=Budget(vram=spare_bytes),
         )
         stack.meter, stack.speeds = self.meter, self.machine
         with self._monkeypatch.context() as patch:
             patch.setattr(session, "build_stack", lambda *_, **__: stack)
-            return Session(model, optimizer=torch.optim.SGD(model.parameters()))  # which has no state
+            patch.setattr(given, "model_device", lambda _: device)
+            return Session(model, optimizer=optimizer or torch.optim.SGD(model.parameters()), plan=plan)

@@ -131,12 +131,16 @@ class Plans:
         """Whether the next step that follows it measures something."""
         return planned.num_measured < self.num_to_measure
 
-    def needs_operations(self) -> bool:
-        """Whether the next step's operations must be recorded: by a plan that recomputes, or for one to be made."""
+    def needs_operations(self, is_outdated: Callable[[Planned], bool]) -> bool:
+        """Whether the next step's operations must be recorded: by a plan that recomputes, or for one to be made.
+
+        Args:
+            is_outdated: whether a plan gives way to another one within the step, which may recompute.
+        """
         if len(self._by_key) != 1 or self._unrecorded:
             return True  # where steps have differed, the next one may be new again
         (planned,) = self._by_key.values()
-        return self.is_measured_again(planned) or planned.recomputes
+        return self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
 
     def note_unrecorded(self, key: Key) -> None:
         """A step of this kind was traced without its operations: the next one is traced again, with them."""

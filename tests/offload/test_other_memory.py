@@ -1,0 +1,160 @@
+"""Plans on a GPU that the CPU stands in for, beside memory that is not the Session's: optimizer state that comes after
+the first step, another model, tensors that come and go between steps. Peaks as forecast, to the byte."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from offload.rehearsed import Rehearsal
+from plan import naive
+from torchstorm.offload.session import Session
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
+
+pytestmark = pytest.mark.no_cover  # what they reach without a GPU, test_plans.py and test_given.py do, too
+
+MIB = 2**20
+# A row of WIDTH numbers a token takes 1 MiB, so that nothing but a LayerNorm's statistics shares a buffer.
+ROWS, WIDTH = 1024, 256
+SPARE_BYTES = 2 * MIB
+OTHER_BYTES = 6 * MIB
+COUNTS_BYTES = 1024  # more than AdamW's counts of steps take, which nobody foresees
+FAST_LINK, SLOW_LINK = 1e12, 1e7  # bytes per second: with the one tensors are moved, with the other computed again
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@dataclass
+class Training:
+    """What was there after every step, and the last plan.
+
+    Attributes:
+        peaks, forecasts: bytes.
+        kept: bytes of what the plan keeps.
+        num_planned: steps that had followed a plan.
+    """
+
+    peaks: list[int] = field(default_factory=list)
+    forecasts: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    num_planned: list[int] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    plan: Plan | None = None
+
+
+def train(
+    gpu: Rehearsal,
+    vram: int,
+    *,
+    plan: Plan | None = None,
+    num_steps: int = 5,
+    before: Callable[[int], None] = lambda _: None,
+) -> Training:
+    """Trains a fresh model with AdamW; `before(index)` comes before every step."""
+    gc.collect()  # what the training before left in cycles would count
+    torch.manual_seed(0)
+    model = Mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = Training()
+    with gpu.session(model, vram, optimizer=optimizer, plan=plan, spare_bytes=SPARE_BYTES) as storm:
+        for index in range(num_steps):
+            before(index)
+            with storm.step():
+                model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+            note(found, storm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def note(found: Training, storm: Session) -> None:
+    report, plan = storm.report(), storm.plan()
+    assert plan is not None
+    placed = zip(plan.trace.parcels, plan.placements, strict=True)
+    found.peaks.append(storm.usage().vram_bytes)
+    found.forecasts.append(plan.forecast.vram_bytes)
+    found.kept.append(sum(parcel.nbytes for parcel, placement in placed if placement.tier == KEEP))
+    found.num_planned.append(report.num_planned)
+    found.notes, found.plan = report.notes, plan
+
+
+def budget(gpu: Rehearsal, share: float) -> int:
+    """A share of the way from what a step needs when everything moves to what it takes when nothing does."""
+    plan = train(gpu, 1 << 40, num_steps=3).plan
+    assert plan is not None
+    least, most = naive.all_away_bytes(plan.trace), naive.all_kept_bytes(plan.trace)
+    return int(least + share * (most - least)) + SPARE_BYTES
+
+
+def test_a_plan_that_is_given_comes_true_from_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    with gpu.meter:
+        vram = budget(gpu, 0.5)
+        measured = train(gpu, vram)
+        again = train(gpu, vram, plan=measured.plan)
+    assert measured.plan is not None
+    assert again.plan is not None
+    assert any(placement.tier != KEEP for placement in measured.plan.placements)
+    assert again.plan.placements == measured.plan.placements
+    assert again.num_planned == [1, 2, 3, 4, 5]
+    state_bytes = 2 * sum(parameter.nbytes for parameter in Mlp().parameters())
+    assert again.forecasts[0] - again.peaks[0] == pytest.approx(state_bytes, abs=COUNTS_BYTES)
+    assert again.peaks[1:] == again.forecasts[1:] == [measured.peaks[-1]] * 4
+
+
+def test_a_plan_that_is_given_gives_way_where_other_memory_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    with gpu.meter:
+        vram = budget(gpu, 0.7)
+        measured = train(gpu, vram)
+        other = gpu.meter.hold(torch.empty(OTHER_BYTES, dtype=torch.uint8))
+        again = train(gpu, vram, plan=measured.plan)
+    assert other.nbytes == OTHER_BYTES
+    assert any("such steps are planned anew" in said for said in again.notes)
+    assert max(again.peaks) <= vram
+    assert again.plan is not None
+    assert measured.plan is not None
+    assert again.plan.trace.base_bytes - measured.plan.trace.base_bytes == OTHER_BYTES
+    assert again.peaks[1:] == again.forecasts[1:]
+
+
+@pytest.mark.parametrize("grows", [True, False], ids=["more", "less"])
+@pytest.mark.parametrize(
+    ("link_bytes_per_s", "share"), [(FAST_LINK, 0.7), (SLOW_LINK, 1.01)], ids=["moves", "computes again"]
+)
+def test_the_step_that_finds_other_memory_changed_follows_a_plan_for_it(
+    grows: bool, link_bytes_per_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=link_bytes_per_s)
+    others: list[torch.Tensor] = []
+
+    def before(index: int) -> None:
+        if index == (5 if grows else 0):
+            others.append(gpu.meter.hold(torch.empty(OTHER_BYTES, dtype=torch.uint8)))
+        elif index == 5:
+            others.clear()
+
+    with gpu.meter:
+        vram = budget(gpu, share)
+        found = train(gpu, vram, num_steps=10, before=before)
+    assert max(found.peaks) <= vram
+    assert (found.kept[5] < found.kept[4]) if grows else (found.kept[5] > found.kept[4])
+    assert [number - found.num_planned[4] for number in found.num_planned[5:]] == [1, 2, 3, 4, 5]
