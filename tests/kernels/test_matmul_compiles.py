@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("cuda.core")
 from torchstorm.errors import KernelError
 from torchstorm.kernels import nvrtc
+from torchstorm.kernels.linear import wgmma as beside_layers
 from torchstorm.kernels.matmul import headers
 from torchstorm.kernels.matmul.batches import batches_of
 from torchstorm.kernels.matmul.launch_cuda import KERNELS, Problem, layout_of, whole_chunks
@@ -68,6 +69,7 @@ def test_kernels_compile_without_warnings_and_fit(name: str, arch: str) -> None:
         (True, True, torch.float16, Config()),
         (False, True, torch.bfloat16, Config(cluster=1)),
         (False, False, torch.bfloat16, Config(tile_n=128, stages=5)),
+        (True, True, torch.float16, Config(cluster=4)),
     ],
 )
 def test_wgmma_compiles_without_warnings_or_spills(
@@ -75,6 +77,15 @@ def test_wgmma_compiles_without_warnings_or_spills(
 ) -> None:
     # 168 is what three warpgroups have at the start; then the two that multiply take 232 of it each.
     assert check(config.source(dtype, a_along_k, b_along_k), "sm_90a") == (168, 0)
+
+
+@pytest.mark.parametrize("activation", beside_layers.ACTIVATIONS)
+@pytest.mark.parametrize(("kind", "dtype"), [("follow", torch.bfloat16), ("lead", torch.float16)])
+def test_what_idle_warps_do_for_a_layer_compiles_without_spills(kind: str, dtype: torch.dtype, activation: str) -> None:
+    argument = beside_layers.Following() if kind == "follow" else beside_layers.Leading()
+    source = Config().source(dtype, True, kind == "follow", beside_layers.beside(kind, activation, argument))
+    # They have 72 registers then, and those that multiply 216.
+    assert check(source, "sm_90a") == (168, 0)
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
@@ -119,7 +130,8 @@ def test_the_hot_loop_of_wgmma_is_wgmma(tmp_path: Path) -> None:
 
 
 def test_arguments_have_the_layout_that_the_sources_declare() -> None:
-    """Five 32-bit numbers, padding, eight 64-bit ones; nine 32-bit ones; and a tensor map's 128 bytes."""
+    """Five 32-bit numbers, padding, eight 64-bit ones; nine 32-bit ones; pointers; and a tensor map's 128 bytes."""
+    assert (ctypes.sizeof(beside_layers.Following), ctypes.sizeof(beside_layers.Leading)) == (24, 48)
     assert (ctypes.sizeof(Problem), Problem.a_m.offset, Problem.b_outer.offset) == (88, 24, 80)
     assert ctypes.sizeof(WgmmaProblem) == 36
     assert ctypes.sizeof(nvrtc.TensorMap) == nvrtc.TENSOR_MAP_BYTES == 128

@@ -51,3 +51,28 @@ __device__ __forceinline__ void cluster_sync() {
     else
         asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+
+// A count in shared memory, for other threads of the block, with all that was done before it.
+__device__ __forceinline__ void tell(unsigned count, unsigned number) {
+    asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(count), "r"(number) : "memory");
+}
+
+__device__ __forceinline__ void await_told(unsigned count, unsigned number) {
+    for (;;) {
+        unsigned found;
+        asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(found) : "r"(count) : "memory");
+        if (found >= number) return;
+        __nanosleep(100);
+    }
+}
+
+// Four bytes of shared memory.
+__device__ __forceinline__ void place_pair(unsigned at, unsigned pair) {
+    asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(at), "r"(pair) : "memory");
+}
+
+__device__ __forceinline__ unsigned pair_at(unsigned at) {
+    unsigned pair;
+    asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(pair) : "r"(at) : "memory");
+    return pair;
+}

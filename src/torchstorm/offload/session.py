@@ -179,8 +179,7 @@ class Session:
         self._running = True
         self._key = None
         self._start = self._clock.mark()
-        tape = None
-        is_outdated = partial(self._planner.is_outdated, base_bytes=self._base_bytes)
+        tape, is_outdated = None, partial(self._planner.is_outdated, base_bytes=self._base_bytes)
         if self._recompute and self._plans.needs_operations(is_outdated):
             tape = Tape(self.device, is_leaf=self._saved.is_leaf, mark=self._clock.mark)
         self._saved.begin(fixed, self._choose, tape=tape)

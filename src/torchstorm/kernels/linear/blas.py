@@ -1,7 +1,5 @@
 """The layer by cuBLAS, with its epilogues where they fit, and by a product and one kernel where not; and its gradients.
 
-The product is cuBLAS's, or matmul's wgmma, which has no epilogue.
-
 What fits: a bias; a bias and ReLU; a bias and GELU's tanh form in fp16 and bf16 where z is not kept, as PyTorch's
 operator for it gives no z, and as its tanh is good for 20 bits, in fp32 an error of 2e-6 where PyTorch's own GELU has
 7e-8. Where z is kept it is the plain product, and bias and activation are one kernel on the way to y: backward's kernel
@@ -16,21 +14,20 @@ from torch import Tensor
 from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.linear import pointwise_triton as pointwise
 from torchstorm.kernels.linear.plain import keeps
-from torchstorm.kernels.matmul import wgmma
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, *, by_wgmma: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and x W^T without the bias where z is kept; the product by cuBLAS, or by our own kernel."""
+    """y, and x W^T without the bias where z is kept."""
     w_KN = weight.t()
-    if bias is not None and not by_wgmma:
+    if bias is not None:
         if not activation:
             return torch.addmm(bias, x, w_KN), None
         if activation == "relu" or (activation == "gelu_tanh" and not keep and x.dtype in HALVES):
             # On a GPU this GELU is the tanh form.
             return torch.ops.aten._addmm_activation(bias, x, w_KN, use_gelu=activation != "relu"), None
-    z = wgmma.product(x, w_KN) if by_wgmma else torch.mm(x, w_KN)
+    z = torch.mm(x, w_KN)
     if not activation and bias is None:
         return z, None
     keep = keep and keeps(activation) == "z"
@@ -60,8 +57,6 @@ def dz_and_dbias(
     return dz, pointwise.column_sums(sums, sums.shape[0])[0]
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype, *, by_wgmma: bool = False) -> Tensor:  # pragma: gpu
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:  # pragma: gpu
     """a b in a dtype that may be wider than theirs: the products' sums are in fp32 anyway."""
-    if dtype != a.dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return wgmma.product(a, b) if by_wgmma else torch.mm(a, b)
+    return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)

@@ -18,6 +18,7 @@ from torchstorm.kernels.directly import directly, is_small
 from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
 from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference
+from torchstorm.kernels.linear.wgmma import is_best_for_a_layer
 from torchstorm.kernels.variants import Variant, choose, has_triton_for, is_installed
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -84,8 +85,9 @@ LADDER = (
     ),
     Variant(
         name="wgmma",
-        taught="The products of both passes by matmul's wgmma, as fast as cuBLAS's; beside them the same kernels.",
-        costs="As cublaslt; rows of whole 16 bytes, or else PyTorch's product.",
+        taught="The products by matmul's wgmma, whose idle warps meanwhile do the rest: activations of the tile "
+        "before, dz of rows that backward multiplies later.",
+        costs="z is read again, from the L2 cache. Rows of whole 16 bytes, or else it runs as fused.",
         dtypes=HALVES,
         capability=(9, 0),
         needs=("triton", *nvrtc.NEEDS),
@@ -149,7 +151,9 @@ def _auto(x: Tensor, weight: Tensor, activation: Activation | None, keep: bool) 
         return "mixed"
     if activation is None or not has_triton_for(x) or _is_brief(x, weight):
         return "torch"
-    # Where z is kept, cuBLAS has no epilogue for it: forward both are as fast, backward persistent was the fastest.
+    if is_best_for_a_layer(x, weight) and _suits_tma(x, weight):  # pragma: gpu
+        return "wgmma"
+    # Where z is kept, cuBLAS has no epilogue for it: forward both are as fast, backward persistent was faster.
     kept_too = keep and activation != "relu"
     return "persistent" if kept_too and _suits_tma(x, weight) else "cublaslt"
 

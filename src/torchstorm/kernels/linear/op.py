@@ -6,7 +6,6 @@ operator has a gradient too, through PyTorch's own operators, from x, weight and
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from torchstorm.kernels.second_order import own_views
 
 BACKWARD_RUNGS = {
     "naive": "naive", "fused": "atomic-free", "persistent": "warp-reduced", "mixed": "warp-reduced",
-    "cublaslt": "warp-reduced", "wgmma": "warp-reduced",
+    "cublaslt": "warp-reduced",
 }  # fmt: skip
-"""How dz and dbias are computed, by the layer's variant."""
-_WITHOUT_BIAS = ("mixed", "cublaslt", "wgmma")  # which keep z so
+"""How dz and dbias are computed, by the layer's variant; "wgmma" has a way of its own."""
+_WITHOUT_BIAS = ("mixed", "cublaslt")  # which keep z so
 
 
 @torch.library.custom_op("torchstorm::linear_forward", mutates_args=())
@@ -58,9 +57,13 @@ def _on_gpu(
         from torchstorm.kernels.linear import persistent_triton
 
         return persistent_triton.forward(x, weight, bias, activation, keep)
+    if variant == "wgmma":
+        from torchstorm.kernels.linear import wgmma
+
+        return wgmma.forward(x, weight, bias, activation, keep)
     from torchstorm.kernels.linear import blas
 
-    return blas.forward(x, weight, bias, activation, keep, by_wgmma=variant == "wgmma")
+    return blas.forward(x, weight, bias, activation, keep)
 
 
 @linear_forward.register_fake
@@ -85,21 +88,30 @@ def linear_backward(
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight and dbias; those not wanted are empty. kept is y or z, as `keeps` says."""
+    wants = wants_dx, wants_dweight, wants_dbias
     with without_autocast(x), torch.cuda.device_of(x):
         if _by_pytorch(x, weight):
             dz = plain.activation_gradient(dy, kept, activation)
+            dx = plain.product(dz, weight.to(x.dtype), x.dtype) if wants_dx else None
+            dweight = plain.product(dz.t(), x, weight.dtype) if wants_dweight else None
             dbias = plain.column_sums(dz, weight.dtype) if wants_dbias else None
-            product = plain.product
+        elif variant == "wgmma":  # pragma: gpu
+            from torchstorm.kernels.linear import wgmma
+
+            dx, dweight, dbias = wgmma.backward(dy, x, weight, kept, activation, wants)
         else:  # pragma: gpu
             from torchstorm.kernels.linear import blas
 
             lacking = bias if keeps(activation) == "z" and variant in _WITHOUT_BIAS else None
             lacking = None if lacking is None else lacking.contiguous()
             dz, dbias = blas.dz_and_dbias(dy, kept, lacking, activation, BACKWARD_RUNGS[variant], wants_dbias)
-            product = partial(blas.product, by_wgmma=variant == "wgmma")
-        dx = product(dz, weight.to(x.dtype), x.dtype) if wants_dx else x.new_empty(0)
-        dweight = product(dz.t(), x, weight.dtype) if wants_dweight else weight.new_empty(0)
-    return dx, dweight, weight.new_empty(0) if dbias is None else dbias.to(weight.dtype)
+            dx = blas.product(dz, weight.to(x.dtype), x.dtype) if wants_dx else None
+            dweight = blas.product(dz.t(), x, weight.dtype) if wants_dweight else None
+    return (
+        x.new_empty(0) if dx is None else dx,
+        weight.new_empty(0) if dweight is None else dweight,
+        weight.new_empty(0) if dbias is None else dbias.to(weight.dtype),
+    )
 
 
 @linear_backward.register_fake

@@ -95,13 +95,20 @@ def gradient(
     """dz (M, N); with `sums` its sums over every 128 rows too, in fp32."""
     M, N = dy.shape
     dz = torch.empty_like(dy)
-    num = triton.cdiv(M, SUM_ROWS)
-    partial = dy.new_empty((num, N), dtype=torch.float32) if sums else None
-    gradient_kernel[(num, triton.cdiv(N, BLOCK_COLUMNS))](
-        dy, kept, bias, dz, partial, M, N, ACTIVATION=activation, SUMS=sums, ROWS=SUM_ROWS, BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=BLOCK_COLUMNS, num_warps=NUM_WARPS,
-    )  # fmt: skip
+    partial = dy.new_empty((triton.cdiv(M, SUM_ROWS), N), dtype=torch.float32) if sums else None
+    gradient_into(dz, partial, dy, kept, activation, bias)
     return dz, partial
+
+
+def gradient_into(
+    dz: Tensor, sums: Tensor | None, dy: Tensor, kept: Tensor, activation: str, bias: Tensor | None = None
+) -> None:
+    """Fills dz (M, N), and the first M / 128 rows of `sums` where there are any; all without gaps."""
+    M, N = dy.shape
+    gradient_kernel[(triton.cdiv(M, SUM_ROWS), triton.cdiv(N, BLOCK_COLUMNS))](
+        dy, kept, bias, dz, sums, M, N, ACTIVATION=activation, SUMS=sums is not None, ROWS=SUM_ROWS,
+        BLOCK_M=BLOCK_ROWS, BLOCK_N=BLOCK_COLUMNS, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def column_sums(x: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:

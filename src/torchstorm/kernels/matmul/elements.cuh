@@ -27,6 +27,19 @@ __device__ __forceinline__ Element from_float(float x) {
 }
 #endif
 
+#if ELEMENT
+// Two numbers that lie one after the other, rounded.
+__device__ __forceinline__ unsigned pair_of(float low, float high) {
+    unsigned pair;
+#if ELEMENT == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+#endif
+
 // c = a @ b for each pair of matrices. Strides in elements; 0 where one matrix serves many. c has no gaps.
 struct Problem {
     int M, N, K;

@@ -16,6 +16,7 @@ from torchstorm.kernels.directly import directly
 from torchstorm.kernels.dtypes import FLOATS
 from torchstorm.kernels.matmul.ladder import MATMUL
 from torchstorm.kernels.matmul.op import matmul_op
+from torchstorm.kernels.matmul.wgmma import is_best_for
 from torchstorm.kernels.variants import choose
 
 PYTORCHS = ("torch", "cublas")
@@ -33,7 +34,8 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         a: (..., M, K), or (K), in float32, float16, bfloat16 or float64 (the latter on a GPU by "cublas" alone). Any
             strides; nothing is copied for them, but for a 3-D or larger `a` whose rows meet one matrix b with gradient.
         b: (..., K, N), or (K), of the same dtype. Batches of both broadcast.
-        variant: one of `variants("matmul")` that runs on this device, or "auto": PyTorch's own, cuBLAS on a GPU.
+        variant: one of `variants("matmul")` that runs on this device, or "auto": PyTorch's own, cuBLAS on a GPU, but
+            wgmma for large matrices of halves on Hopper.
 
     Returns:
         (..., M, N) in the same dtype, without the dimension that a (K) has not.
@@ -45,7 +47,7 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
         KernelError: a GPU's compiler or driver refuses.
     """
     _check(a, b)
-    chosen = choose("matmul", MATMUL, variant, a, auto=lambda: "cublas" if a.is_cuda else "torch")
+    chosen = choose("matmul", MATMUL, variant, a, auto=lambda: _auto(a, b))
     if chosen in PYTORCHS:
         return directly(torch.matmul, a, b)
     if a.dim() == 1:
@@ -59,6 +61,12 @@ def matmul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     c = matmul_op(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]), chosen)
     return c
+
+
+def _auto(a: Tensor, b: Tensor) -> str:
+    if not a.is_cuda:
+        return "torch"
+    return "wgmma" if a.dim() == b.dim() == 2 and is_best_for(a, b) else "cublas"  # pragma: gpu
 
 
 def _check(a: Tensor, b: Tensor) -> None:

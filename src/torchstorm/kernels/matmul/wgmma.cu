@@ -3,6 +3,9 @@
 // and take tile after tile; while results go out, the next tile's operands come in. Two blocks of a cluster have the same
 // columns: each fetches half of b's tile and the copy engine writes it to both.
 //
+// The warps that neither ask nor multiply may do something else meanwhile, as Beside says: work on tiles that are done
+// (FOLLOWS), or on rows of a that are not needed yet (LEADS). alone.cuh has the Beside of a product and nothing more.
+//
 // Operands come in boxes whose rows are 128 bytes, chunks of 16 bytes exchanged with the row's number by the copy engine
 // as wgmma expects it (128-byte swizzle): rows of the operand where k lies without gaps, rows of k otherwise.
 // Descriptors: PTX ISA, "Asynchronous warpgroup level matrix shared memory layout".
@@ -13,8 +16,10 @@ constexpr int SLICE_BYTES = SLICE * TILE_K * 2;  // 64 x 64 elements, whichever 
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUT_BYTES = 64 * SLICE * 2;  // of a warpgroup: 64 rows, 64 columns, on their way out; two of them
 constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + CONSUMERS * 2 * OUT_BYTES;
-static_assert(SHARED_BYTES >= 1024 + BARRIERS_AT + 2 * STAGES * 8, "room to align, tiles, results, barriers");
-static_assert(TILE_N % (SLICE * CLUSTER) == 0 && (CLUSTER == 1 || CLUSTER == 2), "b's tile is divided by the cluster");
+constexpr int TOLD_AT = BARRIERS_AT + 2 * STAGES * 8;  // how many tiles each consumer has stored
+constexpr int ROW_AT = TOLD_AT + CONSUMERS * 4;  // a number for each of a tile's columns, for each consumer
+static_assert(SHARED_BYTES >= 1024 + ROW_AT + CONSUMERS * TILE_N * 2, "room to align, tiles, results, barriers, ...");
+static_assert(TILE_N % (SLICE * CLUSTER) == 0, "b's tile is divided by the cluster");
 
 struct alignas(64) TensorMap {
     unsigned char bytes[128];
@@ -114,16 +119,6 @@ __device__ __forceinline__ void wait(float (&sums)[TILE_N / 2]) {
     }
 }
 
-__device__ __forceinline__ unsigned pair_of(float low, float high) {
-    unsigned pair;
-#if ELEMENT == 1
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#else
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-#endif
-    return pair;
-}
-
 // Where this cluster's next tile is: its first row and column, and the batch.
 struct Place {
     int m, n, inner, outer, batch;
@@ -144,12 +139,12 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__((CONSUMERS + 1) * WARPGROUP, 1)
 matmul_wgmma(
     const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-    const __grid_constant__ TensorMap c_map, const WgmmaProblem p) {
+    const __grid_constant__ TensorMap c_map, const WgmmaProblem p, const Beside beside) {
     extern __shared__ unsigned char shared[];
     // The swizzle counts rows from addresses that are multiples of 1024; blocks of a cluster lie the same.
     const unsigned base = (place_of(shared) + 1023) & ~1023u;
     const unsigned out = base + STAGES * STAGE_BYTES;
-    const unsigned full = base + BARRIERS_AT, empty = full + STAGES * 8;
+    const unsigned full = base + BARRIERS_AT, empty = full + STAGES * 8, told = base + TOLD_AT;
     const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
     const int num_tiles = ceil_div(p.M, TILE_M * CLUSTER) * ceil_div(p.N, TILE_N) * p.num_batches;
     const int steps = ceil_div(p.K, TILE_K);
@@ -160,18 +155,20 @@ matmul_wgmma(
             barrier_init(empty + stage * 8, CLUSTER * CONSUMERS * WARPGROUP / 32);
         }
         barriers_begin();
+        for (int consumer = 0; consumer < CONSUMERS; ++consumer) tell(told + consumer * 4, 0);
     }
     cluster_sync();
 
     int stage = 0;
     unsigned parity = 0;
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Beside::REGISTERS));
         if (threadIdx.x == 0) {
             for (int index = blockIdx.x / CLUSTER; index < num_tiles; index += gridDim.x / CLUSTER) {
                 const Place at(index, rank, p);
                 const int a_inner = at.inner * p.a_inner, a_outer = at.outer * p.a_outer;
                 const int b_inner = at.inner * p.b_inner, b_outer = at.outer * p.b_outer;
+                if constexpr (Beside::LEADS) beside.await(at.m, p.M, p.K);
                 for (int step = 0; step < steps; ++step) {
                     const unsigned a_tile = base + stage * STAGE_BYTES, b_tile = a_tile + A_BYTES;
                     const unsigned barrier = full + stage * 8;
@@ -199,22 +196,49 @@ matmul_wgmma(
                     if (++stage == STAGES) stage = 0, parity ^= 1;
                 }
             }
+        } else if (threadIdx.x >= 32) {
+            if constexpr (Beside::LEADS) beside.lead(p.M, p.K);
+            if constexpr (Beside::FOLLOWS) {
+                unsigned count = 0;
+                for (int index = blockIdx.x / CLUSTER; index < num_tiles; index += gridDim.x / CLUSTER) {
+                    const Place at(index, rank, p);
+                    ++count;
+                    for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                        await_told(told + consumer * 4, count);
+                        beside.follow(at.m + consumer * 64, at.n, p.M, p.N);
+                    }
+                }
+            }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        // What all have at the start is 168; the idle warps may have more than the copying thread needs.
+        constexpr int REGISTERS = (168 * (CONSUMERS + 1) - Beside::REGISTERS) / CONSUMERS / 8 * 8;
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int consumer = group - 1, thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-        const unsigned own_out = out + consumer * 2 * OUT_BYTES;
+        const unsigned own_out = out + consumer * 2 * OUT_BYTES, own_row = base + ROW_AT + consumer * TILE_N * 2;
         // In a pair of 8 x 16 results, whose row of 16 bytes this thread's address names for stmatrix.
         const int row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
         // One thread of every warp tells every block of the cluster that the warp has done with a stage.
         auto leave = [&](int which) {
             if (lane < CLUSTER) barrier_arrive(empty + which * 8, lane);
         };
+        // What was stored of so many tiles is in memory; the first thread is the one that stores.
+        auto store_ends = [&](unsigned tiles) {
+            if (thread == 0) {
+                asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                tell(told + consumer * 4, tiles);
+            }
+            __syncwarp();
+        };
+        const int told_at_step = min(6, steps - 1);  // by when stores have long ended
+        unsigned tiles = 0;
         int half = 0;
         float sums[TILE_N / 2];
         for (int index = blockIdx.x / CLUSTER; index < num_tiles; index += gridDim.x / CLUSTER) {
             const Place at(index, rank, p);
             int before = 0;
+            // Two columns a thread, on their way while the tile is multiplied.
+            const unsigned row_pair = beside.row_pair(at.n + thread * 2, p.N);
             for (int step = 0; step < steps; ++step) {
                 barrier_wait(full + stage * 8, parity);
                 const unsigned a_tile = base + stage * STAGE_BYTES;
@@ -229,15 +253,24 @@ matmul_wgmma(
                 wait<1>(sums);
                 if (step > 0) leave(before);
                 before = stage;
+                if constexpr (Beside::FOLLOWS)
+                    if (step == told_at_step && tiles > 0) store_ends(tiles);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             wait<0>(sums);
             leave(before);
+            if constexpr (Beside::HAS_ROW) {
+                if (thread * 2 < TILE_N) place_pair(own_row + thread * 4, row_pair);
+                asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
+            }
 
 #pragma unroll
             for (int slice = 0; slice < TILE_N / SLICE; ++slice) {
                 if (at.n + slice * SLICE < p.N) {
                     const unsigned to = own_out + half * OUT_BYTES;
+#pragma unroll
+                    for (int i = 0; i < SLICE / 16; ++i)
+                        beside.finish(&sums[slice * SLICE / 2 + i * 8], own_row + (slice * SLICE + i * 16 + lane % 4 * 2) * 2);
                     // Of the two stores before, the elder has left its half.
                     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
                     asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
@@ -257,7 +290,9 @@ matmul_wgmma(
                     half ^= 1;
                 }
             }
+            ++tiles;
         }
+        if constexpr (Beside::FOLLOWS) store_ends(tiles);
         // Shared memory must last until the copy engine has read it.
         if (thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }

@@ -9,23 +9,48 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.matmul.batches import Batches, batches_of
 from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
-from torchstorm.kernels.nvrtc import HOPPER, Source, TensorMap, launch, tensor_map
+from torchstorm.kernels.nvrtc import HOPPER, NEEDS, Source, TensorMap, launch, num_clusters, tensor_map
 from torchstorm.kernels.rows import num_sms
+from torchstorm.kernels.variants import is_installed
 
 TILE_M = 128
 TILE_K = 64
 SLICE = 64
 """Elements of 128 bytes, the width of every box."""
 _ALIGN = 8  # elements of 16 bytes
+LEAST, LEAST_RESULTS = 1 << 38, 1 << 26
+"""M N K and M N from which on this kernel is faster than cuBLAS."""
+LEAST_FILLED = 0.9
+"""What share of the time of all multiprocessors the tiles must fill."""
 _WARPGROUP = 128
 _CONSUMERS = 2
 _MOST_SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What the kernel does beside the product: sources that define `Beside`, macros, and the structure's value."""
+
+    files: tuple[Path, ...]
+    argument: ctypes.Structure
+    defines: tuple[tuple[str, int], ...] = ()
+
+
+class _Nothing(ctypes.Structure):
+    """`Beside` of alone.cuh."""
+
+    _fields_ = (("nothing", ctypes.c_int),)
+
+
+ALONE = Beside(files=(FOLDER / "alone.cuh",), argument=_Nothing())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +60,7 @@ class Config:
     Attributes:
         tile_n: columns of a block's results, 128 or 256.
         stages: tiles of operands in shared memory.
-        cluster: blocks that share b's tile, 1 or 2.
+        cluster: blocks that share b's tile, 1, 2 or 4.
         group: tiles that a column of the order has, a multiple of `cluster`.
     """
 
@@ -46,21 +71,22 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Tiles, two buffers of results for each consumer, barriers, and what aligning may cost."""
+        """Tiles, two buffers of results and a row for each consumer, barriers, counts, and what aligning may cost."""
         tiles = self.stages * (TILE_M + self.tile_n) * TILE_K * 2
         results = _CONSUMERS * 2 * 64 * SLICE * 2
-        return 1024 + tiles + results + 2 * self.stages * 8
+        return 1024 + tiles + results + 2 * self.stages * 8 + _CONSUMERS * (4 + self.tile_n * 2)
 
-    def source(self, dtype: torch.dtype, a_along_k: bool, b_along_k: bool) -> Source:
+    def source(self, dtype: torch.dtype, a_along_k: bool, b_along_k: bool, beside: Beside = ALONE) -> Source:
         """The source with its macros."""
         return Source(
             kernel="matmul_wgmma",
-            files=(HOPPER, FOLDER / "elements.cuh", FOLDER / "wgmma.cu"),
+            files=(HOPPER, FOLDER / "elements.cuh", *beside.files, FOLDER / "wgmma.cu"),
             defines=(
                 ("ELEMENT", ELEMENTS[dtype]),
                 *(("A_ALONG_K", int(a_along_k)), ("B_ALONG_K", int(b_along_k))),
                 *(("TILE_N", self.tile_n), ("STAGES", self.stages), ("CLUSTER", self.cluster), ("GROUP", self.group)),
                 ("SHARED_BYTES", self.shared_bytes),
+                *beside.defines,
             ),
             shared_bytes=self.shared_bytes,
         )
@@ -133,13 +159,24 @@ def operand_boxes(x: Tensor, mn_dim: int, k_dim: int, batches: Batches, steps: t
     return Boxes(sizes=sizes, strides=strides, box=(SLICE, rows if along_k else TILE_K, 1, 1))
 
 
-def matmul_wgmma(a: Tensor, b: Tensor, config: Config = CONFIG) -> Tensor:  # pragma: gpu
-    """a (..., M, K) @ b (..., K, N), of the same batch sizes, in fp16 or bf16; `why_not` must have nothing to say."""
+def matmul_wgmma(
+    a: Tensor, b: Tensor, *, out: Tensor | None = None, beside: Beside = ALONE, config: Config = CONFIG
+) -> Tensor:  # pragma: gpu
+    """a (..., M, K) @ b (..., K, N), of the same batch sizes, in fp16 or bf16; `why_not` must have nothing to say.
+
+    Args:
+        a, b: the operands.
+        out: (..., M, N) to be filled; its rows, of all batches, equally far apart. None for a new one.
+        beside: what else to do meanwhile.
+        config: the tuning.
+    """
     M, N, K = a.shape[-2], b.shape[-1], a.shape[-1]
-    c = a.new_empty((*a.shape[:-1], N))
+    c = a.new_empty((*a.shape[:-1], N)) if out is None else out
+    row = c.stride(-2) if M > 1 else N
     a_along_k, b_along_k = bool(along_k_of(a, -2, -1)), bool(along_k_of(b, -1, -2))
-    source = config.source(a.dtype, a_along_k, b_along_k)
-    sms = num_sms(a)
+    source = config.source(a.dtype, a_along_k, b_along_k, beside)
+    threads = (_CONSUMERS + 1) * _WARPGROUP
+    clusters = num_clusters(source, cluster=config.cluster, threads=threads, device=a.device)
     for batches in batches_of(a, b):
         count = batches.count
         tiles = -(-M // (TILE_M * config.cluster)) * -(-N // config.tile_n) * count
@@ -150,19 +187,41 @@ def matmul_wgmma(a: Tensor, b: Tensor, config: Config = CONFIG) -> Tensor:  # pr
                 batches.b_offset,
                 operand_boxes(b, -1, -2, batches, batches.b_strides, config.tile_n // config.cluster),
             ),
-            _map(c, batches.first * M * N, Boxes(sizes=(N, M, count), strides=(N, M * N), box=(SLICE, 64, 1))),
+            _map(c, batches.first * M * row, Boxes(sizes=(N, M, count), strides=(row, M * row), box=(SLICE, 64, 1))),
         ]
         shared = [int(step != 0) for steps in (batches.a_strides, batches.b_strides) for step in reversed(steps)]
         problem = WgmmaProblem(M, N, K, batches.sizes[1], count, *shared)
-        grid = (min(sms // config.cluster, tiles) * config.cluster, 1, 1)
-        threads = (_CONSUMERS + 1) * _WARPGROUP
-        launch(source, *maps, problem, grid=grid, threads=threads, device=a.device)
+        grid = (min(clusters, tiles) * config.cluster, 1, 1)
+        launch(source, *maps, problem, beside.argument, grid=grid, threads=threads, device=a.device)
     return c
 
 
+def is_best_for(a: Tensor, b: Tensor) -> bool:
+    """Whether "auto" takes this kernel for a (M, K) @ b (K, N): a large product of halves on Hopper.
+
+    Not where Dynamo traces, which would make a program for every size; Inductor fuses what comes after PyTorch's own.
+    """
+    if not a.is_cuda or a.dtype not in HALVES or torch.compiler.is_compiling():
+        return False
+    if not all(is_installed(module) for module in NEEDS):  # pragma: gpu
+        return False
+    M, N = a.shape[-2], b.shape[-1]  # pragma: gpu
+    if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or torch.cuda.get_device_capability(a.device) < (9, 0):
+        return False
+    return fills(M, N, a) and not why_not(a, b)
+
+
+def fills(M: int, N: int, like: Tensor) -> bool:  # pragma: gpu
+    """Whether tiles of M x N results leave few of the multiprocessors idle; cuBLAS has other tiles, too."""
+    clusters = num_sms(like) // CONFIG.cluster
+    tile = TILE_M * CONFIG.cluster, CONFIG.tile_n
+    turns = -(-(-(-M // tile[0]) * -(-N // tile[1])) // clusters)
+    return LEAST_FILLED * turns * clusters * tile[0] * tile[1] <= M * N
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:  # pragma: gpu
-    """a @ b by this kernel where its operands fit it, else by PyTorch."""
-    return torch.matmul(a, b) if why_not(a, b) else matmul_wgmma(a, b)
+    """a (M, K) @ b (K, N) by this kernel where it is best, else by PyTorch."""
+    return matmul_wgmma(a, b) if is_best_for(a, b) else torch.mm(a, b)
 
 
 def _map(x: Tensor, offset: int, boxes: Boxes) -> TensorMap:  # pragma: gpu

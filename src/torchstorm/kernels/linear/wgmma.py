@@ -1,0 +1,121 @@
+"""The layer by matmul's wgmma kernel, whose idle warps do what stands beside the products.
+
+Forward: bias and ReLU on the sums' way out; another activation from z, a tile after it was stored. Backward: dz for
+rows that dx = dz W needs later, and the bias's sums over them; the first rows' dz is made before, by a kernel of its
+own, so that there is something to multiply. What the copy engine cannot read or write goes the ways of other rungs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchstorm.kernels.linear.plain import keeps
+from torchstorm.kernels.matmul.wgmma import CONFIG, TILE_M, Beside, fills, matmul_wgmma, product, why_not
+from torchstorm.kernels.nvrtc import NEEDS
+from torchstorm.kernels.variants import is_installed
+
+FOLDER = Path(__file__).parent
+ACTIVATIONS = {"": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+"""The sources' numbers of them."""
+FIRST_ROWS = CONFIG.group * TILE_M
+"""Of dz, made beforehand: so many rows are multiplied at the same time."""
+
+
+class Following(ctypes.Structure):
+    """`Beside` of follow.cuh."""
+
+    _fields_ = (("bias", ctypes.c_void_p), ("z", ctypes.c_void_p), ("y", ctypes.c_void_p))
+
+
+class Leading(ctypes.Structure):
+    """`Beside` of lead.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("dy", "kept", "dz", "sums", "counts")),
+        ("num_done", ctypes.c_int),
+    )
+
+
+LEAST, LEAST_FEATURES = 1 << 39, 3072
+"""M N K and K from which on this is the fastest: of a tile of few features the idle warps see more than they can do."""
+
+
+def is_best_for_a_layer(x: Tensor, weight: Tensor) -> bool:
+    """Whether "auto" takes this for x (..., K), weight (N, K) in halves on Hopper; not by size where Dynamo traces."""
+    N, K = weight.shape
+    if torch.compiler.is_compiling() or x.numel() * N < LEAST or K < LEAST_FEATURES:
+        return False
+    return all(is_installed(module) for module in NEEDS) and fills(x.numel() // K, N, x)  # pragma: gpu
+
+
+def beside(kind: str, activation: str, argument: ctypes.Structure) -> Beside:
+    """Of kind "follow" or "lead"."""
+    files = FOLDER / "activations.cuh", FOLDER / f"{kind}.cuh"
+    return Beside(files=files, argument=argument, defines=(("ACTIVATION", ACTIVATIONS[activation]),))
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
+) -> tuple[Tensor, Tensor | None]:  # pragma: gpu
+    """y, and z with its bias where it is kept."""
+    w_KN = weight.t()
+    if why_not(x, w_KN):
+        from torchstorm.kernels.linear.gemm_triton import fused_forward
+
+        return fused_forward(x, weight, bias, activation, keep)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    z = torch.empty_like(y) if keep and keeps(activation) == "z" else y
+    bias = bias if bias is None or bias.data_ptr() % 4 == 0 else bias.clone()
+    given = Following(None if bias is None else bias.data_ptr(), z.data_ptr(), y.data_ptr())
+    matmul_wgmma(x, w_KN, out=z, beside=beside("follow", activation, given))
+    return y, None if z is y else z
+
+
+def dx_and_sums(
+    dy: Tensor, kept: Tensor, weight: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor] | None:  # pragma: gpu
+    """dx, dz and its sums over every 128 rows, in fp32; None where this is no gain, or the copy engine cannot serve."""
+    from torchstorm.kernels.linear import pointwise_triton as pointwise
+
+    M, N = dy.shape
+    dz = dy.new_empty((M, N))
+    if not activation or M <= FIRST_ROWS or why_not(dz, weight):
+        return None
+    dy, kept = (t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+                for t in (dy, kept))  # fmt: skip
+    bands = -(-M // TILE_M)
+    sums = dy.new_empty((bands, N), dtype=torch.float32)
+    pointwise.gradient_into(dz[:FIRST_ROWS], sums, dy[:FIRST_ROWS], kept[:FIRST_ROWS], activation)
+    counts = torch.zeros(1 + bands, dtype=torch.int32, device=dy.device)
+    pointers = (t.data_ptr() for t in (dy, kept, dz, sums, counts))
+    given = Leading(*pointers, FIRST_ROWS // TILE_M)
+    dx = matmul_wgmma(dz, weight, beside=beside("lead", activation, given))
+    return dx, dz, sums
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kept: Tensor,
+    activation: str,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pragma: gpu
+    """dx, dweight and dbias (in fp32), those that are wanted."""
+    from torchstorm.kernels.linear import blas
+    from torchstorm.kernels.linear import pointwise_triton as pointwise
+
+    wants_dx, wants_dweight, wants_dbias = wants
+    dx = dbias = None
+    together = dx_and_sums(dy, kept, weight, activation) if wants_dx else None
+    if together is not None:
+        dx, dz, sums = together
+        dbias = pointwise.column_sums(sums, sums.shape[0])[0] if wants_dbias else None
+    else:
+        dz, dbias = blas.dz_and_dbias(dy, kept, None, activation, "warp-reduced", wants_dbias)
+        dx = product(dz, weight) if wants_dx else None
+    return dx, product(dz.t(), x) if wants_dweight else None, dbias
