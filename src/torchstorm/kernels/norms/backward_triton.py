@@ -201,22 +201,20 @@ def columns_kernel(
 
 
 @triton.jit
-def _total(parts_ptr, column, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _write_total(parts_ptr, to_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, P, ROWS):
         part = start + tl.arange(0, ROWS).to(tl.int64)
         inside = (part < P)[:, None] & (column < N)[None, :]
         total += tl.load(parts_ptr + part[:, None] * N + column[None, :], mask=inside, other=0.0)
-    return tl.sum(total, axis=0)
+    tl.store(to_ptr + column, tl.sum(total, axis=0).to(to_ptr.dtype.element_ty), mask=column < N)
 
 
 @triton.jit(do_not_specialize=["P"])
-def totals_kernel(parts_w_ptr, parts_b_ptr, dw_ptr, db_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Second stage: sums over the parts, in an order that depends on their number alone."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if parts_w_ptr is not None:
-        dw = _total(parts_w_ptr, column, P, N, ROWS, BLOCK)
-        tl.store(dw_ptr + column, dw.to(dw_ptr.dtype.element_ty), mask=column < N)
-    if parts_b_ptr is not None:
-        db = _total(parts_b_ptr, column, P, N, ROWS, BLOCK)
-        tl.store(db_ptr + column, db.to(db_ptr.dtype.element_ty), mask=column < N)
+def totals_kernel(first_ptr, second_ptr, to_first_ptr, to_second_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Second stage, of one or two arrays of parts: sums over them, in an order that depends on their number alone."""
+    if tl.program_id(1) == 0:
+        _write_total(first_ptr, to_first_ptr, P, N, ROWS, BLOCK)
+    elif second_ptr is not None:
+        _write_total(second_ptr, to_second_ptr, P, N, ROWS, BLOCK)

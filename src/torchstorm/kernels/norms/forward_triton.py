@@ -26,6 +26,13 @@ def vector(p_ptr, column, N, NOTHING: tl.constexpr):
 
 
 @triton.jit
+def _mean(total, N):
+    """total / N to the last bit. A plain quotient would be a product that the compiler adds without rounding it first,
+    and what is left of equal numbers without their mean would no longer be a few units in their last place."""
+    return tl.div_rn(total, tl.zeros_like(total) + N)
+
+
+@triton.jit
 def _inverse_root(variance, eps):
     return tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
 
@@ -61,7 +68,7 @@ def naive_forward_kernel(
         for start in range(0, N, BLOCK):
             column = (start + block)[None, :]
             total += tl.load(x_ptr + column, mask=column < N, other=0.0).to(tl.float32)
-        first = tl.sum(total, axis=1) / N
+        first = _mean(tl.sum(total, axis=1), N)
     total = tl.zeros([1, BLOCK], tl.float32)
     squares = tl.zeros([1, BLOCK], tl.float32)
     for start in range(0, N, BLOCK):
@@ -71,7 +78,7 @@ def naive_forward_kernel(
         total += left
         squares += left * left
     if CENTRED:
-        rest = tl.sum(total, axis=1) / N
+        rest = _mean(tl.sum(total, axis=1), N)
     variance = tl.maximum(tl.sum(squares, axis=1) / N - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
     rstd = _inverse_root(variance, eps)
     _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
@@ -111,9 +118,9 @@ def online_forward_kernel(
         if CENTRED:
             # Of each column: how many numbers it has seen.
             counts = ((N - block + BLOCK - 1) // BLOCK).to(tl.float32)[None, :]
-            first = tl.sum(counts * mean, axis=1) / N
+            first = _mean(tl.sum(counts * mean, axis=1), N)
             off = mean - first[:, None]
-            rest = tl.sum(counts * off, axis=1) / N
+            rest = _mean(tl.sum(counts * off, axis=1), N)
             off -= rest[:, None]
             spread += counts * off * off
         rstd = _inverse_root(tl.sum(spread, axis=1) / N, eps)
@@ -133,9 +140,9 @@ def _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row
     """x^ of rows that lie in registers as wholes; writes their statistics."""
     x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
-        first = tl.sum(x, axis=1) / N
+        first = _mean(tl.sum(x, axis=1), N)
         left = tl.where(inside, x - first[:, None], 0.0)
-        rest = tl.sum(left, axis=1) / N
+        rest = _mean(tl.sum(left, axis=1), N)
         variance = tl.sum(left * left, axis=1) / N - rest * rest
         variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
         mean = first + rest

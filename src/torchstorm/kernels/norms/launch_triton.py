@@ -25,7 +25,7 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_TOTAL_TILE = Tile(block=32, rows=32)
+_TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +259,13 @@ def _totals(
     """The second stage: dw and db, empty where they are not wanted."""
     N, tile = x_MN.shape[1], _TOTAL_TILE
     dw, db = (x_MN.new_empty((N if each else 0,), dtype=dtype) for each in needed)
-    parts = parts_w if parts_w is not None else parts_b
-    if parts is not None:
-        backward_triton.totals_kernel[(-(-N // tile.block),)](
-            parts_w, parts_b, dw, db, parts.shape[0], N, ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps
-        )
+    given = [(parts, total) for parts, total in ((parts_w, dw), (parts_b, db)) if parts is not None]
+    if given:
+        (first, to_first), (second, to_second) = given[0], given[1] if len(given) == 2 else (None, None)
+        backward_triton.totals_kernel[(-(-N // tile.block), len(given))](
+            first, second, to_first, to_second, first.shape[0], N, ROWS=tile.rows, BLOCK=tile.block,
+            num_warps=tile.num_warps,
+        )  # fmt: skip
     return dw, db
 
 
