@@ -16,7 +16,7 @@ from torch import Tensor
 
 from close import assert_all_close
 from torchstorm import kernels
-from torchstorm.kernels.dropout.philox import keep
+from torchstorm.kernels.dropout.philox import keep, scale_of
 
 Results = dict[str, Tensor]
 
@@ -106,7 +106,7 @@ def check_dropout(
     x = torch.randn(num, device=device).to(dtype).requires_grad_()
     for seed, p in SEEDS[:num_seeds]:
         mask = keep(torch.tensor(seed), num, p).to(device)
-        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        scale = scale_of(p)
         y = kernels.dropout(x, p, seed=seed, variant=variant)
         dy = torch.randn(num, device=device).to(dtype)
         (dx,) = torch.autograd.grad(y, x, dy)

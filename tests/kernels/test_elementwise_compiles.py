@@ -50,7 +50,10 @@ RUNS: dict[str, tuple[Any, torch.dtype, tuple[tuple[str, int], ...]]] = {
     "sum over columns": (
         lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("sums_kernel", 72),)
     ),
-    "dropout": (lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.bfloat16, (("grouped_kernel", 72),)),
+    "dropout": (lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.bfloat16, (("calls_kernel", 40),)),
+    "dropout in fp32": (
+        lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.float32, (("calls_kernel", 40),)
+    ),
     "batch_norm_act": (_norm, torch.bfloat16, NORM),
     "batch_norm_act of images": (lambda x: _norm(x.view(64, 16, 256, 16)), torch.bfloat16, NORM),
 }  # fmt: skip
@@ -75,6 +78,13 @@ def test_few_registers_no_spills_and_16_bytes_an_access(compiled: Kernels, name:
         assert kernel_name.startswith("merge") or "ld.global.v4.b32" in ptx, f"{kernel_name}: no 16-byte reads"
 
 
+def test_dropout_reads_before_it_makes_bits_and_its_threads_exchange_nothing(compiled: Kernels) -> None:
+    dropout_op(torch.zeros(4096, 1024, dtype=torch.bfloat16), torch.tensor(1), 0.5, "vectorised")
+    ptx = compiled[0][1].asm["ptx"]
+    assert ".shared" not in ptx
+    assert ptx.index("mul.lo.s64") > ptx.index("ld.global.v4.b32")
+
+
 def test_other_sizes_compile_nothing_new(compiled: Kernels) -> None:
     def run(rows: int) -> None:
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)
@@ -82,6 +92,7 @@ def test_other_sizes_compile_nothing_new(compiled: Kernels) -> None:
         op.add_op(x, x[0], "vectorised")
         op.product_sum(x, None, (64,), "vectorised")
         dropout_op(x, torch.tensor(rows), 1.0 / rows, "vectorised")
+        dropout_op(x, torch.tensor(rows), 1.0 - 1.0 / rows, "vectorised")
         batch_norm_act_op(x, None, None, None, None, 1e-5, "silu", "two-stage")
 
     run(48)  # few rows are added up at once
