@@ -50,7 +50,8 @@ PAIRS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "of each batch and column": ((3, 50, 40), (3, 1, 40)),
     "tangled": ((2, 1, 3, 1, 2, 1), (1, 2, 1, 2, 1, 3)),
     "nothing": ((0, 4), (4,)),
-    "a long bias": ((1100, 24), (24,)),
+    "a long bias": ((5000, 24), (24,)),
+    "one number for many": ((9001,), (1,)),
 }
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e20, -1e20, 3.0, -3.0, 0.0, -0.0, 90.0, -90.0)
 

@@ -119,14 +119,23 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
 
 @triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
 def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
-                INPUTS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                INPUTS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
-    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end. ALIGNED: rows are a multiple
-    of 16, which lets neighbouring ones be read 16 bytes at once.
+    Each program adds part_tiles tiles of ROWS rows into one, and its rows at its end. STAGES tiles are on their way at
+    once, through shared memory: left to itself the compiler waits for each 16 bytes before it asks for the next.
+    UNIT: columns, or rows where there is one column, and strides over what is not neighbouring are multiples of this
+    power of two, which lets as many neighbours be read at once.
     """
-    if ALIGNED:
-        rows = rows // 16 * 16
+    a0 = a0 // UNIT * UNIT
+    b0 = b0 // UNIT * UNIT
+    if COLUMNS == 1:
+        rows = rows // UNIT * UNIT
+    else:
+        columns = columns // UNIT * UNIT
+        a1 = a1 // UNIT * UNIT
+        b1 = b1 // UNIT * UNIT
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tile // column_tiles
@@ -134,15 +143,12 @@ def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, 
     i = tile // parts
     column_in = column < columns
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    start = part * part_tiles * ROWS
-    end = tl.minimum(start + part_tiles * ROWS, rows)
-    while start < end:
-        row = start + tl.arange(0, ROWS)
+    for step in tl.range(0, part_tiles, num_stages=STAGES):
+        row = (part * part_tiles + step) * ROWS + tl.arange(0, ROWS)
         row_in = row < rows
         value = _read(a, i * a0, row, column, row_in, column_in, a1, a2, False, False)
         if INPUTS == 2:
             value *= _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
         total += value
-        start += ROWS
     at = (i * parts + part) * columns + column
     tl.store(sums + at, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column_in)

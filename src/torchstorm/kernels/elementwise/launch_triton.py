@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,8 +28,13 @@ from torchstorm.kernels.rows import num_sms, power_of_two
 
 _MOST_DIMENSIONS = 4
 _MOST_COLUMNS = 1024
-_SUM_TILE = 4096  # numbers that a program adds up at a time
-_SUM_PROGRAMS = 1024  # that fill a GPU several times over
+SUM_COLUMNS = 256  # of a program that adds up rows: 512 bytes that lie together in halves
+SUM_BYTES = 4096  # of each input, that such a program adds at a time
+SUM_STAGES = 4  # of these on their way
+SUM_PROGRAMS = 8  # on each multiprocessor, all at once: one more would wait for the others to end
+SUM_WARPS = 4
+_PART_TILE = 2048  # numbers, fp32, of programs that add up parts
+_FEW_PARTS = 8  # of which a program adds up 256 columns at a time; 16 columns where there are more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,22 +129,28 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
         plain.product_sum(a, b, out)
         return
     i, rows, columns, steps = plan
-    COLUMNS = min(_MOST_COLUMNS, power_of_two(columns))
-    ROWS = _SUM_TILE // COLUMNS
-    column_tiles = -(-columns // COLUMNS)
-    parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
-    part_tiles = -(-rows // (parts * ROWS))
-    parts = -(-rows // (part_tiles * ROWS))
+    COLUMNS = min(SUM_COLUMNS, power_of_two(columns))
+    ROWS = SUM_BYTES // a.element_size() // COLUMNS
+    tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
+    part_tiles = -(-tiles // max(1, SUM_PROGRAMS * num_sms(a) // (i * column_tiles)))
+    part_tiles = max(part_tiles, min(tiles, SUM_STAGES))
+    parts = -(-tiles // part_tiles)
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
+    across = (columns, *(own[1] for own in steps)) if columns > 1 else (rows,)
     sums_kernel[(i * parts * column_tiles,)](
         a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
-        ALIGNED=columns == 1 and rows % 16 == 0, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        UNIT=gcd(16, *across, *(own[0] for own in steps)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
+        num_warps=SUM_WARPS,
     )  # fmt: skip
     if parts > 1:
         strides = parts * columns, columns, 1
+        COLUMNS = min(256 if parts <= _FEW_PARTS else 16, power_of_two(columns))
+        ROWS = _PART_TILE // COLUMNS
+        column_tiles = -(-columns // COLUMNS)
         sums_kernel[(i * column_tiles,)](
             sums, None, out, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides, INPUTS=1,
-            ALIGNED=False, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+            UNIT=gcd(16, columns if columns > 1 else parts), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
+            num_warps=SUM_WARPS,
         )  # fmt: skip
 
 
