@@ -126,7 +126,8 @@ NORMS: dict[str, tuple[tuple[int, ...], str]] = {
     "of images, channels last": ((3, 20, 7, 11), "channels last"),
     "of images, transposed": ((5, 6, 4, 8), "transposed"),
     "of long rows": ((2, 2, 4500), ""),
-    "of many rows": ((1100, 6), ""),
+    "of many rows": ((9000, 6), ""),
+    "of several tiles": ((3, 20, 1500), ""),
     "of one sample": ((1, 17, 23), ""),
 }
 """Shapes, and how x lies in memory."""

@@ -24,10 +24,10 @@ Kernels = list[tuple[str, Any]]
 # Registers a thread at most, recorded with Triton 3.6.0. Of 65536, 32 leave room for 2048 threads, 64 for 1024.
 SUMS = ("sums_kernel", 64), ("sums_kernel", 56)
 NORM = (
-    ("statistics_kernel", 128),
+    ("statistics_kernel", 80),
     ("merge_statistics_kernel", 96),
     ("normalise_kernel", 96),
-    ("gradient_sums_kernel", 128),
+    ("gradient_sums_kernel", 112),
     ("merge_sums_kernel", 40),
     ("x_gradient_kernel", 96),
 )
