@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,6 +110,8 @@ def test_rules_of_pairs(function: Any) -> None:
         b = torch.randn(other, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(function, (a, b))
         assert torch.autograd.gradgradcheck(function, (a, b))
+        assert torch.autograd.gradgradcheck(partial(function, variant="torch"), (a, b))
+        assert torch.autograd.gradgradcheck(partial(function, variant="torch"), (b, a))
     operator = {add: op.add_op, mul: op.mul_op}[function]
     a, b = torch.randn(4, 3).t().requires_grad_(), torch.randn(4, requires_grad=True)
     torch.library.opcheck(operator, (a, b, "torch"))
@@ -118,6 +121,7 @@ def test_rules_of_what_pairs_are_made_of() -> None:
     a, b, c = torch.randn(3, 2, 3).unbind()
     a, b, c = a.clone().requires_grad_(), b.clone().requires_grad_(), c.clone().requires_grad_()
     torch.library.opcheck(op.mul_backward, (a, b, c, "torch"))
+    torch.library.opcheck(op.mul_backward, (a, b, c[0].detach().requires_grad_(), "torch"))
     torch.library.opcheck(op.product_sum, (a, b, (3,), "torch"))
     torch.library.opcheck(op.product_sum, (a, None, (2, 1), "torch"))
 

@@ -23,6 +23,7 @@ __all__ = ["compiled"]  # a fixture
 Kernels = list[tuple[str, Any]]
 # Registers a thread at most, recorded with Triton 3.6.0. Of 65536, 32 leave room for 2048 threads, 64 for 1024.
 SUMS = ("sums_kernel", 64), ("sums_kernel", 56)
+PRODUCT = ("sums_kernel", 80), ("sums_kernel", 56)
 NORM = (
     ("statistics_kernel", 80),
     ("merge_statistics_kernel", 96),
@@ -48,6 +49,7 @@ RUNS: dict[str, tuple[Any, torch.dtype, tuple[tuple[str, int], ...]]] = {
     "mul, gradients": (lambda x: op.mul_backward(x, x, x, "vectorised"), torch.bfloat16, (("flat_kernel", 64),)),
     "mul by a bias": (lambda x: op.mul_op(x, x[0], "vectorised"), torch.bfloat16, (("strided_kernel", 40),)),
     "sum over rows": (lambda x: op.product_sum(x, x, x.shape[1:], "vectorised"), torch.bfloat16, SUMS),
+    "mul by a bias, gradients": (lambda x: op.mul_backward(x, x, x[0], "vectorised"), torch.bfloat16, PRODUCT),
     "sum over columns": (
         lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("sums_kernel", 64),)
     ),

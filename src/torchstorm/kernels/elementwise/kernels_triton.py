@@ -118,13 +118,14 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
-def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
+def sums_kernel(a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
                 INPUTS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
     Each program adds part_tiles tiles of ROWS rows into one, and its rows at its end. STAGES tiles are on their way at
     once, through shared memory: left to itself the compiler waits for each 16 bytes before it asks for the next.
+    Besides, where given, a times a factor of (i, columns) into `product`, which lies as b does.
     UNIT: columns, or rows where there is one column, and strides over what is not neighbouring are multiples of this
     power of two, which lets as many neighbours be read at once.
     """
@@ -142,13 +143,19 @@ def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, 
     part = tile % parts
     i = tile // parts
     column_in = column < columns
+    scale = tl.full((COLUMNS,), 1.0, tl.float32)
+    if factor is not None:
+        scale = tl.load(factor + i * columns + column, mask=column_in, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in tl.range(0, part_tiles, num_stages=STAGES):
         row = (part * part_tiles + step) * ROWS + tl.arange(0, ROWS)
         row_in = row < rows
         value = _read(a, i * a0, row, column, row_in, column_in, a1, a2, False, False)
         if INPUTS == 2:
-            value *= _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
-        total += value
+            total += value * _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
+        else:
+            total += value
+        if product is not None:
+            _write(product, value * scale[None, :], i * b0, row, column, row_in, column_in, b1, b2)
     at = (i * parts + part) * columns + column
     tl.store(sums + at, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column_in)

@@ -32,6 +32,7 @@ SUM_COLUMNS = 256  # of a program that adds up rows: 512 bytes that lie together
 SUM_BYTES = 4096  # of each input, that such a program adds at a time
 SUM_STAGES = 4  # of these on their way
 SUM_PROGRAMS = 8  # on each multiprocessor, all at once: one more would wait for the others to end
+PRODUCT_PROGRAMS = 6  # of those that write a product besides, with more registers
 SUM_WARPS = 4
 _PART_TILE = 2048  # numbers, fp32, of programs that add up parts
 _FEW_PARTS = 8  # of which a program adds up 256 columns at a time; 16 columns where there are more
@@ -77,8 +78,12 @@ def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; all of one shape."""
-    launch(mul_gradients, (dy, a, b), (da, db), variant)
+    """Fills da and db; b's shape may be what a's was broadcast from."""
+    if a.shape == b.shape:
+        launch(mul_gradients, (dy, a, b), (da, db), variant)
+    elif da.stride() != a.stride() or not b.is_contiguous() or not _sum(dy, a, db, b, da):
+        launch(mul, (dy, b.expand(dy.shape)), (da,), variant)
+        product_sum(dy, a, db)
 
 
 def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], variant: str) -> None:
@@ -122,25 +127,30 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     if out.numel() == 0 or a.numel() == 0:
         out.zero_()
         return
-    given = [a] if b is None else [a, b.expand(a.shape)]
-    found = walk([*given, out.expand(a.shape)])
-    plan = _rows_to_add(found)
-    if plan is None:
+    if not _sum(a, b, out):
         plain.product_sum(a, b, out)
-        return
+
+
+def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None, product: Tensor | None = None) -> bool:
+    """Whether the kernel does it: `product_sum`, and product = a factor, where product lies as b and factor as out."""
+    given = [a] if b is None else [a, b.expand(a.shape)]
+    plan = _rows_to_add(walk([*given, out.expand(a.shape)])) if a.numel() else None
+    if plan is None:
+        return False
     i, rows, columns, steps = plan
     COLUMNS = min(SUM_COLUMNS, power_of_two(columns))
     ROWS = SUM_BYTES // a.element_size() // COLUMNS
     tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
-    part_tiles = -(-tiles // max(1, SUM_PROGRAMS * num_sms(a) // (i * column_tiles)))
+    programs = (SUM_PROGRAMS if product is None else PRODUCT_PROGRAMS) * num_sms(a)
+    part_tiles = -(-tiles // max(1, programs // (i * column_tiles)))
     part_tiles = max(part_tiles, min(tiles, SUM_STAGES))
     parts = -(-tiles // part_tiles)
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
     across = (columns, *(own[1] for own in steps)) if columns > 1 else (rows,)
     sums_kernel[(i * parts * column_tiles,)](
-        a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
-        UNIT=gcd(16, *across, *(own[0] for own in steps)), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
-        num_warps=SUM_WARPS,
+        a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1],
+        INPUTS=len(given), UNIT=gcd(16, *across, *(own[0] for own in steps)), ROWS=ROWS, COLUMNS=COLUMNS,
+        STAGES=SUM_STAGES, num_warps=SUM_WARPS,
     )  # fmt: skip
     if parts > 1:
         strides = parts * columns, columns, 1
@@ -148,10 +158,11 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
         ROWS = _PART_TILE // COLUMNS
         column_tiles = -(-columns // COLUMNS)
         sums_kernel[(i * column_tiles,)](
-            sums, None, out, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides, INPUTS=1,
-            UNIT=gcd(16, columns if columns > 1 else parts), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
+            sums, None, out, None, None, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides,
+            INPUTS=1, UNIT=gcd(16, columns if columns > 1 else parts), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
             num_warps=SUM_WARPS,
         )  # fmt: skip
+    return True
 
 
 def _rows_to_add(found: Walk) -> tuple[int, int, int, list[tuple[int, ...]]] | None:
