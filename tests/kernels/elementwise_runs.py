@@ -51,6 +51,7 @@ PAIRS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "tangled": ((2, 1, 3, 1, 2, 1), (1, 2, 1, 2, 1, 3)),
     "nothing": ((0, 4), (4,)),
     "a long bias": ((5000, 24), (24,)),
+    "a factor for each of many rows": ((303, 520), (303, 1)),
     "one number for many": ((9001,), (1,)),
 }
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e20, -1e20, 3.0, -3.0, 0.0, -0.0, 90.0, -90.0)

@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[Any, torch.dtype, tuple[tuple[str, int], ...]]] = {
     "sum over rows": (lambda x: op.product_sum(x, x, x.shape[1:], "vectorised"), torch.bfloat16, SUMS),
     "mul by a bias, gradients": (lambda x: op.mul_backward(x, x, x[0], "vectorised"), torch.bfloat16, PRODUCT),
     "sum over columns": (
-        lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("sums_kernel", 64),)
+        lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("row_sums_kernel", 64),)
     ),
     "dropout": (lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.bfloat16, (("calls_kernel", 40),)),
     "dropout in fp32": (

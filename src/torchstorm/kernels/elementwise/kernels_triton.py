@@ -159,3 +159,32 @@ def sums_kernel(a, b, sums, factor, product, rows, columns, parts, part_tiles, c
             _write(product, value * scale[None, :], i * b0, row, column, row_in, column_in, b1, b2)
     at = (i * parts + part) * columns + column
     tl.store(sums + at, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column_in)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_sums_kernel(a, b, sums, factor, product, rows, columns, a0, a1, b0, b1, INPUTS: tl.constexpr,
+                    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Sums of a, or of a b, over columns: of (rows, columns) into (rows,). Grid: blocks of ROWS.
+
+    Otherwise as `sums_kernel`; the factor is of (rows,).
+    """
+    a0 = a0 // UNIT * UNIT
+    b0 = b0 // UNIT * UNIT
+    columns = columns // UNIT * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    scale = tl.full((ROWS,), 1.0, tl.float32)
+    if factor is not None:
+        scale = tl.load(factor + row, mask=row_in, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        column_in = column < columns
+        value = _read(a, 0, row, column, row_in, column_in, a0, a1, False, False)
+        if INPUTS == 2:
+            total += value * _read(b, 0, row, column, row_in, column_in, b0, b1, False, False)
+        else:
+            total += value
+        if product is not None:
+            _write(product, value * scale[:, None], 0, row, column, row_in, column_in, b0, b1)
+    tl.store(sums + row, tl.sum(total, 1).to(sums.dtype.element_ty), mask=row_in)

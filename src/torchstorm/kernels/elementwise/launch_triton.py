@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.elementwise import plain
-from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, strided_kernel, sums_kernel
+from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, row_sums_kernel, strided_kernel, sums_kernel
 from torchstorm.kernels.elementwise.layout import Walk, same_memory, walk
 from torchstorm.kernels.elementwise.operations_triton import (
     BACKWARD,
@@ -34,6 +34,7 @@ SUM_STAGES = 4  # of these on their way
 SUM_PROGRAMS = 8  # on each multiprocessor, all at once: one more would wait for the others to end
 PRODUCT_PROGRAMS = 6  # of those that write a product besides, with more registers
 SUM_WARPS = 4
+_ROW_PROGRAMS = 64  # rows on each multiprocessor, from which on programs take some rows each rather than a part of one
 _PART_TILE = 2048  # numbers, fp32, of programs that add up parts
 _FEW_PARTS = 8  # of which a program adds up 256 columns at a time; 16 columns where there are more
 
@@ -138,6 +139,14 @@ def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None,
     if plan is None:
         return False
     i, rows, columns, steps = plan
+    unit = gcd(16, columns if columns > 1 else rows, *(own[0] for own in steps))
+    if columns == 1 and i >= num_sms(a) * _ROW_PROGRAMS:
+        ROWS = SUM_BYTES // a.element_size() // SUM_COLUMNS
+        row_sums_kernel[(-(-i // ROWS),)](
+            a, b, out, factor, product, i, rows, *steps[0][:2], *steps[-1][:2], INPUTS=len(given), UNIT=unit,
+            ROWS=ROWS, COLUMNS=SUM_COLUMNS, STAGES=SUM_STAGES, num_warps=SUM_WARPS,
+        )  # fmt: skip
+        return True
     COLUMNS = min(SUM_COLUMNS, power_of_two(columns))
     ROWS = SUM_BYTES // a.element_size() // COLUMNS
     tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
@@ -146,10 +155,11 @@ def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None,
     part_tiles = max(part_tiles, min(tiles, SUM_STAGES))
     parts = -(-tiles // part_tiles)
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
-    across = (columns, *(own[1] for own in steps)) if columns > 1 else (rows,)
+    if columns > 1:
+        unit = gcd(unit, *(own[1] for own in steps))
     sums_kernel[(i * parts * column_tiles,)](
         a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1],
-        INPUTS=len(given), UNIT=gcd(16, *across, *(own[0] for own in steps)), ROWS=ROWS, COLUMNS=COLUMNS,
+        INPUTS=len(given), UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS,
         STAGES=SUM_STAGES, num_warps=SUM_WARPS,
     )  # fmt: skip
     if parts > 1:
