@@ -49,6 +49,14 @@ RUNS: dict[str, tuple[Any, torch.dtype, tuple[tuple[str, int], ...]]] = {
     "mul, gradients": (lambda x: op.mul_backward(x, x, x, "vectorised"), torch.bfloat16, (("flat_kernel", 64),)),
     "mul by a bias": (lambda x: op.mul_op(x, x[0], "vectorised"), torch.bfloat16, (("strided_kernel", 40),)),
     "sum over rows": (lambda x: op.product_sum(x, x, x.shape[1:], "vectorised"), torch.bfloat16, SUMS),
+    "mul by a bias of 1000": (
+        lambda x: op.mul_op(x[:, :1000].contiguous(), x[0, :1000], "vectorised"), torch.bfloat16,
+        (("strided_kernel", 40),),
+    ),
+    "mul by a factor a row, of 1000": (
+        lambda x: op.mul_op(x[:, :1000].contiguous(), x[:, :1].contiguous(), "vectorised"), torch.bfloat16,
+        (("strided_kernel", 40),),
+    ),
     "mul by a bias, gradients": (lambda x: op.mul_backward(x, x, x[0], "vectorised"), torch.bfloat16, PRODUCT),
     "sum over columns": (
         lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("row_sums_kernel", 64),)

@@ -83,15 +83,35 @@ def _write(y, value, base, row, column, row_in, column_in, row_stride, column_st
     tl.store(y + base + at, value, mask=row_in[:, None] & column_in[None, :])
 
 
+@triton.jit
+def _multiples(i_stride, j_stride, row_stride, UNIT: tl.constexpr):
+    """The same numbers, known to be multiples; of 16, they are known to be without."""
+    if UNIT < 16:
+        i_stride = i_stride // UNIT * UNIT
+        j_stride = j_stride // UNIT * UNIT
+        row_stride = row_stride // UNIT * UNIT
+    return i_stride, j_stride, row_stride
+
+
 @triton.jit(do_not_specialize=["rows", "j_size", "row_tiles", "column_tiles"])
 def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles,
                    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, y0, y1, y2, y3, z0, z1, z2, z3,
                    OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ONE_ROW: tl.constexpr,
-                   ONE_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                   ONE_COLUMN: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):  # fmt: skip
     """Dimensions i, j, rows, columns with their strides. Grid: i * j * row tiles * column tiles.
 
     ONE_ROW, ONE_COLUMN: a bit for each of a, b, c that is the same in all rows, or in all columns.
+    UNITS: powers of two of which columns are a multiple, and of a, b, c, y, z the strides over all else; that many
+    neighbours may be read at once.
     """
+    if UNITS[0] < 16:
+        columns = columns // UNITS[0] * UNITS[0]
+    a0, a1, a2 = _multiples(a0, a1, a2, UNITS[1])
+    b0, b1, b2 = _multiples(b0, b1, b2, UNITS[2])
+    c0, c1, c2 = _multiples(c0, c1, c2, UNITS[3])
+    y0, y1, y2 = _multiples(y0, y1, y2, UNITS[4])
+    z0, z1, z2 = _multiples(z0, z1, z2, UNITS[5])
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tile // column_tiles

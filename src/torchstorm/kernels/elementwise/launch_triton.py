@@ -111,11 +111,14 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
         COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, power_of_two(columns), block)
         ROWS = 1 if rows == 1 else block // COLUMNS
         row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
-        strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
+        filled = _filled(own_inputs, 3) + _filled(own_outputs, 2)
+        strides = [stride for own in filled for stride in own]
+        unit = gcd(16, columns)
         strided_kernel[(i * j * row_tiles * column_tiles,)](
             *given, rows, columns, j, row_tiles, column_tiles, *strides, operation, **counts,
             ONE_ROW=_bits([own[2] == 0 for own in own_inputs]),
-            ONE_COLUMN=_bits([own[3] == 0 and own[2] != 0 for own in own_inputs]), ROWS=ROWS, COLUMNS=COLUMNS,
+            ONE_COLUMN=_bits([own[3] == 0 and own[2] != 0 for own in own_inputs]),
+            UNITS=(unit, *(gcd(unit, *own[:3]) for own in filled)), ROWS=ROWS, COLUMNS=COLUMNS,
         )  # fmt: skip
 
 
