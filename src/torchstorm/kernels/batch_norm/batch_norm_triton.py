@@ -76,7 +76,7 @@ def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, p
         away = tl.where(l_inside[:, None], value - mean, 0.0)
         mean += away * reciprocal(steps)
         spread += away * (value - mean)
-    # Of tiles that end beyond L, there is the same in all: how many values there are at a place has two answers.
+    # Tiles that end beyond L all lack the same places: a place was in all of the program's tiles, or in the whole ones.
     whole = tl.minimum(L // BLOCK_L * N, num_tiles)
     last = num_tiles - 1 - (num_tiles - 1 - part) % parts
     _, _, l_inside = _tile(last, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)

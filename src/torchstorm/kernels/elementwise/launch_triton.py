@@ -125,8 +125,9 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     """Fills out with a, or a b, summed over the dimensions in which out has size 1 or that it lacks.
 
-    In two stages and always in the same order. Three dimensions, of which the middle one is added up, go through the
-    kernel without a copy. What is more tangled becomes a product in fp32, which PyTorch adds up.
+    In parts, which are added up after, or at once where rows are few or short; always in the same order. Three
+    dimensions, of which one is added up, go through a kernel without a copy. What is more tangled becomes a product in
+    fp32, which PyTorch adds up.
     """
     if out.numel() == 0 or a.numel() == 0:
         out.zero_()
