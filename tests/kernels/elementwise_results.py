@@ -27,7 +27,8 @@ ELEMENTWISE = [
     *(_case("check_special", "vectorised", dtype, name=name) for name in _NAMES for dtype in ("float32", "float16")),
     *(_case("check_pair", "vectorised", "float32", op="mul", pair=pair)
       for pair in ("same", "a bias", "a factor a row", "a row and a column", "one number", "of each channel",
-                   "of each batch and column", "tangled", "nothing", "a long bias")),
+                   "of each batch and column", "tangled", "nothing", "a long bias", "a factor for each of many rows",
+                   "one number for many")),
     _case("check_pair", "vectorised", "float16", op="add", pair="a bias"),
     _case("check_pair", "persistent", "float16", op="mul", pair="same"),
     _case("check_strided_pair", "vectorised", "float16", op="mul"),
@@ -45,6 +46,7 @@ BATCH_NORM = [
     _case("check_batch_norm", "two-stage", "float32", norm="of long rows", activation=None, affine=False),
     _case("check_batch_norm", "two-stage", "float16", norm="of many rows", activation="gelu"),
     _case("check_batch_norm", "naive", "float32", norm="of many rows", activation="relu"),
+    _case("check_batch_norm", "two-stage", "float32", norm="of several tiles", activation="relu"),
     _case("check_batch_norm", "two-stage", "float32", norm="of one sample", activation="silu"),
     _case("check_batch_norm", "two-stage", "float32", norm="of images, transposed", activation="relu"),
     _case("check_batch_norm", "two-stage", "float32", norm="of images", activation="silu", training=False),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from close import assert_all_close
 from torchstorm import kernels
-from torchstorm.kernels.dropout.philox import keep
+from torchstorm.kernels.dropout.philox import keep, scale_of
 
 Results = dict[str, Tensor]
 
@@ -50,7 +50,9 @@ PAIRS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "of each batch and column": ((3, 50, 40), (3, 1, 40)),
     "tangled": ((2, 1, 3, 1, 2, 1), (1, 2, 1, 2, 1, 3)),
     "nothing": ((0, 4), (4,)),
-    "a long bias": ((1100, 24), (24,)),
+    "a long bias": ((5000, 24), (24,)),
+    "a factor for each of many rows": ((303, 520), (303, 1)),
+    "one number for many": ((9001,), (1,)),
 }
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 1e20, -1e20, 3.0, -3.0, 0.0, -0.0, 90.0, -90.0)
 
@@ -106,7 +108,7 @@ def check_dropout(
     x = torch.randn(num, device=device).to(dtype).requires_grad_()
     for seed, p in SEEDS[:num_seeds]:
         mask = keep(torch.tensor(seed), num, p).to(device)
-        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+        scale = scale_of(p)
         y = kernels.dropout(x, p, seed=seed, variant=variant)
         dy = torch.randn(num, device=device).to(dtype)
         (dx,) = torch.autograd.grad(y, x, dy)
@@ -125,7 +127,8 @@ NORMS: dict[str, tuple[tuple[int, ...], str]] = {
     "of images, channels last": ((3, 20, 7, 11), "channels last"),
     "of images, transposed": ((5, 6, 4, 8), "transposed"),
     "of long rows": ((2, 2, 4500), ""),
-    "of many rows": ((1100, 6), ""),
+    "of many rows": ((9000, 6), ""),
+    "of several tiles": ((3, 20, 1500), ""),
     "of one sample": ((1, 17, 23), ""),
 }
 """Shapes, and how x lies in memory."""

@@ -57,15 +57,43 @@ def test_philox_is_what_numbers_without_a_limit_say(counter: int, seed: int) -> 
     assert [int(word) for word in found] == x
 
 
-def test_the_share_that_is_dropped_and_its_independence() -> None:
-    num, p = 1 << 20, 0.3
+@pytest.mark.parametrize("p", [1e-4, 0.1, 0.3, 0.5, 0.9, 1.0 - 1e-4])
+def test_the_share_that_is_dropped_and_its_independence(p: float) -> None:
+    """Of other seeds, of numbers that share a word (a shift of 1) or a call (up to 7), and of further ones."""
+    num = 1 << 21
     one, other = (philox.keep(torch.tensor(seed), num, p) for seed in (1, 2))
     sigma = (p * (1 - p) / num) ** 0.5
-    assert abs(float(one.double().mean()) - (1 - p)) < 4 * sigma
     both = ((1 - p) ** 2 * (1 - (1 - p) ** 2) / num) ** 0.5
+    assert abs(float(one.double().mean()) - (1 - p)) < 4 * sigma
     assert abs(float((one & other).double().mean()) - (1 - p) ** 2) < 4 * both
-    for shift in (1, 1024, 4096):
+    for shift in (1, 2, 3, 4, 5, 6, 7, 8, 16, 1024, 4096):
         assert abs(float((one & one.roll(shift)).double().mean()) - (1 - p) ** 2) < 5 * both
+    for place in range(philox.NUMBERS):
+        assert abs(float(one[place :: philox.NUMBERS].double().mean()) - (1 - p)) < 4 * 8**0.5 * sigma
+
+
+def test_probabilities_to_32_bits() -> None:
+    """Both uses of a word are uniform to its last bit, and what is kept is scaled by what was rounded to."""
+    assert [philox.threshold_of(p) for p in (0.0, 2.0**-32, 0.5, 1.0 - 2.0**-33, 1.0)] == [
+        0,
+        1,
+        1 << 31,
+        *[2**32 - 1] * 2,
+    ]
+    assert [philox.scale_of(p) for p in (0.0, 0.5, 1.0 - 2.0**-33, 1.0)] == [1.0, 2.0, 2.0**32, 0.0]
+    for p in (1e-9, 0.1, 0.7, 1.0 - 1e-9):
+        assert abs(philox.threshold_of(p) / 2**32 - p) <= 2.0**-33
+        assert philox.scale_of(p) * (1.0 - philox.threshold_of(p) / 2**32) == pytest.approx(1.0, rel=1e-15)
+    words = torch.stack(philox.philox(torch.arange(4), torch.tensor(5)), -1).view(-1).tolist()
+    for word, place in ((words[3], 6), (words[3] >> 16 | (words[3] & 0xFFFF) << 16, 7)):
+        for p, kept in ((word / 2**32, True), ((word + 1) / 2**32, False)):
+            assert bool(philox.keep(torch.tensor(5), 32, p)[place]) is kept
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 1.0 - 1e-9, 1.0])
+def test_at_the_ends(p: float) -> None:
+    x = torch.randn(1000)
+    assert torch.equal(dropout(x, p, seed=2), torch.zeros(1000) if p > 0.5 else x)
 
 
 def test_the_mask_follows_places_not_memory() -> None:

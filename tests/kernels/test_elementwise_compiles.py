@@ -6,6 +6,7 @@ rest. Both are held here, since a kernel without them is slow without being wron
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -21,12 +22,13 @@ __all__ = ["compiled"]  # a fixture
 
 Kernels = list[tuple[str, Any]]
 # Registers a thread at most, recorded with Triton 3.6.0. Of 65536, 32 leave room for 2048 threads, 64 for 1024.
-SUMS = ("sums_kernel", 72), ("sums_kernel", 56)
+SUMS = ("sums_kernel", 64), ("sums_kernel", 56)
+PRODUCT = ("sums_kernel", 80), ("sums_kernel", 56)
 NORM = (
-    ("statistics_kernel", 128),
+    ("statistics_kernel", 80),
     ("merge_statistics_kernel", 96),
     ("normalise_kernel", 96),
-    ("gradient_sums_kernel", 128),
+    ("gradient_sums_kernel", 112),
     ("merge_sums_kernel", 40),
     ("x_gradient_kernel", 96),
 )
@@ -47,10 +49,22 @@ RUNS: dict[str, tuple[Any, torch.dtype, tuple[tuple[str, int], ...]]] = {
     "mul, gradients": (lambda x: op.mul_backward(x, x, x, "vectorised"), torch.bfloat16, (("flat_kernel", 64),)),
     "mul by a bias": (lambda x: op.mul_op(x, x[0], "vectorised"), torch.bfloat16, (("strided_kernel", 40),)),
     "sum over rows": (lambda x: op.product_sum(x, x, x.shape[1:], "vectorised"), torch.bfloat16, SUMS),
-    "sum over columns": (
-        lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("sums_kernel", 72),)
+    "mul by a bias of 1000": (
+        lambda x: op.mul_op(x[:, :1000].contiguous(), x[0, :1000], "vectorised"), torch.bfloat16,
+        (("strided_kernel", 40),),
     ),
-    "dropout": (lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.bfloat16, (("grouped_kernel", 72),)),
+    "mul by a factor a row, of 1000": (
+        lambda x: op.mul_op(x[:, :1000].contiguous(), x[:, :1].contiguous(), "vectorised"), torch.bfloat16,
+        (("strided_kernel", 40),),
+    ),
+    "mul by a bias, gradients": (lambda x: op.mul_backward(x, x, x[0], "vectorised"), torch.bfloat16, PRODUCT),
+    "sum over columns": (
+        lambda x: op.product_sum(x, None, (x.shape[0], 1), "vectorised"), torch.float16, (("row_sums_kernel", 64),)
+    ),
+    "dropout": (lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.bfloat16, (("calls_kernel", 40),)),
+    "dropout in fp32": (
+        lambda x: dropout_op(x, torch.tensor(1), 0.5, "vectorised"), torch.float32, (("calls_kernel", 40),)
+    ),
     "batch_norm_act": (_norm, torch.bfloat16, NORM),
     "batch_norm_act of images": (lambda x: _norm(x.view(64, 16, 256, 16)), torch.bfloat16, NORM),
 }  # fmt: skip
@@ -72,7 +86,15 @@ def test_few_registers_no_spills_and_16_bytes_an_access(compiled: Kernels, name:
         assert not stack, f"{kernel_name}: {stack} bytes of stack"
         assert capability != 90 or registers <= most, f"{kernel_name}: {registers} registers, recorded {most}"
         ptx = kernel.asm["ptx"]
-        assert kernel_name.startswith("merge") or "ld.global.v4.b32" in ptx, f"{kernel_name}: no 16-byte reads"
+        wide = "ld.global.v4.b32" in ptx or re.search(r"cp\.async\.cg\.shared\.global [^;]*, 0x10, ", ptx)
+        assert kernel_name.startswith("merge") or wide, f"{kernel_name}: no 16-byte reads"
+
+
+def test_dropout_reads_before_it_makes_bits_and_its_threads_exchange_nothing(compiled: Kernels) -> None:
+    dropout_op(torch.zeros(4096, 1024, dtype=torch.bfloat16), torch.tensor(1), 0.5, "vectorised")
+    ptx = compiled[0][1].asm["ptx"]
+    assert ".shared" not in ptx
+    assert ptx.index("mul.lo.s64") > ptx.index("ld.global.v4.b32")
 
 
 def test_other_sizes_compile_nothing_new(compiled: Kernels) -> None:
@@ -82,10 +104,11 @@ def test_other_sizes_compile_nothing_new(compiled: Kernels) -> None:
         op.add_op(x, x[0], "vectorised")
         op.product_sum(x, None, (64,), "vectorised")
         dropout_op(x, torch.tensor(rows), 1.0 / rows, "vectorised")
+        dropout_op(x, torch.tensor(rows), 1.0 - 1.0 / rows, "vectorised")
         batch_norm_act_op(x, None, None, None, None, 1e-5, "silu", "two-stage")
 
-    run(48)  # few rows are added up at once
-    run(200)
+    for rows in (48, 200, 1500):  # whose sums are made at once, in few parts, in many
+        run(rows)
     first = {id(kernel) for _, kernel in compiled}
     for rows in (7, 131, 4096):
         run(rows)

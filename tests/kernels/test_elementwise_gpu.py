@@ -59,6 +59,36 @@ def test_more_numbers_than_32_bits_count(variant: str) -> None:
     assert bool((add(rows, rows[0], variant=variant) == 2.0).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((70001, 1024), (1024,)),
+        ((70001, 1000), (1000,)),
+        ((300001, 24), (24,)),
+        ((5, 70000), (70000,)),
+        ((7, 9001, 130), (7, 1, 130)),
+        ((1 << 22,), (1,)),
+        ((20011, 1024), (20011, 1)),
+        ((3, 1 << 20), (3, 1)),
+    ],
+)
+def test_sums_of_many(shape: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """In many parts, in few, in one; of rows that 16 bytes divide and others; the same bits twice."""
+    dy, a = (torch.rand(shape, device="cuda").to(dtype) for _ in range(2))  # not below 0: no sum cancels
+    b = torch.rand(size, device="cuda").to(dtype)
+    for found, wanted in (
+        (lambda: op.product_sum(dy, None, size, "vectorised"), dy.double().sum_to_size(size)),
+        (lambda: op.product_sum(dy, a, size, "vectorised"), (dy.double() * a.double()).sum_to_size(size)),
+        (lambda: op.mul_backward(dy, a, b, "vectorised")[1], (dy.double() * a.double()).sum_to_size(size)),
+        (lambda: op.mul_backward(dy, a, b, "vectorised")[0], dy.double() * b.double()),
+    ):
+        once, twice = found(), found()
+        assert torch.equal(once, twice)
+        error = float((once.double() - wanted).norm() / wanted.norm())
+        assert error < (2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps), error
+
+
 def test_float64_is_pytorchs() -> None:
     x = torch.randn(5, 7, dtype=torch.float64, device="cuda")
     assert torch.equal(gelu(x), torch.nn.functional.gelu(x))

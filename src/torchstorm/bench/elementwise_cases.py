@@ -19,7 +19,7 @@ from torchstorm import kernels
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, compiled
 from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
 from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
-from torchstorm.kernels.dropout.philox import keep
+from torchstorm.kernels.dropout.philox import keep, scale_of
 from torchstorm.kernels.elementwise.function import VARIANTS as _ELEMENTWISE
 from torchstorm.kernels.variants import Ladder, available
 
@@ -52,7 +52,7 @@ class _Operation:
 
 
 def _dropped(x: Tensor, seed: Tensor) -> Tensor:
-    return x * (keep(seed, x.numel(), _P).view(x.shape).to(x.dtype) / (1.0 - _P))
+    return x * (keep(seed, x.numel(), _P).view(x.shape).to(x.dtype) * scale_of(_P))
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ VARIANTS: Ladder = (
     Variant(
         name="two-stage",
         taught="a channel is cut into parts; one's mean and spread can be merged with another's, always in one order",
-        costs="reads x twice and writes y once, at nearly a copy's speed; a few numbers a part besides",
+        costs="reads x twice, the second time from its end, and writes y once; a few numbers a part besides",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),

@@ -24,12 +24,17 @@ from torchstorm.kernels.elementwise.operations_triton import (
     HALF_FORWARD,
     identity,
 )
+from torchstorm.kernels.rows import num_sms, power_of_two
 
-TILE_BYTES = 8192
+TILE_BYTES = 8192  # of each tensor, of programs that have one tile
 CHANNELS_LAST_BYTES = 16384  # of forward's tiles whose rows are the channels; backward has two and would spill
+WALK_BYTES = 4096  # of each tensor, of programs that walk over tiles and keep two fp32 numbers for each of theirs
+WALK_STAGES = 4  # tiles on their way
+WALK_PROGRAMS = {"statistics": 6, "gradients": 4}  # on each multiprocessor, as many as have their registers at once
 _NUM_WARPS = 4
-_WIDEST = 64  # channels of a tile, where channels lie side by side
-_PROGRAMS = 1024  # that fill a GPU several times over
+WALK_WIDEST = 256  # channels of their tiles, where channels lie side by side
+_WIDEST = 64  # of others: more would have their parameters passed between threads
+_LEAST_USED = 0.85  # of a tile that is longer than need be
 _MOST_PARTS = 256  # which one program can merge
 _MERGED = 4096  # numbers that a merging program holds
 
@@ -41,7 +46,8 @@ class _View:
     Attributes:
         of_memory: x, copied where it is neither contiguous nor channels-last.
         strides: over N, C, L.
-        channel_blocks, tiles_of_l: how many tiles there are over C, and over L.
+        channel_blocks: how many tiles there are over C.
+        num_tiles: how many there are over N and L.
     """
 
     of_memory: Tensor
@@ -58,48 +64,55 @@ class _View:
         return {"ALIGNED": aligned, "BLOCK_L": self.BLOCK_L, "BLOCK_C": self.BLOCK_C, "num_warps": _NUM_WARPS}
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.N, self.C, self.L
+
+    @property
     def channel_blocks(self) -> int:
         return -(-self.C // self.BLOCK_C)
 
     @property
-    def tiles_of_l(self) -> int:
-        return -(-self.L // self.BLOCK_L)
-
-    @property
     def num_tiles(self) -> int:
-        return self.N * self.tiles_of_l
+        return self.N * -(-self.L // self.BLOCK_L)
 
-    def parts(self, variant: str) -> int:
+    def parts(self, variant: str, walk: str) -> int:
         """Programs that share a channel."""
         if variant == "naive":
             return 1
-        return max(1, min(self.num_tiles, _MOST_PARTS, -(-_PROGRAMS // self.channel_blocks)))
+        programs = WALK_PROGRAMS[walk] * num_sms(self.of_memory)
+        return max(1, min(self.num_tiles, _MOST_PARTS, programs // self.channel_blocks))
 
 
-def _view(x: Tensor, *, channels_last_bytes: int = TILE_BYTES) -> _View:
+def _view(x: Tensor, tile_bytes: int, channels_last_bytes: int, widest: int = _WIDEST) -> _View:
     N, C = x.shape[:2]
     L = x.numel() // (N * C)
     if L == 1 or x.movedim(1, -1).is_contiguous():
-        block = channels_last_bytes // x.element_size()
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
-        BLOCK_C = min(_WIDEST, _power_of_two(C))
-        BLOCK_L = block // BLOCK_C
+        BLOCK_C = min(widest, power_of_two(C))
+        BLOCK_L = channels_last_bytes // x.element_size() // BLOCK_C
         return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
-    block = TILE_BYTES // x.element_size()
-    BLOCK_L = min(block, _power_of_two(L))
-    BLOCK_C = min(block // BLOCK_L, _power_of_two(C))
+    block = tile_bytes // x.element_size()
+    BLOCK_L = _length(L, block)
+    BLOCK_C = min(block // BLOCK_L, power_of_two(C))
     strides = C * L, L, 1
     return _View(of_memory=x.contiguous(), N=N, C=C, L=L, strides=strides, BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
 
 
+def _length(L: int, most: int) -> int:
+    """Of a tile over L: the longest up to `most` that is mostly used, or of four the one that is used best."""
+    lengths = [length for length in (most >> k for k in range(4)) if length <= power_of_two(L)] or [power_of_two(L)]
+    used = {length: L / (-(-L // length) * length) for length in lengths}
+    return max(lengths, key=lambda length: min(used[length], _LEAST_USED))
+
+
 def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
     """Fills mean and the biased variance of each channel."""
-    view = _view(x, channels_last_bytes=CHANNELS_LAST_BYTES)
-    parts = view.parts(variant)
+    view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
+    parts = view.parts(variant, "statistics")
     num = mean.new_empty((parts,))
     means, spreads = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
     statistics_kernel[(view.channel_blocks * parts,)](
-        view.of_memory, num, means, spreads, view.C, view.L, view.num_tiles, view.tiles_of_l, parts, *view.strides,
+        view.of_memory, num, means, spreads, *view.sizes, view.num_tiles, parts, *view.strides, STAGES=WALK_STAGES,
         **view.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
@@ -113,11 +126,11 @@ def normalise(
     variant: str,
 ) -> None:  # fmt: skip
     """Fills y with the activation of (x - mean) rstd weight + bias."""
-    view = _view(x, channels_last_bytes=CHANNELS_LAST_BYTES)
+    view = _view(x, TILE_BYTES, CHANNELS_LAST_BYTES)
     out = y if y.stride() == view.of_memory.stride() else torch.empty_like(view.of_memory)
     named = HALF_FORWARD if x.dtype != torch.float32 else FORWARD
     normalise_kernel[(view.channel_blocks * view.num_tiles,)](
-        view.of_memory, out, weight, bias, mean, rstd, view.C, view.L, view.tiles_of_l, *view.strides,
+        view.of_memory, out, weight, bias, mean, rstd, *view.sizes, *view.strides,
         ACT=named[activation] if activation else identity, **view.tile,
     )  # fmt: skip
     if out is not y:
@@ -129,23 +142,23 @@ def backward(
     activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
 ) -> None:  # fmt: skip
     """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
-    view = _view(x)
-    parts = view.parts(variant)
+    walk, view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST), _view(x, TILE_BYTES, TILE_BYTES)
+    parts = walk.parts(variant, "gradients")
     x = view.of_memory
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
     out = dx if dx.stride() == x.stride() else torch.empty_like(x)
     gradient = (HALF_BACKWARD if x.dtype != torch.float32 else BACKWARD)[activation] if activation else identity
-    chosen = {"ACT": bool(activation), "GRADIENT": gradient, **view.tile}
+    chosen = {"ACT": bool(activation), "GRADIENT": gradient}
     part_dz, part_product = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
-    gradient_sums_kernel[(view.channel_blocks * parts,)](
-        dy, x, weight, bias, mean, rstd, part_dz, part_product, view.C, view.L, view.num_tiles, view.tiles_of_l, parts,
-        *view.strides, **chosen,
+    gradient_sums_kernel[(walk.channel_blocks * parts,)](
+        dy, x, weight, bias, mean, rstd, part_dz, part_product, *walk.sizes, walk.num_tiles, parts, *walk.strides,
+        STAGES=WALK_STAGES, **chosen, **walk.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
     merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile)
     x_gradient_kernel[(view.channel_blocks * view.num_tiles,)](
-        dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, view.C, view.L, view.tiles_of_l,
-        1.0 / (view.N * view.L), *view.strides, BATCH=batch, **chosen,
+        dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, *view.sizes, 1.0 / (view.N * view.L), *view.strides,
+        BATCH=batch, **chosen, **view.tile,
     )  # fmt: skip
     if out is not dx:
         dx.copy_(out)
@@ -153,10 +166,5 @@ def backward(
 
 def _merging(C: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and tile of a kernel that merges parts."""
-    BLOCK_C = min(_MERGED // _MOST_PARTS, _power_of_two(C))
+    BLOCK_C = min(_MERGED // _MOST_PARTS, power_of_two(C))
     return (-(-C // BLOCK_C),), {"PARTS": _MOST_PARTS, "BLOCK_C": BLOCK_C, "num_warps": _NUM_WARPS}
-
-
-def _power_of_two(size: int) -> int:
-    """The least that is not below size."""
-    return 1 << (size - 1).bit_length()

@@ -24,7 +24,7 @@ VARIANTS: Ladder = (
     Variant(
         name="parallel",
         taught="bits are made where they are used, on all of a CPU's cores: nothing but x and y is in memory",
-        costs="reads and writes once; some 20 integer operations a number; halves are converted to fp32 and back",
+        costs="reads and writes once; some 15 integer operations a number; halves are converted to fp32 and back",
         devices=("cpu",),
         dtypes=FLOATS,
         needs=("numba",),
@@ -32,13 +32,13 @@ VARIANTS: Ladder = (
     Variant(
         name="naive",
         taught="the same with a thread for each number",
-        costs="makes four words and takes one: some 100 instructions a number, more than a GPU has time for",
+        costs="makes four words and takes half of one: some 100 instructions a number, more than a GPU has time for",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="vectorised",
-        taught="all four words of a call are used, and laid out so that each lands where its number is already",
+        taught="all four words of a call serve two numbers each, and are made where their numbers are already",
         costs="reads and writes once; near a copy's speed",
         dtypes=UP_TO_FP32,
         needs=("triton",),
@@ -61,7 +61,7 @@ def dropout(
 
     Args:
         x: float32, float16, bfloat16 or float64, any shape; not contiguous, it is copied. Computed in fp32.
-        p: from 0 to 1; taken to 2^-31.
+        p: from 0 to 1, taken to 2^-32; the scale is that of the p taken.
         seed: of the mask, one int64 number, or such a tensor on x's device; None to draw one from torch's generator.
         training: False returns x.
         variant: one of `variants("dropout")`, or "auto": the fastest here.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dropout.philox import scale_of
+
 _IMPLEMENTATIONS = {"torch": "torchstorm.kernels.dropout.plain", "parallel": "torchstorm.kernels.dropout.parallel"}
 _BY_TRITON = "torchstorm.kernels.dropout.dropout_triton"
 
@@ -20,9 +22,8 @@ def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
     """x / (1 - p) where a number is kept, and x times 0 where it is not; contiguous."""
     x = x.contiguous()
     y = x.new_empty(x.shape)
-    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     with torch.cuda.device_of(x):
-        import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON)).dropout(x, seed, y, p, scale, variant)
+        import_module(_IMPLEMENTATIONS.get(variant, _BY_TRITON)).dropout(x, seed, y, p, scale_of(p), variant)
     return y
 
 

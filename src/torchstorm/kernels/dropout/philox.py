@@ -1,12 +1,16 @@
 """Philox4x32-7 in PyTorch: random bits from a seed and a number's place alone, on any device.
 
-Each call turns a counter into four words of 32 bits. The numbers of a tensor, counted in row-major order, take them so:
+Each call turns a counter into four words of 32 bits, of which each serves two numbers, as it is and turned by 16 bits:
 
-    place = group * GROUP + word * LANES + lane,    counter = group * LANES + lane,    key = seed
+    place = counter * NUMBERS + 2 * word + turned,    key = seed
 
-so that a GPU's program that holds LANES neighbours needs no exchange between threads to give each word to the right
-number. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose Table 2 has seven rounds as
-the fewest that pass BigCrush; ten are for those who want a margin.
+Both are uniform, so that each number is dropped with its probability to 2^-32. They differ in which 16 bits come first,
+and those decide unless they equal the threshold's: two numbers of one word are correlated by 2^-14 at most, or
+2^-32 / p where p or 1 - p is below 2^-16; any others not at all. Neighbours are one call's, so that a GPU's
+thread that holds NUMBERS neighbours, 16 bytes in halves, exchanges nothing with others.
+
+Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, whose Table 2 has seven rounds as the
+fewest that pass BigCrush; ten are for those who want a margin.
 """
 
 from __future__ import annotations
@@ -14,14 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LANES = 1024
 WORDS = 4
-GROUP = WORDS * LANES
+NUMBERS = 2 * WORDS
+"""That one call decides on."""
 ROUNDS = 7
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 STEPS = 0x9E3779B9, 0xBB67AE85  # of the key, from round to round
 _WORD = 0xFFFFFFFF
-BITS = 31  # of a word that decide
 
 
 def philox(counter: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,13 +45,18 @@ def philox(counter: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def threshold_of(p: float) -> int:
-    """A word's upper BITS bits must not be below this for its number to be kept."""
-    return min(round(p * (1 << BITS)), (1 << BITS) - 1)
+    """A number is kept unless its word is below this: p in units of 2^-32, and never 2^32, which is no word."""
+    return min(round(p * (_WORD + 1)), _WORD)
+
+
+def scale_of(p: float) -> float:
+    """What is kept is multiplied by this: 1 over the probability of that, as `threshold_of` has it; 0 for p = 1."""
+    return 0.0 if p == 1.0 else (_WORD + 1) / (_WORD + 1 - threshold_of(p))
 
 
 def keep(seed: Tensor, num: int, p: float) -> Tensor:
     """Whether each of `num` numbers is kept, as bool (num,) on the seed's device."""
-    groups = -(-num // GROUP)
-    counter = torch.arange(groups * LANES, device=seed.device)
-    words = torch.stack(philox(counter, seed)).view(WORDS, groups, LANES).transpose(0, 1)
-    return (words.reshape(-1)[:num] >> (32 - BITS)) >= threshold_of(p)
+    counter = torch.arange(-(-num // NUMBERS), device=seed.device)
+    words = torch.stack(philox(counter, seed), -1)
+    turned = (words << 16) & _WORD | words >> 16
+    return torch.stack((words, turned), -1).view(-1)[:num] >= threshold_of(p)

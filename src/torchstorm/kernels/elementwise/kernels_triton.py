@@ -83,15 +83,35 @@ def _write(y, value, base, row, column, row_in, column_in, row_stride, column_st
     tl.store(y + base + at, value, mask=row_in[:, None] & column_in[None, :])
 
 
+@triton.jit
+def _multiples(i_stride, j_stride, row_stride, UNIT: tl.constexpr):
+    """The same numbers, known to be multiples; of 16, they are known to be without."""
+    if UNIT < 16:
+        i_stride = i_stride // UNIT * UNIT
+        j_stride = j_stride // UNIT * UNIT
+        row_stride = row_stride // UNIT * UNIT
+    return i_stride, j_stride, row_stride
+
+
 @triton.jit(do_not_specialize=["rows", "j_size", "row_tiles", "column_tiles"])
 def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles,
                    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, y0, y1, y2, y3, z0, z1, z2, z3,
                    OP: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ONE_ROW: tl.constexpr,
-                   ONE_COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+                   ONE_COLUMN: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr):  # fmt: skip
     """Dimensions i, j, rows, columns with their strides. Grid: i * j * row tiles * column tiles.
 
     ONE_ROW, ONE_COLUMN: a bit for each of a, b, c that is the same in all rows, or in all columns.
+    UNITS: powers of two of which columns are a multiple, and of a, b, c, y, z the strides over all else; that many
+    neighbours may be read at once.
     """
+    if UNITS[0] < 16:
+        columns = columns // UNITS[0] * UNITS[0]
+    a0, a1, a2 = _multiples(a0, a1, a2, UNITS[1])
+    b0, b1, b2 = _multiples(b0, b1, b2, UNITS[2])
+    c0, c1, c2 = _multiples(c0, c1, c2, UNITS[3])
+    y0, y1, y2 = _multiples(y0, y1, y2, UNITS[4])
+    z0, z1, z2 = _multiples(z0, z1, z2, UNITS[5])
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tile // column_tiles
@@ -118,31 +138,73 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
 
 
 @triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
-def sums_kernel(a, b, sums, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
-                INPUTS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def sums_kernel(a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
+                INPUTS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                STAGES: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
-    Each program adds part_tiles times ROWS rows into ROWS sums, and these up at its end. ALIGNED: rows are a multiple
-    of 16, which lets neighbouring ones be read 16 bytes at once.
+    Each program adds part_tiles tiles of ROWS rows into one, and its rows at its end. STAGES tiles are on their way at
+    once, through shared memory: left to itself the compiler waits for each 16 bytes before it asks for the next.
+    Besides, where given, a times a factor of (i, columns) into `product`, which lies as b does.
+    UNIT: columns, or rows where there is one column, and strides over what is not neighbouring are multiples of this
+    power of two, which lets as many neighbours be read at once.
     """
-    if ALIGNED:
-        rows = rows // 16 * 16
+    a0 = a0 // UNIT * UNIT
+    b0 = b0 // UNIT * UNIT
+    if COLUMNS == 1:
+        rows = rows // UNIT * UNIT
+    else:
+        columns = columns // UNIT * UNIT
+        a1 = a1 // UNIT * UNIT
+        b1 = b1 // UNIT * UNIT
     tile = tl.program_id(0).to(tl.int64)
     column = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tile // column_tiles
     part = tile % parts
     i = tile // parts
     column_in = column < columns
+    scale = tl.full((COLUMNS,), 1.0, tl.float32)
+    if factor is not None:
+        scale = tl.load(factor + i * columns + column, mask=column_in, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    start = part * part_tiles * ROWS
-    end = tl.minimum(start + part_tiles * ROWS, rows)
-    while start < end:
-        row = start + tl.arange(0, ROWS)
+    for step in tl.range(0, part_tiles, num_stages=STAGES):
+        row = (part * part_tiles + step) * ROWS + tl.arange(0, ROWS)
         row_in = row < rows
         value = _read(a, i * a0, row, column, row_in, column_in, a1, a2, False, False)
         if INPUTS == 2:
-            value *= _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
-        total += value
-        start += ROWS
+            total += value * _read(b, i * b0, row, column, row_in, column_in, b1, b2, False, False)
+        else:
+            total += value
+        if product is not None:
+            _write(product, value * scale[None, :], i * b0, row, column, row_in, column_in, b1, b2)
     at = (i * parts + part) * columns + column
     tl.store(sums + at, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column_in)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def row_sums_kernel(a, b, sums, factor, product, rows, columns, a0, a1, b0, b1, INPUTS: tl.constexpr,
+                    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Sums of a, or of a b, over columns: of (rows, columns) into (rows,). Grid: blocks of ROWS.
+
+    Otherwise as `sums_kernel`; the factor is of (rows,).
+    """
+    a0 = a0 // UNIT * UNIT
+    b0 = b0 // UNIT * UNIT
+    columns = columns // UNIT * UNIT
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_in = row < rows
+    scale = tl.full((ROWS,), 1.0, tl.float32)
+    if factor is not None:
+        scale = tl.load(factor + row, mask=row_in, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.range(0, columns, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        column_in = column < columns
+        value = _read(a, 0, row, column, row_in, column_in, a0, a1, False, False)
+        if INPUTS == 2:
+            total += value * _read(b, 0, row, column, row_in, column_in, b0, b1, False, False)
+        else:
+            total += value
+        if product is not None:
+            _write(product, value * scale[:, None], 0, row, column, row_in, column_in, b0, b1)
+    tl.store(sums + row, tl.sum(total, 1).to(sums.dtype.element_ty), mask=row_in)

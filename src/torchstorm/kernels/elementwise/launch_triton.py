@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.elementwise import plain
-from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, strided_kernel, sums_kernel
+from torchstorm.kernels.elementwise.kernels_triton import flat_kernel, row_sums_kernel, strided_kernel, sums_kernel
 from torchstorm.kernels.elementwise.layout import Walk, same_memory, walk
 from torchstorm.kernels.elementwise.operations_triton import (
     BACKWARD,
@@ -27,8 +28,15 @@ from torchstorm.kernels.rows import num_sms, power_of_two
 
 _MOST_DIMENSIONS = 4
 _MOST_COLUMNS = 1024
-_SUM_TILE = 4096  # numbers that a program adds up at a time
-_SUM_PROGRAMS = 1024  # that fill a GPU several times over
+SUM_COLUMNS = 256  # of a program that adds up rows: 512 bytes that lie together in halves
+SUM_BYTES = 4096  # of each input, that such a program adds at a time
+SUM_STAGES = 4  # of these on their way
+SUM_PROGRAMS = 8  # on each multiprocessor, all at once: one more would wait for the others to end
+PRODUCT_PROGRAMS = 6  # of those that write a product besides, with more registers
+SUM_WARPS = 4
+_ROW_PROGRAMS = 64  # rows on each multiprocessor, from which on programs take some rows each rather than a part of one
+_PART_TILE = 2048  # numbers, fp32, of programs that add up parts
+_FEW_PARTS = 8  # of which a program adds up 256 columns at a time; 16 columns where there are more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +79,12 @@ def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; all of one shape."""
-    launch(mul_gradients, (dy, a, b), (da, db), variant)
+    """Fills da and db; b's shape may be what a's was broadcast from."""
+    if a.shape == b.shape:
+        launch(mul_gradients, (dy, a, b), (da, db), variant)
+    elif da.stride() != a.stride() or not b.is_contiguous() or not _sum(dy, a, db, b, da):
+        launch(mul, (dy, b.expand(dy.shape)), (da,), variant)
+        product_sum(dy, a, db)
 
 
 def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], variant: str) -> None:
@@ -99,47 +111,72 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
         COLUMNS = min(block if rows == 1 else _MOST_COLUMNS, power_of_two(columns), block)
         ROWS = 1 if rows == 1 else block // COLUMNS
         row_tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
-        strides = [stride for own in _filled(own_inputs, 3) + _filled(own_outputs, 2) for stride in own]
+        filled = _filled(own_inputs, 3) + _filled(own_outputs, 2)
+        strides = [stride for own in filled for stride in own]
+        unit = gcd(16, columns)
         strided_kernel[(i * j * row_tiles * column_tiles,)](
             *given, rows, columns, j, row_tiles, column_tiles, *strides, operation, **counts,
             ONE_ROW=_bits([own[2] == 0 for own in own_inputs]),
-            ONE_COLUMN=_bits([own[3] == 0 and own[2] != 0 for own in own_inputs]), ROWS=ROWS, COLUMNS=COLUMNS,
+            ONE_COLUMN=_bits([own[3] == 0 and own[2] != 0 for own in own_inputs]),
+            UNITS=(unit, *(gcd(unit, *own[:3]) for own in filled)), ROWS=ROWS, COLUMNS=COLUMNS,
         )  # fmt: skip
 
 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
     """Fills out with a, or a b, summed over the dimensions in which out has size 1 or that it lacks.
 
-    In two stages and always in the same order. Three dimensions, of which the middle one is added up, go through the
-    kernel without a copy. What is more tangled becomes a product in fp32, which PyTorch adds up.
+    In parts, which are added up after, or at once where rows are few or short; always in the same order. Three
+    dimensions, of which one is added up, go through a kernel without a copy. What is more tangled becomes a product in
+    fp32, which PyTorch adds up.
     """
     if out.numel() == 0 or a.numel() == 0:
         out.zero_()
         return
-    given = [a] if b is None else [a, b.expand(a.shape)]
-    found = walk([*given, out.expand(a.shape)])
-    plan = _rows_to_add(found)
-    if plan is None:
+    if not _sum(a, b, out):
         plain.product_sum(a, b, out)
-        return
+
+
+def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None, product: Tensor | None = None) -> bool:
+    """Whether the kernel does it: `product_sum`, and product = a factor, where product lies as b and factor as out."""
+    given = [a] if b is None else [a, b.expand(a.shape)]
+    plan = _rows_to_add(walk([*given, out.expand(a.shape)])) if a.numel() else None
+    if plan is None:
+        return False
     i, rows, columns, steps = plan
-    COLUMNS = min(_MOST_COLUMNS, power_of_two(columns))
-    ROWS = _SUM_TILE // COLUMNS
-    column_tiles = -(-columns // COLUMNS)
-    parts = max(1, min(_SUM_PROGRAMS // (i * column_tiles), -(-rows // ROWS)))
-    part_tiles = -(-rows // (parts * ROWS))
-    parts = -(-rows // (part_tiles * ROWS))
+    unit = gcd(16, columns if columns > 1 else rows, *(own[0] for own in steps))
+    if columns == 1 and i >= num_sms(a) * _ROW_PROGRAMS:
+        ROWS = SUM_BYTES // a.element_size() // SUM_COLUMNS
+        row_sums_kernel[(-(-i // ROWS),)](
+            a, b, out, factor, product, i, rows, *steps[0][:2], *steps[-1][:2], INPUTS=len(given), UNIT=unit,
+            ROWS=ROWS, COLUMNS=SUM_COLUMNS, STAGES=SUM_STAGES, num_warps=SUM_WARPS,
+        )  # fmt: skip
+        return True
+    COLUMNS = min(SUM_COLUMNS, power_of_two(columns))
+    ROWS = SUM_BYTES // a.element_size() // COLUMNS
+    tiles, column_tiles = -(-rows // ROWS), -(-columns // COLUMNS)
+    programs = (SUM_PROGRAMS if product is None else PRODUCT_PROGRAMS) * num_sms(a)
+    part_tiles = -(-tiles // max(1, programs // (i * column_tiles)))
+    part_tiles = max(part_tiles, min(tiles, SUM_STAGES))
+    parts = -(-tiles // part_tiles)
     sums = out if parts == 1 else a.new_empty((i, parts, columns), dtype=torch.float32)
+    if columns > 1:
+        unit = gcd(unit, *(own[1] for own in steps))
     sums_kernel[(i * parts * column_tiles,)](
-        a, b, sums, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1], INPUTS=len(given),
-        ALIGNED=columns == 1 and rows % 16 == 0, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1],
+        INPUTS=len(given), UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS,
+        STAGES=SUM_STAGES, num_warps=SUM_WARPS,
     )  # fmt: skip
     if parts > 1:
         strides = parts * columns, columns, 1
+        COLUMNS = min(256 if parts <= _FEW_PARTS else 16, power_of_two(columns))
+        ROWS = _PART_TILE // COLUMNS
+        column_tiles = -(-columns // COLUMNS)
         sums_kernel[(i * column_tiles,)](
-            sums, None, out, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides, INPUTS=1,
-            ALIGNED=False, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+            sums, None, out, None, None, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides,
+            INPUTS=1, UNIT=gcd(16, columns if columns > 1 else parts), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
+            num_warps=SUM_WARPS,
         )  # fmt: skip
+    return True
 
 
 def _rows_to_add(found: Walk) -> tuple[int, int, int, list[tuple[int, ...]]] | None:

@@ -140,7 +140,7 @@ def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("torchstorm::mul_backward", mutates_args=())
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """Both gradients of a b at once; all of one shape."""
+    """Both gradients of a b at once; dy has a's shape, and b broadcasts to it."""
     da, db = torch.empty_like(a), torch.empty_like(b)
     with torch.cuda.device_of(a):
         _implementation(variant).mul_backward(dy, a, b, da, db, variant)
@@ -178,8 +178,11 @@ def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _to_factors(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     a, b = ctx.saved_tensors
     needs_a, needs_b = ctx.needs_input_grad[:2]
-    if needs_a and needs_b and ctx.shapes[0] == ctx.shapes[1]:
-        return *mul_backward(dy, a, b, ctx.variant), None
+    if needs_a and needs_b and dy.shape in ctx.shapes:
+        if dy.shape == ctx.shapes[0]:
+            return *mul_backward(dy, a, b, ctx.variant), None
+        db, da = mul_backward(dy, b, a, ctx.variant)
+        return da, db, None
     to_a = _summed(dy, b, ctx.shapes[0], ctx.variant) if needs_a else None
     to_b = _summed(dy, a, ctx.shapes[1], ctx.variant) if needs_b else None
     return to_a, to_b, None
@@ -200,7 +203,7 @@ def _keep_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 def _to_all(ctx: Any, dda: Tensor, ddb: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     """Gradients of dy b and dy a together."""
     dy, a, b = ctx.saved_tensors
-    return dda * b + ddb * a, ddb * dy, dda * dy, None
+    return dda * b + ddb * a, ddb * dy, (dda * dy).sum_to_size(b.shape), None
 
 
 add_op.register_autograd(_to_terms, setup_context=_keep_shapes)

@@ -146,6 +146,9 @@ def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; all of one shape."""
-    _apply(_mul, (dy, b), da)
-    _apply(_mul, (dy, a), db)
+    """Fills da and db; b's shape may be what a's was broadcast from."""
+    _apply(_mul, (dy, b.expand(dy.shape)), da)
+    if a.shape == b.shape:
+        _apply(_mul, (dy, a), db)
+    else:
+        product_sum(dy, a, db)

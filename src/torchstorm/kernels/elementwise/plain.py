@@ -25,9 +25,12 @@ def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; all of one shape."""
+    """Fills da and db; b's shape may be what a's was broadcast from."""
     torch.mul(dy, b, out=da)
-    torch.mul(dy, a, out=db)
+    if a.shape == b.shape:
+        torch.mul(dy, a, out=db)
+    else:
+        product_sum(dy, a, db)
 
 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
