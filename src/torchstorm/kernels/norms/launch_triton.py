@@ -192,7 +192,8 @@ def _persistent(
     parts = _new_parts(num_walkers(x_MN, tile), x_MN, needed)
     backward_triton.persistent_kernel[grid_of(x_MN, tile)](
         dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
-        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **tile_options("persistent", tile),
+        ALL_STAYS=tile.rows * tile.block <= 512 * tile.num_warps,
+        FULL=tile.rows == 1 and tile.block == x_MN.shape[1], **tile_options("persistent", tile),
     )  # fmt: skip
     return parts
 
