@@ -48,4 +48,6 @@ for _variant in TRITON:
         _case("layer_norm", _variant, (5, 32), "float16", params="weight"),
         _case("rms_norm", _variant, (5, 21)),
         _case("rms_norm", _variant, (3, 1), params="no"),
+        _case("layer_norm", _variant, (3, 64)),
+        _case("rms_norm", _variant, (3, 64), "float16"),
     ]

@@ -49,6 +49,7 @@ if __name__ == "__main__":
     softmax.tile_for = norms.forward_tile = norms.backward_tile = small  # type: ignore[assignment]
     norms.split_tile = lambda _: norms.SplitTile(chunk=4, lag=1, block=16, rows=2, columns=16)  # type: ignore[assignment]
     norms._COLUMN_TILE = Tile(block=16, rows=2, per_sm=2)
+    norms._ONCE_BYTES = 128  # of 64 numbers in fp16, but not in fp32
     norms._TOTAL_TILE = Tile(block=16, rows=2)
     for case in json.load(sys.stdin):
         print(json.dumps(run(case)), flush=True)

@@ -121,9 +121,15 @@ def test_far_from_zero() -> None:
     for variant in ON_GPU:
         if holds(variant, 4096, x.dtype):
             assert float((layer_norm(x, variant=variant).double() - truth).abs().max()) < 1e-4
-    constant = torch.full((8, 1000), 12345.678, device="cuda")
-    for variant in ON_GPU:
-        assert torch.equal(layer_norm(constant, variant=variant), torch.zeros_like(constant))
+    for N in (1000, 1024):
+        for dtype in DTYPES:
+            constant = torch.full((8, N), 12345.678, device="cuda", dtype=dtype)
+            for variant in ON_GPU:
+                assert torch.equal(layer_norm(constant, variant=variant), torch.zeros_like(constant)), (
+                    variant,
+                    dtype,
+                    N,
+                )
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -41,11 +41,28 @@ def normalized(x, mean, rstd, CENTRED: tl.constexpr):
 
 @triton.jit
 def gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED: tl.constexpr):
-    """dx of a tile, from the means over its rows of g x^ and of g."""
-    dx = g - x_hat * of_x_hat[:, None]
+    """dx of a tile, from the means over its rows of g x^ and of g. What rows have in common is multiplied first."""
+    away = x_hat * (of_x_hat * rstd)[:, None]
     if CENTRED:
-        dx -= of_one[:, None]
-    return dx * rstd[:, None]
+        away += (of_one * rstd)[:, None]
+    return g * rstd[:, None] - away
+
+
+@triton.jit
+def _added(x_0, x_1, y_0, y_1):
+    return x_0 + y_0, x_1 + y_1
+
+
+@triton.jit
+def _row_means(g, x_hat, N, CENTRED: tl.constexpr):
+    """Of g x^ and of g, summed up together: threads wait for each other once."""
+    if CENTRED:
+        of_x_hat, of_one = tl.reduce((g * x_hat, g), 1, _added)
+        of_x_hat, of_one = of_x_hat / N, of_one / N
+    else:
+        of_x_hat = tl.sum(g * x_hat, axis=1) / N
+        of_one = of_x_hat
+    return of_x_hat, of_one
 
 
 @triton.jit
@@ -120,7 +137,7 @@ def fused_dx_kernel(
     mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M, CENTRED)
     x_hat = normalized(load_rows(x_ptr, row, column, x_row, inside, ""), mean, rstd, CENTRED)
     g = load_rows(dy_ptr, row, column, dy_row, inside, "") * vector(w_ptr, column, N, 1.0)[None, :]
-    of_x_hat, of_one = tl.sum(g * x_hat, axis=1) / N, tl.sum(g, axis=1) / N
+    of_x_hat, of_one = _row_means(g, x_hat, N, CENTRED)
     store_rows(dx_ptr, row, column, N, inside, gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED), False)
 
 
@@ -137,32 +154,42 @@ def _widened_again(x):
 @triton.jit(do_not_specialize=["M"])
 def persistent_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, parts_w_ptr, parts_b_ptr, M, N, dy_row, x_row,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, WEIGHT_STAYS: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ALL_STAYS: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """Programs that walk over the rows, some at a time; each writes the sums over its rows at its end.
 
-    WEIGHT_STAYS: in registers, where the rows leave room. Otherwise it comes from L2 for every row.
+    ALL_STAYS: w, x^ and g, in registers, where the rows leave room. Otherwise w comes from L2 for every row, and x^
+    and g are computed twice. FULL: single rows of BLOCK numbers.
     """
     column = tl.arange(0, BLOCK)
     sum_w = tl.zeros([BLOCK], tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
-    if WEIGHT_STAYS:
-        w = vector(w_ptr, column, N, 1.0)
+    if ALL_STAYS:
+        w = vector(w_ptr, column, N, 1.0, FULL)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0)
-        dy = tl.load(dy_ptr + row[:, None] * dy_row + column[None, :], mask=inside, other=0.0)
+        x_at = x_ptr + row[:, None] * x_row + column[None, :]
+        dy_at = dy_ptr + row[:, None] * dy_row + column[None, :]
+        if FULL:
+            x, dy = tl.load(x_at), tl.load(dy_at)
+        else:
+            x, dy = tl.load(x_at, mask=inside, other=0.0), tl.load(dy_at, mask=inside, other=0.0)
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M, CENTRED)
-        if not WEIGHT_STAYS:
-            w = vector(w_ptr, column, N, 1.0)
-        g = dy.to(tl.float32) * w[None, :]
-        of_x_hat = tl.sum(g * normalized(x.to(tl.float32), mean, rstd, CENTRED), axis=1) / N
-        of_one = tl.sum(g, axis=1) / N
-        wide_dy = _widened_again(dy)
-        x_hat = normalized(_widened_again(x), mean, rstd, CENTRED)
-        dx = gradient(wide_dy * w[None, :], x_hat, of_x_hat, of_one, rstd, CENTRED)
-        store_rows(dx_ptr, row, column, N, inside, dx, False)
+        if not ALL_STAYS:
+            w = vector(w_ptr, column, N, 1.0, FULL)
+        wide_dy = dy.to(tl.float32)
+        x_hat, g = normalized(x.to(tl.float32), mean, rstd, CENTRED), wide_dy * w[None, :]
+        of_x_hat, of_one = _row_means(g, x_hat, N, CENTRED)
+        if not ALL_STAYS:
+            wide_dy = _widened_again(dy)
+            x_hat, g = normalized(_widened_again(x), mean, rstd, CENTRED), wide_dy * w[None, :]
+        dx = gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED)
+        if FULL:
+            tl.store(dx_ptr + row[:, None] * N + column[None, :], dx.to(dx_ptr.dtype.element_ty))
+        else:
+            store_rows(dx_ptr, row, column, N, inside, dx, False)
         if parts_w_ptr is not None:
             sum_w += tl.sum(wide_dy * x_hat, axis=0)
         if parts_b_ptr is not None:

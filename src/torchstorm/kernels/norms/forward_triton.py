@@ -16,10 +16,12 @@ import triton.language as tl
 
 
 @triton.jit
-def vector(p_ptr, column, N, NOTHING: tl.constexpr):
-    """A tile's part of weight or bias in fp32; `NOTHING` where there is none."""
+def vector(p_ptr, column, N, NOTHING: tl.constexpr, FULL: tl.constexpr = False):
+    """A tile's part of weight or bias in fp32; `NOTHING` where there is none. FULL: all columns are inside."""
     if p_ptr is None:
         p = tl.full(column.shape, NOTHING, tl.float32)
+    elif FULL:
+        p = tl.load(p_ptr + column).to(tl.float32)
     else:
         p = tl.load(p_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     return p
@@ -38,9 +40,11 @@ def _inverse_root(variance, eps):
 
 
 @triton.jit
-def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr):
+def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr, FULL: tl.constexpr = False):
     at = y_ptr + row[:, None] * N + column[None, :]
-    if STREAM:
+    if FULL:
+        tl.store(at, y.to(y_ptr.dtype.element_ty))
+    elif STREAM:
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
     else:
         tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -136,37 +140,68 @@ def online_forward_kernel(
 
 
 @triton.jit
-def _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED: tl.constexpr):
-    """x^ of rows that lie in registers as wholes; writes their statistics."""
-    x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
+def _load_rows(x_ptr, row, column, inside, x_row, FULL: tl.constexpr, EVICT: tl.constexpr):
+    at = x_ptr + row[:, None] * x_row + column[None, :]
+    if FULL:
+        x = tl.load(at, eviction_policy=EVICT)
+    else:
+        x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _statistics(x, inside, N, eps, CENTRED: tl.constexpr, FULL: tl.constexpr, SHORT: tl.constexpr):
+    """Mean, in two parts, and rstd of rows that lie in registers as wholes.
+
+    SHORT numbers, as bf16 are, need no second part: so few digits add up without rounding where they are alike, up to
+    2^16 of them, and where they are not, they are further apart than a mean in fp32 is off.
+    """
+    first = tl.zeros([x.shape[0]], tl.float32)
+    rest = first
     if CENTRED:
         first = _mean(tl.sum(x, axis=1), N)
-        left = tl.where(inside, x - first[:, None], 0.0)
-        rest = _mean(tl.sum(left, axis=1), N)
-        variance = tl.sum(left * left, axis=1) / N - rest * rest
-        variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        mean = first + rest
-        left -= rest[:, None]
+        left = x - first[:, None]
+        if not FULL:
+            left = tl.where(inside, left, 0.0)
+        variance = tl.sum(left * left, axis=1) / N
+        if not SHORT:
+            rest = _mean(tl.sum(left, axis=1), N)
+            variance = tl.maximum(variance - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         variance = tl.sum(x * x, axis=1) / N
-        mean = variance
-        left = x
-    rstd = _inverse_root(variance, eps)
-    _write_statistics(mean_ptr, rstd_ptr, row, mean, rstd, M, CENTRED)
-    return left * rstd[:, None]
+    return first, rest, _inverse_root(variance, eps)
+
+
+@triton.jit
+def _normalized(x, first, rest, rstd, CENTRED: tl.constexpr, SHORT: tl.constexpr):
+    if CENTRED:
+        x -= first[:, None]
+        if not SHORT:
+            x -= rest[:, None]
+    return x * rstd[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
 def fused_forward_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program a row. Weights come last, from L2, and take no registers while the row is summed up."""
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """One program a row. Weights come last, from L2, and take no registers while the row is summed up.
+
+    FULL: rows of BLOCK numbers. AGAIN: long rows are read once more, from L1, so that registers suffice for more rows.
+    """
+    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = (row < M)[:, None] & (column < N)[None, :]
-    x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
-    y = x_hat * vector(w_ptr, column, N, 1.0)[None, :] + vector(b_ptr, column, N, 0.0)[None, :]
-    _write(y_ptr, row, column, inside, y, N, STREAM=False)
+    inside = (column < N)[None, :]
+    x = _load_rows(x_ptr, row, column, inside, x_row, FULL, "evict_last" if AGAIN else "")
+    first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, FULL, SHORT)
+    _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
+    if AGAIN:
+        x = _load_rows(x_ptr, row, column, inside, x_row, FULL, "evict_first")
+    x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
+    y = x_hat * vector(w_ptr, column, N, 1.0, FULL)[None, :] + vector(b_ptr, column, N, 0.0, FULL)[None, :]
+    _write(y_ptr, row, column, inside, y, N, STREAM=False, FULL=FULL)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -175,10 +210,14 @@ def persistent_forward_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs that walk over the rows, some at a time, and load the weights once."""
+    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     column = tl.arange(0, BLOCK)
     w, b = vector(w_ptr, column, N, 1.0), vector(b_ptr, column, N, 0.0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x_hat = _normalized_rows(x_ptr, mean_ptr, rstd_ptr, row, column, inside, M, N, x_row, eps, CENTRED)
+        x = _load_rows(x_ptr, row, column, inside, x_row, False, "")
+        first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, False, SHORT)
+        _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
+        x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
         _write(y_ptr, row, column, inside, x_hat * w[None, :] + b[None, :], N, STREAM=False)

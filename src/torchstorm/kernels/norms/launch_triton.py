@@ -25,6 +25,7 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
+_ONCE_BYTES = 16 << 10  # of rows that "fused" forward reads once; longer ones again, from L1
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
@@ -76,7 +77,7 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
     if variant == "online":
         return loop_tile(x_MN, num_inputs=1)
     if variant == "fused":
-        return Tile(block=block, num_warps=max(1, min(16, block // 1024)))
+        return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 512))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
@@ -131,7 +132,7 @@ def forward(
     kernel = getattr(forward_triton, f"{variant}_forward_kernel")
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, mean, rstd, M, N, x_MN.stride(0), eps, CENTRED=centred,
-        **tile_options(variant, tile),
+        **tile_options(variant, tile), **_fused_options(variant, x_MN, tile),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -191,7 +192,8 @@ def _persistent(
     parts = _new_parts(num_walkers(x_MN, tile), x_MN, needed)
     backward_triton.persistent_kernel[grid_of(x_MN, tile)](
         dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
-        WEIGHT_STAYS=tile.rows * tile.block <= 512 * tile.num_warps, **tile_options("persistent", tile),
+        ALL_STAYS=tile.rows * tile.block <= 512 * tile.num_warps,
+        FULL=tile.rows == 1 and tile.block == x_MN.shape[1], **tile_options("persistent", tile),
     )  # fmt: skip
     return parts
 
@@ -267,6 +269,12 @@ def _totals(
             num_warps=tile.num_warps,
         )  # fmt: skip
     return dw, db
+
+
+def _fused_options(variant: str, x_MN: Tensor, tile: Tile) -> dict[str, bool]:
+    if variant != "fused":
+        return {}
+    return {"FULL": tile.block == x_MN.shape[1], "AGAIN": tile.block * x_MN.element_size() > _ONCE_BYTES}
 
 
 def _op(centred: bool) -> str:
