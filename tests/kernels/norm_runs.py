@@ -69,7 +69,7 @@ def by(op: str, variant: str) -> Compute:
     def compute(given: Inputs) -> Tensor:
         x, mask, weight, bias = (given.get(name) for name in ("x", "mask", "weight", "bias"))
         if op.endswith("norm"):
-            return norm_forward(x, weight, bias, EPS, op == "layer_norm", variant)[0]
+            return norm_forward(x, weight, bias, EPS, op == "layer_norm", torch.is_grad_enabled(), variant)[0]
         return softmax_forward(x, mask, op == "log_softmax", variant)
 
     return compute

@@ -159,8 +159,8 @@ def test_rms_norm_has_the_same_bits_with_and_without_a_gradient(dtype: torch.dty
 def test_opcheck(centred: bool) -> None:
     x, weight, bias = (torch.randn(size, requires_grad=True) for size in ((3, 5), (5,), (5,)))
     for variant in CPU:
-        torch.library.opcheck(norm_forward, (x, weight, bias if centred else None, EPS, centred, variant))
-    _, mean, rstd = norm_forward(x, weight, None, EPS, centred, "torch")
+        torch.library.opcheck(norm_forward, (x, weight, bias if centred else None, EPS, centred, True, variant))
+    _, mean, rstd = norm_forward(x, weight, None, EPS, centred, True, "torch")
     dy = torch.randn(3, 5, requires_grad=True)
     given = dy, x, weight, mean.detach(), rstd.detach(), EPS, centred
     torch.library.opcheck(norm_backward, (*given, True, centred, torch.float32, "torch"))

@@ -132,6 +132,17 @@ def test_far_from_zero() -> None:
                 )
 
 
+@POISONED
+@pytest.mark.parametrize("variant", ON_GPU)
+def test_the_same_bits_where_no_backward_needs_statistics(variant: str) -> None:
+    for N in (1000, 1024, 8192, 32768):
+        x, weight = torch.randn(65, N, device="cuda").bfloat16(), torch.rand(N, device="cuda").bfloat16()
+        for norm in (layer_norm, rms_norm):
+            if holds(variant, N, x.dtype):
+                with_gradient = norm(x.clone().requires_grad_(), weight, variant=variant)
+                assert torch.equal(norm(x, weight, variant=variant), with_gradient)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_cpu_and_gpu_agree(op: str) -> None:
     mask = None if op.endswith("norm") else (20, 300)

@@ -52,9 +52,12 @@ def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr, FULL: tl.cons
 
 @triton.jit
 def _write_statistics(mean_ptr, rstd_ptr, row, mean, rstd, M, CENTRED: tl.constexpr):
-    if CENTRED:
-        tl.store(mean_ptr + row, mean, mask=row < M)
-    tl.store(rstd_ptr + row, rstd, mask=row < M)
+    """Where backward will need them."""
+    if mean_ptr is not None:
+        if CENTRED:
+            tl.store(mean_ptr + row, mean, mask=row < M)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < M)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -133,7 +133,7 @@ def layer_norm(
     if variant == "auto" and _is_pytorchs(x, weight, bias):
         return directly(F.layer_norm, x, x.shape[-1:], weight, bias, eps)
     chosen = choose("layer_norm", NORMS, variant, x, auto=lambda: "auto")
-    y: Tensor = norm_forward(x, weight, bias, eps, True, chosen)[0]
+    y: Tensor = norm_forward(x, weight, bias, eps, True, _is_kept(x, weight, bias), chosen)[0]
     return y
 
 
@@ -155,10 +155,10 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, vari
         DeviceError: the variant does not run on this device, or not in this dtype.
     """
     _check("rms_norm", x, weight, None)
-    if variant == "auto" and _is_pytorchs(x, weight, None) and not (_is_kept(x, weight) and _keeps_much(x)):
+    if variant == "auto" and _is_pytorchs(x, weight, None) and not (_is_kept(x, weight, None) and _keeps_much(x)):
         return directly(F.rms_norm, x, x.shape[-1:], weight, eps)
     chosen = choose("rms_norm", NORMS, variant, x, auto=lambda: "auto")
-    y: Tensor = norm_forward(x, weight, None, eps, False, chosen)[0]
+    y: Tensor = norm_forward(x, weight, None, eps, False, _is_kept(x, weight, None), chosen)[0]
     return y
 
 
@@ -169,9 +169,11 @@ def _is_pytorchs(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return x.numel() > 0 and is_pytorchs(x)
 
 
-def _is_kept(x: Tensor, weight: Tensor | None) -> bool:
+def _is_kept(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     """Whether there will be a backward."""
-    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(p is not None and p.requires_grad for p in (weight, bias))
 
 
 def _keeps_much(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_ONCE_BYTES = 16 << 10  # of rows that "fused" forward reads once; longer ones again, from L1
+_ONCE_BYTES = 32 << 10  # of rows that "fused" forward reads once; longer ones again, from L1
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
@@ -54,7 +54,7 @@ class SplitTile:
 def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    program_bytes = (8 if backward else 16 if centred else 32) << 10  # of rows that a Triton program is as fast for
+    program_bytes = (8 if backward else 16 if centred else 64) << 10  # of rows that a Triton program is as fast for
     if N * dtype.itemsize > program_bytes and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
     if backward and holds("persistent", N, dtype):
@@ -100,7 +100,9 @@ def backward_tile(variant: str, x_MN: Tensor) -> Tile:
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(2, min(16, rows * block // 512))
     stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
-    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 16 // num_warps), stages=stages)
+    # Fewer than fit, where those already ask memory for all that it can bring.
+    per_sm = 6 if num_warps == 2 else max(1, 16 // num_warps)
+    return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=per_sm, stages=stages)
 
 
 def split_tile(x_MN: Tensor) -> SplitTile:
@@ -118,8 +120,10 @@ def forward(
     centred: bool,
     variant: str,
     tile: Tile | None = None,
+    *,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and rstd, of x that is not empty."""
+    """y, mean and rstd, of x that is not empty; the latter are not filled where they are not to be kept."""
     x_MN, y = as_rows(x), x.new_empty(x.shape)
     M, N = x_MN.shape
     variant = "online" if variant == "split" else variant
@@ -131,8 +135,8 @@ def forward(
     tile = tile or forward_tile(variant, x_MN)
     kernel = getattr(forward_triton, f"{variant}_forward_kernel")
     kernel[grid_of(x_MN, tile)](
-        x_MN, _vector(weight), _vector(bias), y, mean, rstd, M, N, x_MN.stride(0), eps, CENTRED=centred,
-        **tile_options(variant, tile), **_fused_options(variant, x_MN, tile),
+        x_MN, _vector(weight), _vector(bias), y, *((mean, rstd) if keep else (None, None)), M, N, x_MN.stride(0), eps,
+        CENTRED=centred, **tile_options(variant, tile), **_fused_options(variant, x_MN, tile),
     )  # fmt: skip
     return y, mean, rstd
 

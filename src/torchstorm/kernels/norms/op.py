@@ -20,28 +20,33 @@ from torchstorm.kernels.variants import has_triton_for
 
 @torch.library.custom_op("torchstorm::norm_forward", mutates_args=())
 def norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, variant: str
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y (..., N) in x's dtype, mean (M,), which is empty unless centred, and rstd (M,), in fp32 or fp64."""
+    """y (..., N) in x's dtype, mean (M,) and rstd (M,) in fp32 or fp64: for backward, so empty where `keep` is false.
+
+    The mean is empty unless centred, too.
+    """
     chosen = _resolve(variant, x, centred, backward=False)
     with without_autocast(x):
         if chosen == "torch" or not x.numel():
-            return _torch_forward(x, weight, bias, eps, centred)
-        if chosen == "parallel":
+            y, mean, rstd = _torch_forward(x, weight, bias, eps, centred)
+        elif chosen == "parallel":
             from torchstorm.kernels.norms import parallel_numba
 
-            return parallel_numba.forward(x, weight, bias, eps, centred)
-        from torchstorm.kernels.norms import launch_triton
+            y, mean, rstd = parallel_numba.forward(x, weight, bias, eps, centred)
+        else:
+            from torchstorm.kernels.norms import launch_triton
 
-        with torch.cuda.device_of(x):
-            return launch_triton.forward(x, weight, bias, eps, centred, chosen)
+            with torch.cuda.device_of(x):
+                y, mean, rstd = launch_triton.forward(x, weight, bias, eps, centred, chosen, keep=keep)
+    return (y, mean, rstd) if keep else (y, wide_empty(x, 0), wide_empty(x, 0))
 
 
 @norm_forward.register_fake
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, variant: str
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    M = num_rows(x)
+    M = num_rows(x) if keep else 0
     return x.new_empty(x.shape), wide_empty(x, M if centred else 0), wide_empty(x, M)
 
 
@@ -174,7 +179,7 @@ def _inner_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, ctx.eps, ctx.centred, ctx.variant = inputs
+    x, weight, bias, ctx.eps, ctx.centred, _, ctx.variant = inputs
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, mean, rstd)
     params = [p for p in (weight, bias) if p is not None]
@@ -187,7 +192,7 @@ def _backward(ctx: Any, dy: Tensor, *_: Tensor | None) -> tuple[Tensor | None, .
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     options = ctx.eps, ctx.centred, needs_weight, needs_bias, ctx.dtype, ctx.variant
     dx, dweight, dbias = norm_backward(dy, x, weight, mean, rstd, *options)
-    return dx, dweight if needs_weight else None, dbias if needs_bias else None, None, None, None
+    return dx, dweight if needs_weight else None, dbias if needs_bias else None, *[None] * 4
 
 
 def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
