@@ -107,11 +107,16 @@ def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tup
     }
     if sizes in cases:
         return cases[sizes]
-    named = {case.shape.split()[0]: case for each in cases.values() for case in each}
+    named = {_sizes_of(case): case for each in cases.values() for case in each}
     wanted = sizes.split(",")
     if not named.keys() >= set(wanted):
         raise ConfigError(f"--sizes {sizes!r}, but there are small, target and, one or more of: {', '.join(named)}.")
-    return tuple(case for each in cases.values() for case in each if case.shape.split()[0] in wanted)
+    return tuple(case for each in cases.values() for case in each if _sizes_of(case) in wanted)
+
+
+def _sizes_of(case: OpCase) -> str:
+    """A shape without what else is said of the case, as in "64x1000, tanh"."""
+    return case.shape.replace(",", " ").split()[0]
 
 
 def _ways(case: OpCase) -> dict[str, Way]:
