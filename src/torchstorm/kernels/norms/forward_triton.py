@@ -187,13 +187,14 @@ def _normalized(x, first, rest, rstd, CENTRED: tl.constexpr, SHORT: tl.constexpr
 @triton.jit(do_not_specialize=["M"])
 def fused_forward_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-    FULL: tl.constexpr, AGAIN: tl.constexpr,
+    FULL: tl.constexpr, AGAIN: tl.constexpr, BRIEF: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Weights come last, from L2, and take no registers while the row is summed up.
 
     FULL: rows of BLOCK numbers. AGAIN: long rows are read once more, from L1, so that registers suffice for more rows.
+    BRIEF: the mean in one part where numbers are short.
     """
-    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    SHORT: tl.constexpr = BRIEF and x_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = (column < N)[None, :]

@@ -25,6 +25,7 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
+_MOST_BRIEF = 2048  # numbers of a row whose mean "fused" forward takes in one part, where they are bf16
 _ONCE_BYTES = 32 << 10  # of rows that "fused" forward reads once; longer ones again, from L1
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
@@ -54,7 +55,8 @@ class SplitTile:
 def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    program_bytes = (8 if backward else 16 if centred else 64) << 10  # of rows that a Triton program is as fast for
+    # Of rows that a Triton program is as fast for, in KiB.
+    program_bytes = {(True, False): 16, (False, False): 64, (True, True): 8, (False, True): 2}[centred, backward] << 10
     if N * dtype.itemsize > program_bytes and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
     if backward and holds("persistent", N, dtype):
@@ -278,7 +280,10 @@ def _totals(
 def _fused_options(variant: str, x_MN: Tensor, tile: Tile) -> dict[str, bool]:
     if variant != "fused":
         return {}
-    return {"FULL": tile.block == x_MN.shape[1], "AGAIN": tile.block * x_MN.element_size() > _ONCE_BYTES}
+    again = tile.block * x_MN.element_size() > _ONCE_BYTES
+    # Rows in between were faster with masks and a mean in two parts.
+    brief = again or tile.block <= _MOST_BRIEF
+    return {"FULL": brief and tile.block == x_MN.shape[1], "AGAIN": again, "BRIEF": brief}
 
 
 def _op(centred: bool) -> str:
