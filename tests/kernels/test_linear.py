@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -19,8 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from close import assert_all_close
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
 from torchstorm.kernels import linear, variants
-from torchstorm.kernels.linear.function import Activation
+from torchstorm.kernels.linear.function import LADDER, Activation
 from torchstorm.kernels.linear.op import linear_backward, linear_forward
+from torchstorm.kernels.linear.wgmma import FIRST_ROWS, dx_and_sums
+from torchstorm.kernels.matmul.wgmma import why_not
 
 ON_CPU = ("fused", "torch")
 ACTIVATIONS: tuple[Activation | None, ...] = (None, "relu", "gelu", "gelu_tanh", "silu")
@@ -248,3 +251,18 @@ def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         DeviceError, match=r"'naive' of linear: it runs on cuda, not on cpu\. Here there are 'fused', 'mix"
     ):
         linear(x, weight, variant="naive")
+
+
+def test_one_column_is_no_row_of_whole_16_bytes() -> None:
+    """dz (M, 1) is fit for the copy engine, as M lies without gaps, but not for warps that write 16 bytes of a row."""
+    column = torch.ones(FIRST_ROWS + 1, 1, dtype=torch.bfloat16)
+    weight = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert not why_not(column, weight)
+    assert dx_and_sums(column, column, weight, "silu", wants_sums=True) is None
+
+
+def test_what_came_after_hopper_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    (found,) = (variant for variant in LADDER if variant.name == "wgmma")
+    found = replace(found, needs=())
+    assert "exactly (9, 0)" in found.why_not(torch.device("cuda", 0), torch.bfloat16)

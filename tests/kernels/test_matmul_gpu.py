@@ -111,7 +111,7 @@ def test_every_configuration_of_wgmma(tile_n: int, stages: int, cluster: int) ->
         if turned:
             a, b = strided(a, "transposed"), strided(b, "transposed")
         assert not why_not(a, b)
-        error = (matmul_wgmma(a, b, config).double() - a.double() @ b.double()).norm()
+        error = (matmul_wgmma(a, b, config=config).double() - a.double() @ b.double()).norm()
         theirs = ((a @ b).double() - a.double() @ b.double()).norm()
         assert error <= 2 * theirs
 

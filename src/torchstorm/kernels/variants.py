@@ -23,6 +23,7 @@ class Variant:
         devices: types of devices that it runs on.
         dtypes: of the inputs; empty for all that the operation takes.
         capability: least compute capability of a GPU, as in (9, 0).
+        only_there: whether newer GPUs lack its instructions.
         needs: modules without which it cannot run.
     """
 
@@ -32,6 +33,7 @@ class Variant:
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = ()
     capability: tuple[int, int] = (8, 0)
+    only_there: bool = False
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,8 +49,9 @@ class Variant:
             return f"it needs {', '.join(missing)}, which is not installed"
         if device.type == "cuda":  # pragma: gpu
             here = torch.cuda.get_device_capability(device)
-            if here < self.capability:
-                return f"it needs compute capability {self.capability}, and {device} has {here}"
+            if here < self.capability or (self.only_there and here != self.capability):
+                only = "exactly " if self.only_there else ""
+                return f"it needs compute capability {only}{self.capability}, and {device} has {here}"
         if self.dtypes and dtype not in self.dtypes:
             return f"it takes {', '.join(str(each).removeprefix('torch.') for each in self.dtypes)}, not {dtype}"
         return ""

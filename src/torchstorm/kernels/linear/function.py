@@ -87,9 +87,10 @@ LADDER = (
         name="wgmma",
         taught="The products by matmul's wgmma, whose idle warps meanwhile do the rest: activations of the tile "
         "before, dz of rows that backward multiplies later.",
-        costs="z is read again, from the L2 cache. Rows of whole 16 bytes, or else it runs as fused.",
+        costs="z is read again, rounded, from the L2 cache. Rows of whole 16 bytes, or else it runs as fused.",
         dtypes=HALVES,
         capability=(9, 0),
+        only_there=True,
         needs=("triton", *nvrtc.NEEDS),
     ),
     Variant(

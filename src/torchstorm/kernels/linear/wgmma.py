@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.linear.plain import keeps
-from torchstorm.kernels.matmul.wgmma import CONFIG, TILE_M, Beside, fills, matmul_wgmma, product, why_not
+from torchstorm.kernels.matmul.wgmma import (
+    CONFIG,
+    TILE_M,
+    Beside,
+    along_k_of,
+    fills,
+    is_hopper,
+    matmul_wgmma,
+    product,
+    why_not,
+)
 from torchstorm.kernels.nvrtc import NEEDS
 from torchstorm.kernels.variants import is_installed
 
@@ -49,7 +59,12 @@ def is_best_for_a_layer(x: Tensor, weight: Tensor) -> bool:
     N, K = weight.shape
     if torch.compiler.is_compiling() or x.numel() * N < LEAST or K < LEAST_FEATURES:
         return False
-    return all(is_installed(module) for module in NEEDS) and fills(x.numel() // K, N, x)  # pragma: gpu
+    if not all(is_installed(module) for module in NEEDS) or not is_hopper(x):  # pragma: gpu
+        return False
+    # Others copy such rows; here they would be read as fused reads them, number after number.
+    if not x.is_contiguous() or why_not(x.view(-1, K), weight.t()):  # pragma: gpu
+        return False
+    return fills(x.numel() // K, N, x)  # pragma: gpu
 
 
 def beside(kind: str, activation: str, argument: ctypes.Structure) -> Beside:
@@ -76,22 +91,25 @@ def forward(
 
 
 def dx_and_sums(
-    dy: Tensor, kept: Tensor, weight: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor] | None:  # pragma: gpu
-    """dx, dz and its sums over every 128 rows, in fp32; None where this is no gain, or the copy engine cannot serve."""
-    from torchstorm.kernels.linear import pointwise_triton as pointwise
-
+    dy: Tensor, kept: Tensor, weight: Tensor, activation: str, wants_sums: bool
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """dx, dz and, where wanted, its sums over every 128 rows, in fp32; None where that is no gain, or cannot be."""
     M, N = dy.shape
-    dz = dy.new_empty((M, N))
-    if not activation or M <= FIRST_ROWS or why_not(dz, weight):
+    if not activation or M <= FIRST_ROWS:
         return None
+    dz = dy.new_empty((M, N))
+    # One column would do for the copy engine as one row; but the idle warps write rows of whole 16 bytes.
+    if why_not(dz, weight) or not along_k_of(dz, -2, -1):
+        return None
+    from torchstorm.kernels.linear import pointwise_triton as pointwise  # pragma: gpu
+
     dy, kept = (t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
                 for t in (dy, kept))  # fmt: skip
     bands = -(-M // TILE_M)
-    sums = dy.new_empty((bands, N), dtype=torch.float32)
+    sums = dy.new_empty((bands, N), dtype=torch.float32) if wants_sums else None
     pointwise.gradient_into(dz[:FIRST_ROWS], sums, dy[:FIRST_ROWS], kept[:FIRST_ROWS], activation)
     counts = torch.zeros(1 + bands, dtype=torch.int32, device=dy.device)
-    pointers = (t.data_ptr() for t in (dy, kept, dz, sums, counts))
+    pointers = (None if t is None else t.data_ptr() for t in (dy, kept, dz, sums, counts))
     given = Leading(*pointers, FIRST_ROWS // TILE_M)
     dx = matmul_wgmma(dz, weight, beside=beside("lead", activation, given))
     return dx, dz, sums
@@ -111,10 +129,10 @@ def backward(
 
     wants_dx, wants_dweight, wants_dbias = wants
     dx = dbias = None
-    together = dx_and_sums(dy, kept, weight, activation) if wants_dx else None
+    together = dx_and_sums(dy, kept, weight, activation, wants_dbias) if wants_dx else None
     if together is not None:
         dx, dz, sums = together
-        dbias = pointwise.column_sums(sums, sums.shape[0])[0] if wants_dbias else None
+        dbias = None if sums is None else pointwise.column_sums(sums, sums.shape[0])[0]
     else:
         dz, dbias = blas.dz_and_dbias(dy, kept, None, activation, "warp-reduced", wants_dbias)
         dx = product(dz, weight) if wants_dx else None

@@ -88,6 +88,7 @@ MATMUL: Ladder = (
         "it runs as tensor-cores. Rounds up to 256 x 256 results.",
         dtypes=HALVES,
         capability=(9, 0),
+        only_there=True,
         needs=nvrtc.NEEDS,
     ),
     Variant(

@@ -1,7 +1,7 @@
 // Tensor cores as Hopper has them. One warpgroup's first thread asks the copy engine (TMA) for tiles, STAGES ahead; two
-// others multiply straight from shared memory (wgmma), 64 x TILE_N results each, in 232 registers a thread. Blocks stay
-// and take tile after tile; while results go out, the next tile's operands come in. Two blocks of a cluster have the same
-// columns: each fetches half of b's tile and the copy engine writes it to both.
+// others multiply straight from shared memory (wgmma), 64 x TILE_N results each, in 232 registers a thread, or 216 where
+// idle warps need more. Blocks stay and take tile after tile; while results go out, the next tile's operands come in.
+// Two blocks of a cluster have the same columns: each fetches half of b's tile and the copy engine writes it to both.
 //
 // The warps that neither ask nor multiply may do something else meanwhile, as Beside says: work on tiles that are done
 // (FOLLOWS), or on rows of a that are not needed yet (LEADS). alone.cuh has the Beside of a product and nothing more.
@@ -270,7 +270,8 @@ matmul_wgmma(
                     const unsigned to = own_out + half * OUT_BYTES;
 #pragma unroll
                     for (int i = 0; i < SLICE / 16; ++i)
-                        beside.finish(&sums[slice * SLICE / 2 + i * 8], own_row + (slice * SLICE + i * 16 + lane % 4 * 2) * 2);
+                        beside.finish(&sums[slice * SLICE / 2 + i * 8],
+                                      own_row + (slice * SLICE + i * 16 + lane % 4 * 2) * 2);
                     // Of the two stores before, the elder has left its half.
                     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
                     asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");

@@ -32,7 +32,6 @@ LEAST_FILLED = 0.9
 """What share of the time of all multiprocessors the tiles must fill."""
 _WARPGROUP = 128
 _CONSUMERS = 2
-_MOST_SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +205,14 @@ def is_best_for(a: Tensor, b: Tensor) -> bool:
     if not all(is_installed(module) for module in NEEDS):  # pragma: gpu
         return False
     M, N = a.shape[-2], b.shape[-1]  # pragma: gpu
-    if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or torch.cuda.get_device_capability(a.device) < (9, 0):
+    if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or not is_hopper(a):
         return False
     return fills(M, N, a) and not why_not(a, b)
+
+
+def is_hopper(x: Tensor) -> bool:  # pragma: gpu
+    """Whether x's GPU has wgmma: what came after Hopper has it no more."""
+    return torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def fills(M: int, N: int, like: Tensor) -> bool:  # pragma: gpu
