@@ -155,6 +155,8 @@ def test_sizes_that_are_not_there(name: str, sizes: str, message: str) -> None:
 def test_sizes_may_name_shapes() -> None:
     cases = bench._cases("matmul", "256x256x256,1024x1024x1024", torch.device("cpu"), torch.float32)
     assert [each.shape for each in cases] == ["256x256x256", "1024x1024x1024"]
+    forms = bench._cases("elementwise", "64x1000", torch.device("cpu"), torch.float32)
+    assert {each.shape for each in forms if each.op == "gelu"} == {"64x1000", "64x1000, tanh"}
     with pytest.raises(ConfigError, match="'256x256x256,3x3x3', but there are small, target and, one or more of: 256x"):
         bench._cases("matmul", "256x256x256,3x3x3", torch.device("cpu"), torch.float32)
 

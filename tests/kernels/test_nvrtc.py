@@ -110,3 +110,15 @@ def test_without_a_cache_of_its_own_the_user_has_one_at_home(monkeypatch: pytest
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home-of-nobody")
     assert cache_folder() == Path("/home-of-nobody/.cache/torchstorm/cubins")
+
+
+def test_auto_does_without_where_the_compiler_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvrtc.is_usable()
+
+    def fail() -> str:
+        raise RuntimeError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(nvrtc, "compiler_version", fail)
+    assert not nvrtc.is_usable.__wrapped__()
+    monkeypatch.setattr(nvrtc, "is_installed", lambda module: False)
+    assert not nvrtc.is_usable.__wrapped__()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from torchstorm.errors import KernelError
+from torchstorm.kernels.variants import is_installed
 
 NEEDS = ("cuda.core", "cuda.bindings")
 """Modules without which nothing is compiled."""
@@ -100,6 +101,18 @@ def compile_source(source: Source, arch: str) -> Compiled:
             f"NVRTC {compiler_version()}{found}:\n{error}\n{log.getvalue()}"
         ) from error
     return Compiled(cubin=bytes(made.code), log=log.getvalue())
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether "auto" may count on CUDA C++: the modules are installed, and find NVRTC's library."""
+    if not all(map(is_installed, NEEDS)):
+        return False
+    try:
+        compiler_version()
+    except Exception:  # of whatever class the binding raises where there is no library
+        return False
+    return True
 
 
 @functools.cache

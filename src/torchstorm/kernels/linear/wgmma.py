@@ -25,8 +25,7 @@ from torchstorm.kernels.matmul.wgmma import (
     product,
     why_not,
 )
-from torchstorm.kernels.nvrtc import NEEDS
-from torchstorm.kernels.variants import is_installed
+from torchstorm.kernels.nvrtc import is_usable
 
 FOLDER = Path(__file__).parent
 ACTIVATIONS = {"": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -59,7 +58,7 @@ def is_best_for_a_layer(x: Tensor, weight: Tensor) -> bool:
     N, K = weight.shape
     if torch.compiler.is_compiling() or x.numel() * N < LEAST or K < LEAST_FEATURES:
         return False
-    if not all(is_installed(module) for module in NEEDS) or not is_hopper(x):  # pragma: gpu
+    if not is_usable() or not is_hopper(x):  # pragma: gpu
         return False
     # Others copy such rows; here they would be read as fused reads them, number after number.
     if not x.is_contiguous() or why_not(x.view(-1, K), weight.t()):  # pragma: gpu

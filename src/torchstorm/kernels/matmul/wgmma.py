@@ -17,9 +17,8 @@ from torch import Tensor
 from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.matmul.batches import Batches, batches_of
 from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
-from torchstorm.kernels.nvrtc import HOPPER, NEEDS, Source, TensorMap, launch, num_clusters, tensor_map
+from torchstorm.kernels.nvrtc import HOPPER, Source, TensorMap, is_usable, launch, num_clusters, tensor_map
 from torchstorm.kernels.rows import num_sms
-from torchstorm.kernels.variants import is_installed
 
 TILE_M = 128
 TILE_K = 64
@@ -202,7 +201,7 @@ def is_best_for(a: Tensor, b: Tensor) -> bool:
     """
     if not a.is_cuda or a.dtype not in HALVES or torch.compiler.is_compiling():
         return False
-    if not all(is_installed(module) for module in NEEDS):  # pragma: gpu
+    if not is_usable():  # pragma: gpu
         return False
     M, N = a.shape[-2], b.shape[-1]  # pragma: gpu
     if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or not is_hopper(a):

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.nvrtc import HOPPER, NEEDS, Source, launch, num_clusters
-from torchstorm.kernels.variants import is_installed
+from torchstorm.kernels.nvrtc import HOPPER, Source, is_usable, launch, num_clusters
 
 OPS = {"softmax": 0, "log_softmax": 1, "layer_norm": 2, "rms_norm": 3}
 """The macro OP by operation."""
@@ -78,7 +77,7 @@ class Rows(ctypes.Structure):
 
 def has_clusters(x: Tensor) -> bool:
     """Whether these kernels run where x is."""
-    if not x.is_cuda or not all(map(is_installed, NEEDS)):
+    if not x.is_cuda or not is_usable():
         return False
     return (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)  # pragma: gpu
 
