@@ -152,7 +152,7 @@ def _auto(x: Tensor, weight: Tensor, activation: Activation | None, keep: bool) 
         return "mixed"
     if activation is None or not has_triton_for(x) or _is_brief(x, weight):
         return "torch"
-    if is_best_for_a_layer(x, weight) and _suits_tma(x, weight):  # pragma: gpu
+    if is_best_for_a_layer(x, weight):  # pragma: gpu
         return "wgmma"
     # Where z is kept, cuBLAS has no epilogue for it: forward both are as fast, backward persistent was faster.
     kept_too = keep and activation != "relu"

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.dtypes import HALVES
 from torchstorm.kernels.linear.plain import keeps
 from torchstorm.kernels.matmul.wgmma import (
     CONFIG,
@@ -20,12 +21,11 @@ from torchstorm.kernels.matmul.wgmma import (
     Beside,
     along_k_of,
     fills,
-    is_hopper,
+    has_wgmma,
     matmul_wgmma,
     product,
     why_not,
 )
-from torchstorm.kernels.nvrtc import is_usable
 
 FOLDER = Path(__file__).parent
 ACTIVATIONS = {"": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -56,9 +56,9 @@ LEAST, LEAST_FEATURES = 1 << 39, 3072
 def is_best_for_a_layer(x: Tensor, weight: Tensor) -> bool:
     """Whether "auto" takes this for x (..., K), weight (N, K) in halves on Hopper; not by size where Dynamo traces."""
     N, K = weight.shape
-    if torch.compiler.is_compiling() or x.numel() * N < LEAST or K < LEAST_FEATURES:
+    if torch.compiler.is_compiling() or x.dtype not in HALVES or x.numel() * N < LEAST or K < LEAST_FEATURES:
         return False
-    if not is_usable() or not is_hopper(x):  # pragma: gpu
+    if not has_wgmma(x):  # pragma: gpu
         return False
     # Others copy such rows; here they would be read as fused reads them, number after number.
     if not x.is_contiguous() or why_not(x.view(-1, K), weight.t()):  # pragma: gpu

@@ -164,13 +164,12 @@ def matmul_wgmma(
 
     Args:
         a, b: the operands.
-        out: (..., M, N) to be filled; its rows, of all batches, equally far apart. None for a new one.
+        out: (..., M, N) without gaps, to be filled; None for a new one.
         beside: what else to do meanwhile.
         config: the tuning.
     """
     M, N, K = a.shape[-2], b.shape[-1], a.shape[-1]
     c = a.new_empty((*a.shape[:-1], N)) if out is None else out
-    row = c.stride(-2) if M > 1 else N
     a_along_k, b_along_k = bool(along_k_of(a, -2, -1)), bool(along_k_of(b, -1, -2))
     source = config.source(a.dtype, a_along_k, b_along_k, beside)
     threads = (_CONSUMERS + 1) * _WARPGROUP
@@ -185,7 +184,7 @@ def matmul_wgmma(
                 batches.b_offset,
                 operand_boxes(b, -1, -2, batches, batches.b_strides, config.tile_n // config.cluster),
             ),
-            _map(c, batches.first * M * row, Boxes(sizes=(N, M, count), strides=(row, M * row), box=(SLICE, 64, 1))),
+            _map(c, batches.first * M * N, Boxes(sizes=(N, M, count), strides=(N, M * N), box=(SLICE, 64, 1))),
         ]
         shared = [int(step != 0) for steps in (batches.a_strides, batches.b_strides) for step in reversed(steps)]
         problem = WgmmaProblem(M, N, K, batches.sizes[1], count, *shared)
@@ -201,17 +200,15 @@ def is_best_for(a: Tensor, b: Tensor) -> bool:
     """
     if not a.is_cuda or a.dtype not in HALVES or torch.compiler.is_compiling():
         return False
-    if not is_usable():  # pragma: gpu
-        return False
     M, N = a.shape[-2], b.shape[-1]  # pragma: gpu
-    if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or not is_hopper(a):
+    if M * N < LEAST_RESULTS or a.shape[-1] * M * N < LEAST or not has_wgmma(a):
         return False
     return fills(M, N, a) and not why_not(a, b)
 
 
-def is_hopper(x: Tensor) -> bool:  # pragma: gpu
-    """Whether x's GPU has wgmma: what came after Hopper has it no more."""
-    return torch.cuda.get_device_capability(x.device) == (9, 0)
+def has_wgmma(x: Tensor) -> bool:  # pragma: gpu
+    """Whether this kernel runs on x's GPU: what came after Hopper has wgmma no more."""
+    return is_usable() and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def fills(M: int, N: int, like: Tensor) -> bool:  # pragma: gpu

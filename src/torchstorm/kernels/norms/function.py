@@ -62,7 +62,7 @@ NORMS: Ladder = (
     Variant(
         name="fused",
         taught="a row that stays in registers is read once, and its variance is that of what is left of it",
-        costs="forward reads x once, rows beyond 16 KB again from L1; backward x and dy twice, for dx and for dw; rows "
+        costs="forward reads x once, rows beyond 32 KB again from L1; backward x and dy twice, for dx and for dw; rows "
         "that fit into registers",
         dtypes=UP_TO_FP32,
         needs=_TRITON,

@@ -55,9 +55,9 @@ class SplitTile:
 def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    # Of rows that a Triton program is as fast for, in KiB.
-    program_bytes = {(True, False): 16, (False, False): 64, (True, True): 8, (False, True): 2}[centred, backward] << 10
-    if N * dtype.itemsize > program_bytes and holds("cluster", N, dtype) and clusters.has_clusters(x):
+    # Of rows that a Triton program is as fast for.
+    most_kib = (8 if centred else 2) if backward else (16 if centred else 64)
+    if N * dtype.itemsize > most_kib << 10 and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
     if backward and holds("persistent", N, dtype):
         return "persistent"
