@@ -1,5 +1,7 @@
 """train/loop.py: what a run learns, and that it repeats to the last bit."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,21 @@ def test_a_budgeted_run_gives_the_losses_of_the_unlimited_one_to_the_last_bit(
     assert held.weights_sha256 == free.weights_sha256
     assert max(info.ram_bytes for info in held_infos) <= budget_bytes
     assert held.forecast is not None
+
+
+def test_mkl_keeps_to_one_number_of_threads_in_a_run() -> None:
+    """In a process of its own: the setting stays."""
+    program = """
+import ctypes, torch
+from pathlib import Path
+from torchstorm.train.loop import deterministic
+library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
+before = library.mkl_serv_get_dynamic()
+with deterministic(torch.device("cpu")):
+    print(before, library.mkl_serv_get_dynamic())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1", "0"]
 
 
 def test_deterministic_algorithms_are_on_during_a_run_and_as_before_after_it(config: TrainConfig) -> None:

@@ -278,6 +278,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":  # pragma: gpu
         # Without a fixed workspace cuBLAS may pick another kernel from run to run, and PyTorch refuses to go on.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Until it is told how many, MKL chooses its threads by itself from call to call, and promises the same bits only
+    # for the same number (oneMKL Developer Guide, "Reproducibility Conditions").
+    torch.set_num_threads(torch.get_num_threads())
     before = torch.are_deterministic_algorithms_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
