@@ -130,8 +130,9 @@ NORMS: dict[str, tuple[tuple[int, ...], str]] = {
     "of many rows": ((9000, 6), ""),
     "of several tiles": ((3, 20, 1500), ""),
     "of one sample": ((1, 17, 23), ""),
+    "of a first sample far off": ((400, 6), "far"),
 }
-"""Shapes, and how x lies in memory."""
+"""Shapes, and how x lies in memory, or what else is special."""
 
 
 def check_batch_norm(
@@ -149,7 +150,9 @@ def check_batch_norm(
     C = shape[1]
     x = torch.randn(shape, device=device).add_(torch.arange(C, device=device).view(-1, *[1] * (len(shape) - 2)))
     x = x.to(dtype)
-    if layout:
+    if layout == "far":
+        x[0] += 100
+    elif layout:
         lying = {"channels last": (0, 2, 3, 1), "transposed": (3, 1, 0, 2)}[layout]
         x = x.permute(lying).contiguous().permute([lying.index(d) for d in range(4)])
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -12,7 +12,7 @@ TRITON = [name for name in variants("layer_norm") if name not in ("cluster", "to
 
 
 def _case(op: str, variant: str, shape: tuple[int, ...], dtype: str = "float32", **options: Any) -> dict[str, Any]:
-    usual = {"mask": None, "params": "all", "transposed": False, "extremes": False}
+    usual = {"mask": None, "params": "all", "transposed": False, "extremes": False, "far": False}
     chosen = usual | options
     told = ", ".join(f"{name} {value}" for name, value in options.items())
     name = f"{op} {variant} {'x'.join(map(str, shape))} {dtype} {told}".strip()
@@ -50,4 +50,10 @@ for _variant in TRITON:
         _case("rms_norm", _variant, (3, 1), params="no"),
         _case("layer_norm", _variant, (3, 64)),
         _case("rms_norm", _variant, (3, 64), "float16"),
+    ]
+for _op in ("layer_norm", "rms_norm"):  # in several tiles
+    _CASES += [
+        _case(_op, "fused", (9, 40), extremes=True),
+        _case(_op, "fused", (5, 40), far=True),
+        _case(_op, "fused", (5, 64), "float16", far=True),
     ]

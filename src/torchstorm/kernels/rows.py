@@ -93,6 +93,16 @@ def num_sms(x: Tensor) -> int:
     return _SMS_ELSEWHERE
 
 
+def chained(x: Tensor) -> bool:
+    """Whether kernels on x's GPU may begin while the one before ends; see chain_triton.py."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def following(x: Tensor) -> dict[str, Any]:
+    """Launch options of a kernel that waits for the one before it."""
+    return {"CHAINED": True, "launch_pdl": True} if chained(x) else {"CHAINED": False}
+
+
 def l2_bytes(x: Tensor) -> int:
     """Of x's GPU."""
     if x.is_cuda:  # pragma: gpu

@@ -5,10 +5,11 @@ tile is some of L by some of C in one of N; tiles are counted over L and, faster
 and every so-manieth tile, and leaves what it found as one part of these channels; `merge` kernels put parts together,
 in order. What comes after goes over the tiles backwards: the last ones are still in the cache.
 
-Means and spreads are kept for each place of a tile (Welford, 1962), and merged in the end as of Chan et al., "Updating
-Formulae and a Pairwise Algorithm", 1979: no sum of squares, which would lose all digits where the mean is large, and
-nothing passed between threads on the way. For the same reason means are of distances from a channel's first value,
-until the last. Arithmetic in fp32.
+Sums are kept for each place of a tile, so that nothing is passed between threads on the way, and merged in the end as
+of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from the first value that a
+program sees of a channel, and of their squares: a sum of squares of the values themselves would lose all digits where
+the mean is large. As that value is one of them, the squares are at most as many times too large as a program has
+values. Arithmetic in fp32; what places and parts find is merged in fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -17,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchstorm.kernels.elementwise.operations_triton import reciprocal
+from torchstorm.kernels.chain_triton import next_may_begin, wait_for_previous
 
 
 @triton.jit
@@ -60,42 +61,51 @@ def _of_channel(per_channel, channel, C, default: tl.constexpr):
 
 @triton.jit(do_not_specialize=["L", "num_tiles", "parts"])
 def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, parts, n_stride, c_stride, l_stride,
-                      ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
-                      STAGES: tl.constexpr):  # fmt: skip
-    """Of each part (parts, C): how many values, their mean from the first, and the sum of squares from it."""
+                      ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+                      CHAINED: tl.constexpr):  # fmt: skip
+    """Of each part (parts, C): how many values, and in fp64 their mean and the sum of squares from it."""
+    next_may_begin(CHAINED)
     channel, part = _channels(C, BLOCK_C, False)
-    first = tl.load(x + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
-    steps = 0.0
-    mean = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
-    spread = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
     places = _places(channel, c_stride, l_stride, BLOCK_L)
-    for tile in tl.range(part, num_tiles, parts, num_stages=STAGES):
-        base, inside, l_inside = _tile(tile, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
-        value = tl.load(x + base + places, mask=inside, other=0.0).to(tl.float32) - first[None, :]
-        steps += 1.0
-        away = tl.where(l_inside[:, None], value - mean, 0.0)
-        mean += away * reciprocal(steps)
-        spread += away * (value - mean)
-    # Tiles that end beyond L all lack the same places: a place was in all of the program's tiles, or in the whole ones.
+    base, _, _ = _tile(part, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
+    start = tl.load(x + base + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
+    squares = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
+    # Tiles that end beyond L come last, and all lack the same places.
     whole = tl.minimum(L // BLOCK_L * N, num_tiles)
-    last = num_tiles - 1 - (num_tiles - 1 - part) % parts
-    _, _, l_inside = _tile(last, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
-    num = tl.where(l_inside, steps, tl.cdiv(tl.maximum(whole - part, 0), parts).to(tl.float32))
-    total = tl.sum(num, 0)
-    own_mean = tl.sum(mean * num[:, None], 0) / total
-    away = mean - own_mean[None, :]
+    whole_steps = tl.cdiv(tl.maximum(whole - part, 0), parts)
+    for tile in tl.range(part, whole, parts, num_stages=STAGES):
+        base, _, _ = _tile(tile, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
+        away = tl.load(x + base + places, mask=(channel < C)[None, :], other=0.0).to(tl.float32) - start[None, :]
+        total += away
+        squares += away * away
+    num = tl.zeros((BLOCK_L,), tl.float32) + whole_steps
+    for tile in tl.range(part + whole_steps * parts, num_tiles, parts, num_stages=STAGES):
+        base, inside, l_inside = _tile(tile, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
+        away = tl.load(x + base + places, mask=inside, other=0.0).to(tl.float32) - start[None, :]
+        away = tl.where(l_inside[:, None], away, 0.0)
+        total += away
+        squares += away * away
+        num += tl.where(l_inside, 1.0, 0.0)
+    own = total / tl.maximum(num, 1.0)[:, None]
+    spread = squares - total * own
+    total_num = tl.sum(num, 0)
+    mean = tl.sum(total.to(tl.float64), 0) / total_num
+    away = own - mean.to(tl.float32)[None, :]
+    spread += away * away * num[:, None]
     at = part * C + channel
-    tl.store(part_num + part, total)
-    tl.store(part_mean + at, own_mean, mask=channel < C)
-    tl.store(part_spread + at, tl.sum(spread + away * away * num[:, None], 0), mask=channel < C)
+    tl.store(part_num + part, total_num)
+    tl.store(part_mean + at, start + mean, mask=channel < C)
+    tl.store(part_spread + at, tl.sum(spread.to(tl.float64), 0), mask=channel < C)
 
 
 @triton.jit(do_not_specialize=["parts"])
-def merge_statistics_kernel(x, part_num, part_mean, part_spread, mean, var, C, parts, c_stride, PARTS: tl.constexpr,
-                            BLOCK_C: tl.constexpr):  # fmt: skip
-    """Mean and biased variance (C,) of all parts. Grid: channel blocks."""
+def merge_statistics_kernel(part_num, part_mean, part_spread, mean, var, rstd, eps, C, parts, PARTS: tl.constexpr,
+                            BLOCK_C: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
+    """Mean, biased variance and rstd (C,) of all parts. Grid: channel blocks."""
+    wait_for_previous(CHAINED)
+    next_may_begin(CHAINED)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.load(x + channel.to(tl.int64) * c_stride, mask=channel < C, other=0.0).to(tl.float32)
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & (channel < C)[None, :]
     at = part[:, None] * C + channel[None, :]
@@ -103,22 +113,27 @@ def merge_statistics_kernel(x, part_num, part_mean, part_spread, mean, var, C, p
     means = tl.load(part_mean + at, mask=inside, other=0.0)
     spreads = tl.load(part_spread + at, mask=inside, other=0.0)
     total = tl.sum(num, 0)
-    shift = tl.sum(means * num[:, None], 0) / total
-    away = means - shift[None, :]
-    tl.store(mean + channel, first + shift, mask=channel < C)
-    tl.store(var + channel, tl.sum(spreads + away * away * num[:, None], 0) / total, mask=channel < C)
+    common = tl.sum(means * num[:, None], 0) / total
+    away = means - common[None, :]
+    variance = (tl.sum(spreads + away * away * num[:, None], 0) / total).to(tl.float32)
+    tl.store(mean + channel, common.to(tl.float32), mask=channel < C)
+    tl.store(var + channel, variance, mask=channel < C)
+    tl.store(rstd + channel, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)), mask=channel < C)
 
 
 @triton.jit(do_not_specialize=["L"])
 def normalise_kernel(x, y, weight, bias, mean, rstd, N, C, L, n_stride, c_stride, l_stride, ACT: tl.constexpr,
-                     ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                     ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+                     CHAINED: tl.constexpr):  # fmt: skip
     """y. Grid: channel blocks * tiles."""
+    wait_for_previous(CHAINED)
     channel, tile = _channels(C, BLOCK_C, True)
     base, inside, _ = _tile(tile, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
     at = base + _places(channel, c_stride, l_stride, BLOCK_L)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    value = (value - _of_channel(mean, channel, C, 0.0)[None, :]) * _of_channel(rstd, channel, C, 1.0)[None, :]
-    value = value * _of_channel(weight, channel, C, 1.0)[None, :] + _of_channel(bias, channel, C, 0.0)[None, :]
+    scale = _of_channel(rstd, channel, C, 1.0) * _of_channel(weight, channel, C, 1.0)
+    value = (value - _of_channel(mean, channel, C, 0.0)[None, :]) * scale[None, :]
+    value += _of_channel(bias, channel, C, 0.0)[None, :]
     tl.store(y + at, ACT(value).to(y.dtype.element_ty), mask=inside)
 
 
@@ -138,8 +153,10 @@ def _gradient(dy, x, at, inside, weight, bias, mean, rstd, channel, C, ACT: tl.c
 @triton.jit(do_not_specialize=["L", "num_tiles", "parts"])
 def gradient_sums_kernel(dy, x, weight, bias, mean, rstd, part_dz, part_product, N, C, L, num_tiles, parts, n_stride,
                          c_stride, l_stride, ACT: tl.constexpr, GRADIENT: tl.constexpr, ALIGNED: tl.constexpr,
-                         BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                         BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+                         CHAINED: tl.constexpr):  # fmt: skip
     """Of each part (parts, C): the sums of dz, and of dz times x normalised."""
+    next_may_begin(CHAINED)
     channel, part = _channels(C, BLOCK_C, False)
     sum_dz = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
     sum_product = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
@@ -156,8 +173,10 @@ def gradient_sums_kernel(dy, x, weight, bias, mean, rstd, part_dz, part_product,
 
 @triton.jit(do_not_specialize=["parts"])
 def merge_sums_kernel(part_dz, part_product, sum_dz, sum_product, C, parts, PARTS: tl.constexpr,
-                      BLOCK_C: tl.constexpr):  # fmt: skip
+                      BLOCK_C: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
     """The sums (C,) of all parts. Grid: channel blocks."""
+    wait_for_previous(CHAINED)
+    next_may_begin(CHAINED)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     part = tl.arange(0, PARTS)
     inside = (part < parts)[:, None] & (channel < C)[None, :]
@@ -169,14 +188,19 @@ def merge_sums_kernel(part_dz, part_product, sum_dz, sum_product, C, parts, PART
 @triton.jit(do_not_specialize=["L", "inverse"])
 def x_gradient_kernel(dy, x, dx, weight, bias, mean, rstd, sum_dz, sum_product, N, C, L, inverse, n_stride, c_stride,
                       l_stride, ACT: tl.constexpr, GRADIENT: tl.constexpr, BATCH: tl.constexpr,
-                      ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+                      ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr,
+                      CHAINED: tl.constexpr):  # fmt: skip
     """dx; inverse: 1 over a channel's number of values. Grid: channel blocks * tiles."""
+    wait_for_previous(CHAINED)
     channel, tile = _channels(C, BLOCK_C, True)
     base, inside, _ = _tile(tile, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
     at = base + _places(channel, c_stride, l_stride, BLOCK_L)
     dz, normal = _gradient(dy, x, at, inside, weight, bias, mean, rstd, channel, C, ACT, GRADIENT)
-    if BATCH:
-        dz -= (_of_channel(sum_dz, channel, C, 0.0) * inverse)[None, :]
-        dz -= normal * (_of_channel(sum_product, channel, C, 0.0) * inverse)[None, :]
+    # What a channel's values have in common is multiplied first.
     scale = _of_channel(rstd, channel, C, 1.0) * _of_channel(weight, channel, C, 1.0)
-    tl.store(dx + at, (dz * scale[None, :]).to(dx.dtype.element_ty), mask=inside)
+    gradient = dz * scale[None, :]
+    if BATCH:
+        of_one = _of_channel(sum_dz, channel, C, 0.0) * inverse * scale
+        of_normal = _of_channel(sum_product, channel, C, 0.0) * inverse * scale
+        gradient -= normal * of_normal[None, :] + of_one[None, :]
+    tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)

@@ -24,19 +24,35 @@ from torchstorm.kernels.elementwise.operations_triton import (
     HALF_FORWARD,
     identity,
 )
-from torchstorm.kernels.rows import num_sms, power_of_two
+from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
-TILE_BYTES = 8192  # of each tensor, of programs that have one tile
+TILE_BYTES = 4096  # of each tensor, of programs that have one tile
 CHANNELS_LAST_BYTES = 16384  # of forward's tiles whose rows are the channels; backward has two and would spill
-WALK_BYTES = 4096  # of each tensor, of programs that walk over tiles and keep two fp32 numbers for each of theirs
-WALK_STAGES = 4  # tiles on their way
-WALK_PROGRAMS = {"statistics": 6, "gradients": 4}  # on each multiprocessor, as many as have their registers at once
 _NUM_WARPS = 4
-WALK_WIDEST = 256  # channels of their tiles, where channels lie side by side
+WALK_WIDEST = 1024  # channels of their tiles, where channels lie side by side
 _WIDEST = 64  # of others: more would have their parameters passed between threads
-_LEAST_USED = 0.85  # of a tile that is longer than need be
+_LEAST_USED = 0.95  # of a tile that is longer than need be
 _MOST_PARTS = 256  # which one program can merge
 _MERGED = 4096  # numbers that a merging program holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """Of programs that walk over tiles, and keep two fp32 numbers for each place of theirs.
+
+    Attributes:
+        tile_bytes: of each tensor.
+        stages: tiles on their way.
+        programs: on each multiprocessor, as many as have room: others would come when those are done.
+    """
+
+    tile_bytes: int
+    stages: int
+    programs: int
+
+
+STATISTICS = Walk(tile_bytes=4096, stages=6, programs=4)
+GRADIENTS = Walk(tile_bytes=8192, stages=3, programs=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +91,11 @@ class _View:
     def num_tiles(self) -> int:
         return self.N * -(-self.L // self.BLOCK_L)
 
-    def parts(self, variant: str, walk: str) -> int:
+    def parts(self, variant: str, walk: Walk) -> int:
         """Programs that share a channel."""
         if variant == "naive":
             return 1
-        programs = WALK_PROGRAMS[walk] * num_sms(self.of_memory)
+        programs = walk.programs * num_sms(self.of_memory)
         return max(1, min(self.num_tiles, _MOST_PARTS, programs // self.channel_blocks))
 
 
@@ -105,20 +121,18 @@ def _length(L: int, most: int) -> int:
     return max(lengths, key=lambda length: min(used[length], _LEAST_USED))
 
 
-def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
-    """Fills mean and the biased variance of each channel."""
-    view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
-    parts = view.parts(variant, "statistics")
+def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
+    """Fills mean, biased variance and 1 / sqrt(variance + eps) of each channel."""
+    view = _view(x, STATISTICS.tile_bytes, STATISTICS.tile_bytes, WALK_WIDEST)
+    parts = view.parts(variant, STATISTICS)
     num = mean.new_empty((parts,))
-    means, spreads = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
+    means, spreads = (mean.new_empty((parts, view.C), dtype=torch.float64) for _ in range(2))
     statistics_kernel[(view.channel_blocks * parts,)](
-        view.of_memory, num, means, spreads, *view.sizes, view.num_tiles, parts, *view.strides, STAGES=WALK_STAGES,
-        **view.tile,
+        view.of_memory, num, means, spreads, *view.sizes, view.num_tiles, parts, *view.strides,
+        STAGES=STATISTICS.stages, CHAINED=chained(x), **view.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
-    merge_statistics_kernel[grid](
-        view.of_memory, num, means, spreads, mean, var, view.C, parts, view.strides[1], **tile
-    )
+    merge_statistics_kernel[grid](num, means, spreads, mean, var, rstd, eps, view.C, parts, **tile, **following(x))
 
 
 def normalise(
@@ -131,7 +145,7 @@ def normalise(
     named = HALF_FORWARD if x.dtype != torch.float32 else FORWARD
     normalise_kernel[(view.channel_blocks * view.num_tiles,)](
         view.of_memory, out, weight, bias, mean, rstd, *view.sizes, *view.strides,
-        ACT=named[activation] if activation else identity, **view.tile,
+        ACT=named[activation] if activation else identity, **view.tile, **following(x),
     )  # fmt: skip
     if out is not y:
         y.copy_(out)
@@ -142,8 +156,9 @@ def backward(
     activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
 ) -> None:  # fmt: skip
     """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
-    walk, view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST), _view(x, TILE_BYTES, TILE_BYTES)
-    parts = walk.parts(variant, "gradients")
+    walk = _view(x, GRADIENTS.tile_bytes, GRADIENTS.tile_bytes, WALK_WIDEST)
+    view = _view(x, TILE_BYTES, TILE_BYTES)
+    parts = walk.parts(variant, GRADIENTS)
     x = view.of_memory
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
     out = dx if dx.stride() == x.stride() else torch.empty_like(x)
@@ -152,13 +167,13 @@ def backward(
     part_dz, part_product = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
     gradient_sums_kernel[(walk.channel_blocks * parts,)](
         dy, x, weight, bias, mean, rstd, part_dz, part_product, *walk.sizes, walk.num_tiles, parts, *walk.strides,
-        STAGES=WALK_STAGES, **chosen, **walk.tile,
+        STAGES=GRADIENTS.stages, CHAINED=chained(x), **chosen, **walk.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
-    merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile)
+    merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile, **following(x))
     x_gradient_kernel[(view.channel_blocks * view.num_tiles,)](
         dy, x, out, weight, bias, mean, rstd, d_bias, d_weight, *view.sizes, 1.0 / (view.N * view.L), *view.strides,
-        BATCH=batch, **chosen, **view.tile,
+        BATCH=batch, **chosen, **view.tile, **following(x),
     )  # fmt: skip
     if out is not dx:
         dx.copy_(out)

@@ -45,17 +45,16 @@ def batch_norm_act_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, and mean, rstd and biased variance of each channel: those of the batch where none are given."""
     implementation = _implementation(variant)
-    y, mean, var = torch.empty_like(x), _per_channel(x), _per_channel(x)
-    if given_mean is not None and given_var is not None:
-        mean.copy_(given_mean)
-        var.copy_(given_var)
-    elif x.numel() == 0:
-        mean.zero_()
-        var.zero_()
-    else:
+    y = torch.empty_like(x)
+    mean, var, rstd = (_per_channel(x) for _ in range(3))
+    given = given_mean is not None and given_var is not None
+    if x.numel() and not given:
         with torch.cuda.device_of(x):
-            implementation.statistics(x, mean, var, variant)
-    rstd = (var + eps).rsqrt_()
+            implementation.statistics(x, mean, var, rstd, eps, variant)
+    else:
+        mean.copy_(given_mean) if given_mean is not None else mean.zero_()
+        var.copy_(given_var) if given_var is not None else var.zero_()
+        torch.rsqrt(var + eps, out=rstd)
     if x.numel():
         with torch.cuda.device_of(x):
             implementation.normalise(x, weight, bias, mean, rstd, activation, y, variant)

@@ -73,9 +73,10 @@ def _backward(activation: str) -> Any:
     return backward
 
 
-def statistics(x: Tensor, mean: Tensor, var: Tensor, variant: str) -> None:
+def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
     """Fills mean and the biased variance of each channel."""
     _statistics(_rows(x), mean.numpy(), var.numpy())
+    torch.rsqrt(var + eps, out=rstd)
 
 
 def normalise(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchstorm.kernels.chain_triton import next_may_begin, wait_for_previous
+
 
 @triton.jit
 def _apply(a, b, c, OP: tl.constexpr, INPUTS: tl.constexpr):
@@ -140,7 +142,7 @@ def strided_kernel(a, b, c, y, z, rows, columns, j_size, row_tiles, column_tiles
 @triton.jit(do_not_specialize=["rows", "parts", "part_tiles", "column_tiles"])
 def sums_kernel(a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, a0, a1, a2, b0, b1, b2,
                 INPUTS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                STAGES: tl.constexpr):  # fmt: skip
+                STAGES: tl.constexpr, LEADS: tl.constexpr, CHAINED: tl.constexpr):  # fmt: skip
     """Sums of a, or of a b, over rows: of (i, rows, columns) into (i, parts, columns). Grid: i * parts * column tiles.
 
     Each program adds part_tiles tiles of ROWS rows into one, and its rows at its end. STAGES tiles are on their way at
@@ -149,6 +151,8 @@ def sums_kernel(a, b, sums, factor, product, rows, columns, parts, part_tiles, c
     UNIT: columns, or rows where there is one column, and strides over what is not neighbouring are multiples of this
     power of two, which lets as many neighbours be read at once.
     """
+    wait_for_previous(CHAINED)
+    next_may_begin(LEADS)
     a0 = a0 // UNIT * UNIT
     b0 = b0 // UNIT * UNIT
     if COLUMNS == 1:

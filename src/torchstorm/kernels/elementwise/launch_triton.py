@@ -24,7 +24,7 @@ from torchstorm.kernels.elementwise.operations_triton import (
     mul,
     mul_gradients,
 )
-from torchstorm.kernels.rows import num_sms, power_of_two
+from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
 _MOST_DIMENSIONS = 4
 _MOST_COLUMNS = 1024
@@ -163,8 +163,8 @@ def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None,
         unit = gcd(unit, *(own[1] for own in steps))
     sums_kernel[(i * parts * column_tiles,)](
         a, b, sums, factor, product, rows, columns, parts, part_tiles, column_tiles, *steps[0], *steps[-1],
-        INPUTS=len(given), UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS,
-        STAGES=SUM_STAGES, num_warps=SUM_WARPS,
+        INPUTS=len(given), UNIT=unit, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES, num_warps=SUM_WARPS,
+        LEADS=parts > 1 and chained(a), CHAINED=False,
     )  # fmt: skip
     if parts > 1:
         strides = parts * columns, columns, 1
@@ -174,7 +174,7 @@ def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None,
         sums_kernel[(i * column_tiles,)](
             sums, None, out, None, None, parts, columns, 1, -(-parts // ROWS), column_tiles, *strides, *strides,
             INPUTS=1, UNIT=gcd(16, columns if columns > 1 else parts), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=SUM_STAGES,
-            num_warps=SUM_WARPS,
+            num_warps=SUM_WARPS, LEADS=False, **following(a),
         )  # fmt: skip
     return True
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchstorm.kernels.norms.forward_triton import vector
+from torchstorm.kernels.chain_triton import next_may_begin, wait_for_previous
+from torchstorm.kernels.norms.forward_triton import added, vector, widened_again
 
 
 @triton.jit
@@ -49,15 +50,10 @@ def gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED: tl.constexpr):
 
 
 @triton.jit
-def _added(x_0, x_1, y_0, y_1):
-    return x_0 + y_0, x_1 + y_1
-
-
-@triton.jit
 def _row_means(g, x_hat, N, CENTRED: tl.constexpr):
     """Of g x^ and of g, summed up together: threads wait for each other once."""
     if CENTRED:
-        of_x_hat, of_one = tl.reduce((g * x_hat, g), 1, _added)
+        of_x_hat, of_one = tl.reduce((g * x_hat, g), 1, added)
         of_x_hat, of_one = of_x_hat / N, of_one / N
     else:
         of_x_hat = tl.sum(g * x_hat, axis=1) / N
@@ -141,27 +137,18 @@ def fused_dx_kernel(
     store_rows(dx_ptr, row, column, N, inside, gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED), False)
 
 
-@triton.jit
-def _widened_again(x):
-    """x in fp32, for bf16 in other words than `to`: else the compiler keeps the first copy in registers until here."""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
-
-
 @triton.jit(do_not_specialize=["M"])
 def persistent_kernel(
     dy_ptr, x_ptr, w_ptr, dx_ptr, mean_ptr, rstd_ptr, parts_w_ptr, parts_b_ptr, M, N, dy_row, x_row,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ALL_STAYS: tl.constexpr,
-    FULL: tl.constexpr,
+    FULL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Programs that walk over the rows, some at a time; each writes the sums over its rows at its end.
 
     ALL_STAYS: w, x^ and g, in registers, where the rows leave room. Otherwise w comes from L2 for every row, and x^
-    and g are computed twice. FULL: single rows of BLOCK numbers.
+    and g are computed twice. FULL: whole tiles of BLOCK numbers a row.
     """
+    next_may_begin(CHAINED)
     column = tl.arange(0, BLOCK)
     sum_w = tl.zeros([BLOCK], tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
@@ -183,8 +170,8 @@ def persistent_kernel(
         x_hat, g = normalized(x.to(tl.float32), mean, rstd, CENTRED), wide_dy * w[None, :]
         of_x_hat, of_one = _row_means(g, x_hat, N, CENTRED)
         if not ALL_STAYS:
-            wide_dy = _widened_again(dy)
-            x_hat, g = normalized(_widened_again(x), mean, rstd, CENTRED), wide_dy * w[None, :]
+            wide_dy = widened_again(dy)
+            x_hat, g = normalized(widened_again(x), mean, rstd, CENTRED), wide_dy * w[None, :]
         dx = gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED)
         if FULL:
             tl.store(dx_ptr + row[:, None] * N + column[None, :], dx.to(dx_ptr.dtype.element_ty))
@@ -239,8 +226,12 @@ def _write_total(parts_ptr, to_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["P"])
-def totals_kernel(first_ptr, second_ptr, to_first_ptr, to_second_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def totals_kernel(
+    first_ptr, second_ptr, to_first_ptr, to_second_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """Second stage, of one or two arrays of parts: sums over them, in an order that depends on their number alone."""
+    wait_for_previous(CHAINED)
     if tl.program_id(1) == 0:
         _write_total(first_ptr, to_first_ptr, P, N, ROWS, BLOCK)
     elif second_ptr is not None:

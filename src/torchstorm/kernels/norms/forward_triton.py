@@ -143,13 +143,23 @@ def online_forward_kernel(
 
 
 @triton.jit
-def _load_rows(x_ptr, row, column, inside, x_row, FULL: tl.constexpr, EVICT: tl.constexpr):
+def widened_again(x):
+    """x in fp32, for bf16 in other words than `to`: else the compiler keeps the first copy in registers until here."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _load_rows(x_ptr, row, column, inside, x_row, FULL: tl.constexpr):
     at = x_ptr + row[:, None] * x_row + column[None, :]
     if FULL:
-        x = tl.load(at, eviction_policy=EVICT)
+        x = tl.load(at)
     else:
-        x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
-    return x.to(tl.float32)
+        x = tl.load(at, mask=inside, other=0.0)
+    return x
 
 
 @triton.jit
@@ -187,25 +197,109 @@ def _normalized(x, first, rest, rstd, CENTRED: tl.constexpr, SHORT: tl.constexpr
 @triton.jit(do_not_specialize=["M"])
 def fused_forward_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-    FULL: tl.constexpr, AGAIN: tl.constexpr, BRIEF: tl.constexpr,
+    FULL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Weights come last, from L2, and take no registers while the row is summed up.
 
-    FULL: rows of BLOCK numbers. AGAIN: long rows are read once more, from L1, so that registers suffice for more rows.
-    BRIEF: the mean in one part where numbers are short.
+    FULL: rows of BLOCK numbers. PACKED: they wait in registers as they came, and are widened twice.
     """
-    SHORT: tl.constexpr = BRIEF and x_ptr.dtype.element_ty == tl.bfloat16
+    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = (column < N)[None, :]
-    x = _load_rows(x_ptr, row, column, inside, x_row, FULL, "evict_last" if AGAIN else "")
+    given = _load_rows(x_ptr, row, column, inside, x_row, FULL)
+    x = given.to(tl.float32)
     first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, FULL, SHORT)
     _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
-    if AGAIN:
-        x = _load_rows(x_ptr, row, column, inside, x_row, FULL, "evict_first")
+    if PACKED:
+        x = widened_again(given)
     x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
     y = x_hat * vector(w_ptr, column, N, 1.0, FULL)[None, :] + vector(b_ptr, column, N, 0.0, FULL)[None, :]
     _write(y_ptr, row, column, inside, y, N, STREAM=False, FULL=FULL)
+
+
+@triton.jit
+def _part(x_ptr, column, N, FULL: tl.constexpr, EVICT: tl.constexpr):
+    if FULL:
+        x = tl.load(x_ptr + column, eviction_policy=EVICT)
+    else:
+        x = tl.load(x_ptr + column, mask=column < N, other=0.0, eviction_policy=EVICT)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def added(x_0, x_1, y_0, y_1):
+    return x_0 + y_0, x_1 + y_1
+
+
+@triton.jit
+def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, FULL: tl.constexpr):
+    """Of what is left of a row without `near`: mean and variance, the sum's error in the latter being that of their
+    squares. Of RMSNorm 0 and the mean square."""
+    total = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, TILES * BLOCK, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = _part(x_ptr, column, N, FULL, "evict_last")
+        if CENTRED:
+            x -= near
+            if not FULL:
+                x = tl.where(column < N, x, 0.0)
+            total += x
+        squares += x * x
+    rest = 0.0
+    if CENTRED:
+        sum_x, sum_squares = tl.reduce((total, squares), 0, added)
+        rest = _mean(sum_x, N)
+        variance = tl.maximum(sum_squares / N - rest * rest, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        variance = tl.sum(squares, axis=0) / N
+    return rest, variance
+
+
+@triton.jit(do_not_specialize=["M"])
+def fused_long_forward_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """One program a row, in TILES of BLOCK numbers, which it reads again, from L1: few registers, so many programs.
+
+    Mean and variance come from one pass, of distances from x_0. Where x_0 is so far off that their squares are many
+    times the variance, and of fp32 always, there is another one, of distances from the mean. FULL: whole tiles.
+    """
+    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
+    FAR: tl.constexpr = 0.0 if x_ptr.dtype.element_ty == tl.float32 else 16.0
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_row
+    y_ptr += row * N
+    first = 0.0
+    if CENTRED:
+        first = tl.load(x_ptr).to(tl.float32)
+    rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
+    if CENTRED:
+        if rest * rest > FAR * variance:
+            first += rest
+            rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
+        if SHORT:
+            first += rest
+            rest = 0.0
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, first + rest)
+    rstd = _inverse_root(variance, eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+    for start in tl.range(0, TILES * BLOCK, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = _part(x_ptr, column, N, FULL, "evict_first")
+        if CENTRED:
+            x -= first
+            if not SHORT:
+                x -= rest
+        y = x * rstd * vector(w_ptr, column, N, 1.0, FULL) + vector(b_ptr, column, N, 0.0, FULL)
+        if FULL:
+            tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty))
+        else:
+            tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=column < N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -220,7 +314,7 @@ def persistent_forward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x = _load_rows(x_ptr, row, column, inside, x_row, False, "")
+        x = _load_rows(x_ptr, row, column, inside, x_row, False).to(tl.float32)
         first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, False, SHORT)
         _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
         x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from torchstorm.kernels.row_clusters import launch_cuda as clusters
 from torchstorm.kernels.rows import (
     Tile,
     as_rows,
+    chained,
     check_columns,
+    following,
     grid_of,
     holds,
     loop_tile,
@@ -25,8 +28,8 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_MOST_BRIEF = 2048  # numbers of a row whose mean "fused" forward takes in one part, where they are bf16
-_ONCE_BYTES = 32 << 10  # of rows that "fused" forward reads once; longer ones again, from L1
+_MOST_ONCE = 4096  # numbers of a row that "fused" forward reads once; longer ones again, from L1
+_LONG_BLOCK = 8192
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
@@ -56,7 +59,7 @@ def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
     # Of rows that a Triton program is as fast for.
-    most_kib = (8 if centred else 2) if backward else (16 if centred else 64)
+    most_kib = (8 if centred else 2) if backward else 64
     if N * dtype.itemsize > most_kib << 10 and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
     if backward and holds("persistent", N, dtype):
@@ -66,7 +69,7 @@ def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     return "naive" if backward else "online"
 
 
-def forward_tile(variant: str, x_MN: Tensor) -> Tile:
+def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
     """How rows are divided among programs.
 
     Raises:
@@ -78,8 +81,11 @@ def forward_tile(variant: str, x_MN: Tensor) -> Tile:
         return Tile(block=min(block, 1024))
     if variant == "online":
         return loop_tile(x_MN, num_inputs=1)
+    if variant == "fused" and block <= _MOST_ONCE:
+        return Tile(block=block, num_warps=max(1, block // (1024 if _waits_packed(block, centred) else 512)))
     if variant == "fused":
-        return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
+        long = _LONG_BLOCK if N >= _LONG_BLOCK else _MOST_ONCE
+        return Tile(block=long, num_warps=max(8 if centred else 16, min(32, block // 1024)))
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 512))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
@@ -99,11 +105,11 @@ def backward_tile(variant: str, x_MN: Tensor) -> Tile:
         return loop_tile(x_MN, num_inputs=2)
     if variant == "fused":
         return Tile(block=block, num_warps=max(1, min(32, block // 1024)))
-    rows = max(1, 1024 // max(block, 32))
+    rows = 2 if block == 1024 else max(1, 1024 // max(block, 32))
     num_warps = max(2, min(16, rows * block // 512))
     stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
     # Fewer than fit, where those already ask memory for all that it can bring.
-    per_sm = 6 if num_warps == 2 else max(1, 16 // num_warps)
+    per_sm = {2: 6, 4: 3}.get(num_warps, max(1, 16 // num_warps))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=per_sm, stages=stages)
 
 
@@ -134,11 +140,12 @@ def forward(
         check_columns(variant, x_MN)
         clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
         return y, mean, rstd
-    tile = tile or forward_tile(variant, x_MN)
-    kernel = getattr(forward_triton, f"{variant}_forward_kernel")
+    tile = tile or forward_tile(variant, x_MN, centred=centred)
+    long = variant == "fused" and N > _MOST_ONCE
+    kernel = getattr(forward_triton, f"{variant}{'_long' * long}_forward_kernel")
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, *((mean, rstd) if keep else (None, None)), M, N, x_MN.stride(0), eps,
-        CENTRED=centred, **tile_options(variant, tile), **_fused_options(variant, x_MN, tile),
+        CENTRED=centred, **tile_options(variant, tile), **_forward_options(variant, N, tile, centred),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -199,7 +206,8 @@ def _persistent(
     backward_triton.persistent_kernel[grid_of(x_MN, tile)](
         dy_MN, x_MN, weight, dx, mean, rstd, *parts, *x_MN.shape, dy_MN.stride(0), x_MN.stride(0), CENTRED=centred,
         ALL_STAYS=tile.rows * tile.block <= 512 * tile.num_warps,
-        FULL=tile.rows == 1 and tile.block == x_MN.shape[1], **tile_options("persistent", tile),
+        FULL=tile.block == x_MN.shape[1] and x_MN.shape[0] % tile.rows == 0, CHAINED=chained(x_MN),
+        **tile_options("persistent", tile),
     )  # fmt: skip
     return parts
 
@@ -272,18 +280,21 @@ def _totals(
         (first, to_first), (second, to_second) = given[0], given[1] if len(given) == 2 else (None, None)
         backward_triton.totals_kernel[(-(-N // tile.block), len(given))](
             first, second, to_first, to_second, first.shape[0], N, ROWS=tile.rows, BLOCK=tile.block,
-            num_warps=tile.num_warps,
+            num_warps=tile.num_warps, **following(x_MN),
         )  # fmt: skip
     return dw, db
 
 
-def _fused_options(variant: str, x_MN: Tensor, tile: Tile) -> dict[str, bool]:
+def _forward_options(variant: str, N: int, tile: Tile, centred: bool) -> dict[str, Any]:
     if variant != "fused":
         return {}
-    again = tile.block * x_MN.element_size() > _ONCE_BYTES
-    # Rows in between were faster with masks and a mean in two parts.
-    brief = again or tile.block <= _MOST_BRIEF
-    return {"FULL": brief and tile.block == x_MN.shape[1], "AGAIN": again, "BRIEF": brief}
+    if N > _MOST_ONCE:
+        return {"TILES": -(-N // tile.block), "FULL": N % tile.block == 0}
+    return {"FULL": tile.block == N, "PACKED": _waits_packed(tile.block, centred)}
+
+
+def _waits_packed(block: int, centred: bool) -> bool:
+    return centred and block == _MOST_ONCE
 
 
 def _op(centred: bool) -> str:
