@@ -25,12 +25,12 @@ Kernels = list[tuple[str, Any]]
 SUMS = ("sums_kernel", 64), ("sums_kernel", 56)
 PRODUCT = ("sums_kernel", 80), ("sums_kernel", 56)
 NORM = (
-    ("statistics_kernel", 128),
+    ("statistics_kernel", 240),
     ("merge_statistics_kernel", 192),
     ("normalise_kernel", 96),
     ("gradient_sums_kernel", 192),
     ("merge_sums_kernel", 40),
-    ("x_gradient_kernel", 72),
+    ("x_gradient_kernel", 96),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,14 +89,12 @@ def power_of_two(n: int) -> int:
 
 def num_sms(x: Tensor) -> int:
     """Of x's GPU."""
-    if x.is_cuda:  # pragma: gpu
-        return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
-    return _SMS_ELSEWHERE
+    return _gpu(x.device).multi_processor_count if x.is_cuda else _SMS_ELSEWHERE
 
 
 def chained(x: Tensor) -> bool:
     """Whether kernels on x's GPU may begin while the one before ends; see chain_triton.py."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and _gpu(x.device).major >= 9
 
 
 def following(x: Tensor) -> dict[str, Any]:
@@ -103,11 +102,15 @@ def following(x: Tensor) -> dict[str, Any]:
     return {"CHAINED": True, "launch_pdl": True} if chained(x) else {"CHAINED": False}
 
 
+@functools.cache
+def _gpu(device: torch.device) -> Any:  # pragma: gpu
+    """PyTorch finds the properties anew in microseconds, which is long for what is asked at every launch."""
+    return torch.cuda.get_device_properties(device)
+
+
 def l2_bytes(x: Tensor) -> int:
     """Of x's GPU."""
-    if x.is_cuda:  # pragma: gpu
-        return int(torch.cuda.get_device_properties(x.device).L2_cache_size)
-    return _L2_BYTES_ELSEWHERE
+    return _gpu(x.device).L2_cache_size if x.is_cuda else _L2_BYTES_ELSEWHERE
 
 
 def loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:

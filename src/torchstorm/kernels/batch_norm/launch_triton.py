@@ -27,32 +27,16 @@ from torchstorm.kernels.elementwise.operations_triton import (
 from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
 TILE_BYTES = 4096  # of each tensor, of programs that have one tile
-CHANNELS_LAST_BYTES = 16384  # of forward's tiles whose rows are the channels; backward has two and would spill
+CHANNELS_LAST_BYTES = 16384  # of those whose rows are the channels; backward, which has two, half as many
 _NUM_WARPS = 4
+WALK_BYTES = 8192  # of each tensor, of programs that walk over tiles and keep two fp32 numbers for each place of theirs
+WALK_STAGES = {"statistics": 4, "gradients": 3}  # tiles on their way
+WALK_PROGRAMS = 3  # on each multiprocessor
 WALK_WIDEST = 1024  # channels of their tiles, where channels lie side by side
 _WIDEST = 64  # of others: more would have their parameters passed between threads
 _LEAST_USED = 0.95  # of a tile that is longer than need be
 _MOST_PARTS = 256  # which one program can merge
 _MERGED = 4096  # numbers that a merging program holds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walk:
-    """Of programs that walk over tiles, and keep two fp32 numbers for each place of theirs.
-
-    Attributes:
-        tile_bytes: of each tensor.
-        stages: tiles on their way.
-        programs: on each multiprocessor, as many as have room: others would come when those are done.
-    """
-
-    tile_bytes: int
-    stages: int
-    programs: int
-
-
-STATISTICS = Walk(tile_bytes=4096, stages=6, programs=4)
-GRADIENTS = Walk(tile_bytes=8192, stages=3, programs=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +75,11 @@ class _View:
     def num_tiles(self) -> int:
         return self.N * -(-self.L // self.BLOCK_L)
 
-    def parts(self, variant: str, walk: Walk) -> int:
+    def parts(self, variant: str) -> int:
         """Programs that share a channel."""
         if variant == "naive":
             return 1
-        programs = walk.programs * num_sms(self.of_memory)
+        programs = WALK_PROGRAMS * num_sms(self.of_memory)
         return max(1, min(self.num_tiles, _MOST_PARTS, programs // self.channel_blocks))
 
 
@@ -123,13 +107,13 @@ def _length(L: int, most: int) -> int:
 
 def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
     """Fills mean, biased variance and 1 / sqrt(variance + eps) of each channel."""
-    view = _view(x, STATISTICS.tile_bytes, STATISTICS.tile_bytes, WALK_WIDEST)
-    parts = view.parts(variant, STATISTICS)
+    view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
+    parts = view.parts(variant)
     num = mean.new_empty((parts,))
     means, spreads = (mean.new_empty((parts, view.C), dtype=torch.float64) for _ in range(2))
     statistics_kernel[(view.channel_blocks * parts,)](
         view.of_memory, num, means, spreads, *view.sizes, view.num_tiles, parts, *view.strides,
-        STAGES=STATISTICS.stages, CHAINED=chained(x), **view.tile,
+        STAGES=WALK_STAGES["statistics"], CHAINED=chained(x), **view.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
     merge_statistics_kernel[grid](num, means, spreads, mean, var, rstd, eps, view.C, parts, **tile, **following(x))
@@ -156,9 +140,9 @@ def backward(
     activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
 ) -> None:  # fmt: skip
     """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
-    walk = _view(x, GRADIENTS.tile_bytes, GRADIENTS.tile_bytes, WALK_WIDEST)
-    view = _view(x, TILE_BYTES, TILE_BYTES)
-    parts = walk.parts(variant, GRADIENTS)
+    walk = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
+    view = _view(x, TILE_BYTES, CHANNELS_LAST_BYTES // 2)
+    parts = walk.parts(variant)
     x = view.of_memory
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
     out = dx if dx.stride() == x.stride() else torch.empty_like(x)
@@ -167,7 +151,7 @@ def backward(
     part_dz, part_product = mean.new_empty((parts, view.C)), mean.new_empty((parts, view.C))
     gradient_sums_kernel[(walk.channel_blocks * parts,)](
         dy, x, weight, bias, mean, rstd, part_dz, part_product, *walk.sizes, walk.num_tiles, parts, *walk.strides,
-        STAGES=GRADIENTS.stages, CHAINED=chained(x), **chosen, **walk.tile,
+        STAGES=WALK_STAGES["gradients"], CHAINED=chained(x), **chosen, **walk.tile,
     )  # fmt: skip
     grid, tile = _merging(view.C)
     merge_sums_kernel[grid](part_dz, part_product, d_bias, d_weight, view.C, parts, **tile, **following(x))
