@@ -6,10 +6,10 @@ and every so-manieth tile, and leaves what it found as one part of these channel
 in order. What comes after goes over the tiles backwards: the last ones are still in the cache.
 
 Sums are kept for each place of a tile, so that nothing is passed between threads on the way, and merged in the end as
-of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from the first value that a
-program sees of a channel, and of their squares: a sum of squares of the values themselves would lose all digits where
-the mean is large. As that value is one of them, the squares are at most as many times too large as a program has
-values. Arithmetic in fp32; what places and parts find is merged in fp64.
+of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from a value that a program
+sees of a channel, the middle one of three, and of their squares: a sum of squares of the values themselves would lose
+all digits where the mean is large, as would one of distances from a value that is far from all others, such as a
+padded first one. Arithmetic in fp32; what places and parts find is merged in fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -59,6 +59,17 @@ def _of_channel(per_channel, channel, C, default: tl.constexpr):
         return tl.load(per_channel + channel, mask=channel < C, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _value(x, channel, C, c_stride):
+    return tl.load(x + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _middle(a, b, c):
+    """Of three; any of them where one is NaN."""
+    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
+
+
 @triton.jit(do_not_specialize=["L", "num_tiles", "parts"])
 def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, parts, n_stride, c_stride, l_stride,
                       ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
@@ -68,7 +79,11 @@ def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, p
     channel, part = _channels(C, BLOCK_C, False)
     places = _places(channel, c_stride, l_stride, BLOCK_L)
     base, _, _ = _tile(part, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
-    start = tl.load(x + base + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
+    last = tl.minimum(L - (part // N).to(tl.int64) * BLOCK_L, BLOCK_L) - 1
+    start = _middle(
+        _value(x + base, channel, C, c_stride), _value(x + base + last // 2 * l_stride, channel, C, c_stride),
+        _value(x + base + last * l_stride, channel, C, c_stride),
+    )  # fmt: skip
     total = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
     # Tiles that end beyond L come last, and all lack the same places.
@@ -87,16 +102,16 @@ def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, p
         total += away
         squares += away * away
         num += tl.where(l_inside, 1.0, 0.0)
-    own = total / tl.maximum(num, 1.0)[:, None]
+    own = total * tl.div_rn(1.0, tl.maximum(num, 1.0))[:, None]
     spread = squares - total * own
     total_num = tl.sum(num, 0)
     mean = tl.sum(total.to(tl.float64), 0) / total_num
-    away = own - mean.to(tl.float32)[None, :]
-    spread += away * away * num[:, None]
+    away = own.to(tl.float64) - mean[None, :]
+    spread = spread.to(tl.float64) + away * away * num[:, None]
     at = part * C + channel
     tl.store(part_num + part, total_num)
     tl.store(part_mean + at, start + mean, mask=channel < C)
-    tl.store(part_spread + at, tl.sum(spread.to(tl.float64), 0), mask=channel < C)
+    tl.store(part_spread + at, tl.sum(spread, 0), mask=channel < C)
 
 
 @triton.jit(do_not_specialize=["parts"])
