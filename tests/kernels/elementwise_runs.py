@@ -131,6 +131,7 @@ NORMS: dict[str, tuple[tuple[int, ...], str]] = {
     "of several tiles": ((3, 20, 1500), ""),
     "of one sample": ((1, 17, 23), ""),
     "of a first sample far off": ((400, 6), "far"),
+    "of many channels, one sample far off": ((300, 1030), "far"),
 }
 """Shapes, and how x lies in memory, or what else is special."""
 

@@ -97,6 +97,12 @@ def test_dropout_reads_before_it_makes_bits_and_its_threads_exchange_nothing(com
     assert ptx.index("mul.lo.s64") > ptx.index("ld.global.v4.b32")
 
 
+def test_batch_norm_of_rows_that_are_not_read_16_bytes_at_once_does_not_spill(compiled: Kernels) -> None:
+    _norm(torch.zeros(4000, 1030, dtype=torch.bfloat16))
+    for name, kernel in compiled:
+        assert not usage(kernel)[1], name
+
+
 def test_other_sizes_compile_nothing_new(compiled: Kernels) -> None:
     def run(rows: int) -> None:
         x = torch.zeros(rows, 64, dtype=torch.bfloat16)

@@ -94,7 +94,7 @@ def num_sms(x: Tensor) -> int:
 
 def chained(x: Tensor) -> bool:
     """Whether kernels on x's GPU may begin while the one before ends; see chain_triton.py."""
-    return x.is_cuda and _gpu(x.device).major >= 9
+    return x.is_cuda and torch.version.cuda is not None and _gpu(x.device).major >= 9
 
 
 def following(x: Tensor) -> dict[str, Any]:

@@ -6,10 +6,10 @@ and every so-manieth tile, and leaves what it found as one part of these channel
 in order. What comes after goes over the tiles backwards: the last ones are still in the cache.
 
 Sums are kept for each place of a tile, so that nothing is passed between threads on the way, and merged in the end as
-of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from a value that a program
-sees of a channel, the middle one of three, and of their squares: a sum of squares of the values themselves would lose
-all digits where the mean is large, as would one of distances from a value that is far from all others, such as a
-padded first one. Arithmetic in fp32; what places and parts find is merged in fp64.
+of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from one value, and of their
+squares: a sum of squares of the values themselves would lose all digits where the mean is large, as would one of
+distances from a value that is far from most others. So it is the middle one of three: of those that a program sees of a
+channel, from the first, the middle and the last tile. Arithmetic in fp32; what places and parts find is merged in fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -60,8 +60,12 @@ def _of_channel(per_channel, channel, C, default: tl.constexpr):
 
 
 @triton.jit
-def _value(x, channel, C, c_stride):
-    return tl.load(x + channel * c_stride, mask=channel < C, other=0.0).to(tl.float32)
+def _value(x, tile, HALVES: tl.constexpr, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L: tl.constexpr):
+    """A tile's value of each channel: its first, or so many halves of the way to its last."""
+    l_start = (tile // N).to(tl.int64) * BLOCK_L
+    l_at = l_start + (tl.minimum(L - l_start, BLOCK_L) - 1) * HALVES // 2
+    at = (tile % N).to(tl.int64) * n_stride + l_at * l_stride + channel * c_stride
+    return tl.load(x + at, mask=channel < C, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -78,11 +82,11 @@ def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, p
     next_may_begin(CHAINED)
     channel, part = _channels(C, BLOCK_C, False)
     places = _places(channel, c_stride, l_stride, BLOCK_L)
-    base, _, _ = _tile(part, channel, N, C, L, n_stride, l_stride, ALIGNED, BLOCK_L)
-    last = tl.minimum(L - (part // N).to(tl.int64) * BLOCK_L, BLOCK_L) - 1
+    steps = tl.cdiv(num_tiles - part, parts)
     start = _middle(
-        _value(x + base, channel, C, c_stride), _value(x + base + last // 2 * l_stride, channel, C, c_stride),
-        _value(x + base + last * l_stride, channel, C, c_stride),
+        _value(x, part, 0, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),
+        _value(x, part + steps // 2 * parts, 1, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),
+        _value(x, part + (steps - 1) * parts, 2, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),
     )  # fmt: skip
     total = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_L, BLOCK_C), tl.float32)
@@ -131,6 +135,7 @@ def merge_statistics_kernel(part_num, part_mean, part_spread, mean, var, rstd, e
     common = tl.sum(means * num[:, None], 0) / total
     away = means - common[None, :]
     variance = (tl.sum(spreads + away * away * num[:, None], 0) / total).to(tl.float32)
+    variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(mean + channel, common.to(tl.float32), mask=channel < C)
     tl.store(var + channel, variance, mask=channel < C)
     tl.store(rstd + channel, tl.div_rn(1.0, tl.sqrt_rn(variance + eps)), mask=channel < C)

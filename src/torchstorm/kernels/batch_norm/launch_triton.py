@@ -28,10 +28,11 @@ from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
 TILE_BYTES = 4096  # of each tensor, of programs that have one tile
 CHANNELS_LAST_BYTES = 16384  # of those whose rows are the channels; backward, which has two, half as many
+_ODD_BYTES = 4096  # of such with rows that are not read 16 bytes at once: each place has an address
 _NUM_WARPS = 4
 WALK_BYTES = 8192  # of each tensor, of programs that walk over tiles and keep two fp32 numbers for each place of theirs
 WALK_STAGES = {"statistics": 4, "gradients": 3}  # tiles on their way
-WALK_PROGRAMS = 3  # on each multiprocessor
+WALK_PROGRAMS = 3  # on each multiprocessor; the fastest also where registers leave room for two
 WALK_WIDEST = 1024  # channels of their tiles, where channels lie side by side
 _WIDEST = 64  # of others: more would have their parameters passed between threads
 _LEAST_USED = 0.95  # of a tile that is longer than need be
@@ -89,6 +90,8 @@ def _view(x: Tensor, tile_bytes: int, channels_last_bytes: int, widest: int = _W
     if L == 1 or x.movedim(1, -1).is_contiguous():
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
         BLOCK_C = min(widest, power_of_two(C))
+        if C % 16:
+            channels_last_bytes = min(channels_last_bytes, _ODD_BYTES)
         BLOCK_L = channels_last_bytes // x.element_size() // BLOCK_C
         return _View(of_memory=x, N=1, C=C, L=N * L, strides=(0, 1, C), BLOCK_L=BLOCK_L, BLOCK_C=BLOCK_C)
     block = tile_bytes // x.element_size()
@@ -140,10 +143,10 @@ def backward(
     activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
 ) -> None:  # fmt: skip
     """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
-    walk = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
     view = _view(x, TILE_BYTES, CHANNELS_LAST_BYTES // 2)
-    parts = walk.parts(variant)
     x = view.of_memory
+    walk = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
+    parts = walk.parts(variant)
     dy = dy if dy.stride() == x.stride() else torch.empty_like(x).copy_(dy)
     out = dx if dx.stride() == x.stride() else torch.empty_like(x)
     gradient = (HALF_BACKWARD if x.dtype != torch.float32 else BACKWARD)[activation] if activation else identity

@@ -74,7 +74,7 @@ def _backward(activation: str) -> Any:
 
 
 def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
-    """Fills mean and the biased variance of each channel."""
+    """Fills mean, biased variance and 1 / sqrt(variance + eps) of each channel."""
     _statistics(_rows(x), mean.numpy(), var.numpy())
     torch.rsqrt(var + eps, out=rstd)
 

@@ -277,7 +277,8 @@ def fused_long_forward_kernel(
         first = tl.load(x_ptr).to(tl.float32)
     rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
     if CENTRED:
-        if rest * rest > FAR * variance:
+        # Where squares overflow the variance is infinite, or not a number.
+        if (rest * rest > FAR * variance) | (variance == float("inf")) | (variance != variance):
             first += rest
             rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
         if SHORT:
