@@ -234,8 +234,7 @@ def added(x_0, x_1, y_0, y_1):
 
 @triton.jit
 def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, FULL: tl.constexpr):
-    """Of what is left of a row without `near`: mean and variance, the sum's error in the latter being that of their
-    squares. Of RMSNorm 0 and the mean square."""
+    """Mean and variance of what is left of a row without `near`; of RMSNorm 0 and the row's mean square."""
     total = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
