@@ -71,8 +71,10 @@ def test_a_read_that_fails_names_kind_and_records_and_the_rest_is_read(disk: Dis
                 volume["big"].read(3, 6)
             with pytest.raises(StorageError, match=r"^record 5 of kind 'big'"):
                 volume.read_batch([("odd", 0, 9, None), ("big", 5, 1, None), ("big", 6, 2, None)]).wait()
+            # Where no address is aligned: rows that are go through io_uring, before which the shim cannot stand.
+            rows_out = torch.empty(3 * SIZE + 1, dtype=torch.uint8)[1:].view(3, SIZE)
             with pytest.raises(StorageError, match=r"^record 5 of kind 'big'"):
-                volume["big"].read_rows_async([9, 5, 2], torch.empty(3, SIZE, dtype=torch.uint8)).wait()
+                volume["big"].read_rows_async([9, 5, 2], rows_out).wait()
             with pytest.raises(StorageError, match=r"^records 0 to 19 of kind 'big'"):
                 volume["big"].check()
             assert torch.equal(volume["big"].read(6, 14), rows(BIG, 6, 14))
