@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torchstorm.errors import ConfigError, CorruptionError, DeviceError, StorageError
 from torchstorm.storage.layout import Kind
 from torchstorm.storage.loader import NVMeDataLoader
+from torchstorm.storage.records import Checks
 from torchstorm.storage.volume import Volume
 
 NUM = 37
@@ -242,6 +243,18 @@ def test_a_volume_that_is_closed_meanwhile_is_an_error_and_no_hang(tmp_path: Pat
     volume.close()
     with pytest.raises(StorageError, match="is closed"):
         list(batches)
+
+
+def test_checks_that_are_read_while_their_file_closes_say_so(tmp_path: Path) -> None:
+    """As another thread does between the file's end and that of its kinds."""
+    (tmp_path / "x").write_bytes(bytes(64))
+    descriptor = os.open(tmp_path / "x", os.O_RDONLY)
+    checks = Checks(descriptor, 0, "kind 'x'")
+    assert len(checks.read(0, 2)) == 2
+    checks.begin_to_close()
+    os.close(descriptor)
+    with pytest.raises(StorageError, match="kind 'x' is closed"):
+        checks.read(0, 2)
 
 
 def test_a_second_iteration_ends_the_first_which_says_so(volume: Volume) -> None:

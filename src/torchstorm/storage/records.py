@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -319,18 +320,26 @@ class Checks:
 
     def __init__(self, fd: int, start_bytes: int, where: str) -> None:
         self._fd, self._start, self._where = fd, start_bytes, where
+        self._is_closing = False
 
     def read(self, first: int, count: int) -> npt.NDArray[np.uint64]:
         """Those of some records. Raises StorageError where the disk failed or the file ends before."""
         if self._fd < 0:
-            raise StorageError(f"{self._where} is closed, so what was read cannot be held against its checks.")
+            raise self._closed()
         data = bytearray(count * CHECK_BYTES)
         self._move(os.preadv, "reading", first, memoryview(data))
         return np.frombuffer(data, dtype="<u8")
 
+    def begin_to_close(self) -> None:
+        """The file is about to be closed: where it is no longer there from now on, that is why."""
+        self._is_closing = True
+
     def close(self) -> None:
-        """The file is about to be closed."""
+        """The file is closed."""
         self._fd = -1
+
+    def _closed(self) -> StorageError:
+        return StorageError(f"{self._where} is closed, so what was read cannot be held against its checks.")
 
     def write(self, first: int, checks: Sequence[int]) -> None:
         """Those of some records; all are written, or it raises StorageError."""
@@ -344,6 +353,8 @@ class Checks:
             try:
                 count = call(self._fd, [view[done:]], offset + done)
             except OSError as failed:
+                if self._is_closing and failed.errno == errno.EBADF:
+                    raise self._closed() from failed
                 error = StorageError(
                     f"{self._where}: {verb} the checks of {_which(first, len(view) // CHECK_BYTES)} failed at offset "
                     f"{offset}: {failed.strerror}. Check the disk and the kernel's log (dmesg)."
