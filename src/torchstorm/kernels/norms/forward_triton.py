@@ -40,14 +40,19 @@ def _inverse_root(variance, eps):
 
 
 @triton.jit
-def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr, FULL: tl.constexpr = False):
-    at = y_ptr + row[:, None] * N + column[None, :]
+def _store(at, inside, y, STREAM: tl.constexpr, FULL: tl.constexpr):
+    y = y.to(at.dtype.element_ty)
     if FULL:
-        tl.store(at, y.to(y_ptr.dtype.element_ty))
+        tl.store(at, y)
     elif STREAM:
-        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")
+        tl.store(at, y, mask=inside, cache_modifier=".cs")
     else:
-        tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(at, y, mask=inside)
+
+
+@triton.jit
+def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr, FULL: tl.constexpr = False):
+    _store(y_ptr + row[:, None] * N + column[None, :], inside, y, STREAM, FULL)
 
 
 @triton.jit
@@ -153,12 +158,11 @@ def widened_again(x):
 
 
 @triton.jit
-def _load_rows(x_ptr, row, column, inside, x_row, FULL: tl.constexpr):
-    at = x_ptr + row[:, None] * x_row + column[None, :]
+def _load(at, inside, FULL: tl.constexpr, EVICT: tl.constexpr):
     if FULL:
-        x = tl.load(at)
+        x = tl.load(at, eviction_policy=EVICT)
     else:
-        x = tl.load(at, mask=inside, other=0.0)
+        x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
     return x
 
 
@@ -207,7 +211,7 @@ def fused_forward_kernel(
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = (column < N)[None, :]
-    given = _load_rows(x_ptr, row, column, inside, x_row, FULL)
+    given = _load(x_ptr + row[:, None] * x_row + column[None, :], inside, FULL, "")
     x = given.to(tl.float32)
     first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, FULL, SHORT)
     _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
@@ -216,15 +220,6 @@ def fused_forward_kernel(
     x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
     y = x_hat * vector(w_ptr, column, N, 1.0, FULL)[None, :] + vector(b_ptr, column, N, 0.0, FULL)[None, :]
     _write(y_ptr, row, column, inside, y, N, STREAM=False, FULL=FULL)
-
-
-@triton.jit
-def _part(x_ptr, column, N, FULL: tl.constexpr, EVICT: tl.constexpr):
-    if FULL:
-        x = tl.load(x_ptr + column, eviction_policy=EVICT)
-    else:
-        x = tl.load(x_ptr + column, mask=column < N, other=0.0, eviction_policy=EVICT)
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -239,7 +234,7 @@ def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: 
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = _part(x_ptr, column, N, FULL, "evict_last")
+        x = _load(x_ptr + column, column < N, FULL, "evict_last").to(tl.float32)
         if CENTRED:
             x -= near
             if not FULL:
@@ -290,16 +285,13 @@ def fused_long_forward_kernel(
         tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = _part(x_ptr, column, N, FULL, "evict_first")
+        x = _load(x_ptr + column, column < N, FULL, "evict_first").to(tl.float32)
         if CENTRED:
             x -= first
             if not SHORT:
                 x -= rest
         y = x * rstd * vector(w_ptr, column, N, 1.0, FULL) + vector(b_ptr, column, N, 0.0, FULL)
-        if FULL:
-            tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty))
-        else:
-            tl.store(y_ptr + column, y.to(y_ptr.dtype.element_ty), mask=column < N)
+        _store(y_ptr + column, column < N, y, False, FULL)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -314,7 +306,7 @@ def persistent_forward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x = _load_rows(x_ptr, row, column, inside, x_row, False).to(tl.float32)
+        x = _load(x_ptr + row[:, None] * x_row + column[None, :], inside, False, "").to(tl.float32)
         first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, False, SHORT)
         _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
         x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)

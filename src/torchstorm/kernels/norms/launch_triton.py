@@ -141,11 +141,10 @@ def forward(
         clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
         return y, mean, rstd
     tile = tile or forward_tile(variant, x_MN, centred=centred)
-    long = variant == "fused" and N > _MOST_ONCE
-    kernel = getattr(forward_triton, f"{variant}{'_long' * long}_forward_kernel")
+    kernel, options = _forward_kernel(variant, N, tile, centred)
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, *((mean, rstd) if keep else (None, None)), M, N, x_MN.stride(0), eps,
-        CENTRED=centred, **tile_options(variant, tile), **_forward_options(variant, N, tile, centred),
+        CENTRED=centred, **tile_options(variant, tile), **options,
     )  # fmt: skip
     return y, mean, rstd
 
@@ -285,12 +284,14 @@ def _totals(
     return dw, db
 
 
-def _forward_options(variant: str, N: int, tile: Tile, centred: bool) -> dict[str, Any]:
+def _forward_kernel(variant: str, N: int, tile: Tile, centred: bool) -> tuple[Any, dict[str, Any]]:
+    """The kernel for rows of N, and what it is compiled for besides its tile."""
     if variant != "fused":
-        return {}
+        return getattr(forward_triton, f"{variant}_forward_kernel"), {}
     if N > _MOST_ONCE:
-        return {"TILES": -(-N // tile.block), "FULL": N % tile.block == 0}
-    return {"FULL": tile.block == N, "PACKED": _waits_packed(tile.block, centred)}
+        options = {"TILES": -(-N // tile.block), "FULL": N % tile.block == 0}
+        return forward_triton.fused_long_forward_kernel, options
+    return forward_triton.fused_forward_kernel, {"FULL": tile.block == N, "PACKED": _waits_packed(tile.block, centred)}
 
 
 def _waits_packed(block: int, centred: bool) -> bool:
