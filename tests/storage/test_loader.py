@@ -245,14 +245,19 @@ def test_a_volume_that_is_closed_meanwhile_is_an_error_and_no_hang(tmp_path: Pat
         list(batches)
 
 
-def test_checks_that_are_read_while_their_file_closes_say_so(tmp_path: Path) -> None:
-    """As another thread does between the file's end and that of its kinds."""
+def test_checks_that_are_read_while_their_file_closes_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread closes it after they were found open."""
     (tmp_path / "x").write_bytes(bytes(64))
     descriptor = os.open(tmp_path / "x", os.O_RDONLY)
-    checks = Checks(descriptor, 0, "kind 'x'")
+    checks, read = Checks(descriptor, 0, "kind 'x'"), os.preadv
     assert len(checks.read(0, 2)) == 2
-    checks.begin_to_close()
-    os.close(descriptor)
+
+    def late(*arguments: Any) -> int:
+        checks.close()
+        os.close(descriptor)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", late)
     with pytest.raises(StorageError, match="kind 'x' is closed"):
         checks.read(0, 2)
 

@@ -320,7 +320,6 @@ class Checks:
 
     def __init__(self, fd: int, start_bytes: int, where: str) -> None:
         self._fd, self._start, self._where = fd, start_bytes, where
-        self._is_closing = False
 
     def read(self, first: int, count: int) -> npt.NDArray[np.uint64]:
         """Those of some records. Raises StorageError where the disk failed or the file ends before."""
@@ -330,12 +329,8 @@ class Checks:
         self._move(os.preadv, "reading", first, memoryview(data))
         return np.frombuffer(data, dtype="<u8")
 
-    def begin_to_close(self) -> None:
-        """The file is about to be closed: where it is no longer there from now on, that is why."""
-        self._is_closing = True
-
     def close(self) -> None:
-        """The file is closed."""
+        """The file is about to be closed."""
         self._fd = -1
 
     def _closed(self) -> StorageError:
@@ -353,7 +348,7 @@ class Checks:
             try:
                 count = call(self._fd, [view[done:]], offset + done)
             except OSError as failed:
-                if self._is_closing and failed.errno == errno.EBADF:
+                if self._fd < 0 and failed.errno == errno.EBADF:  # closed since it was looked at
                     raise self._closed() from failed
                 error = StorageError(
                     f"{self._where}: {verb} the checks of {_which(first, len(view) // CHECK_BYTES)} failed at offset "

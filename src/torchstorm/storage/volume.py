@@ -257,12 +257,10 @@ class Volume:
 
     def close(self) -> None:
         """Lets requests under way end, and gives back the file and its threads. Closing twice does nothing."""
-        checks = [records.checks for records in self._kinds.values() if records.checks is not None]
-        for each in checks:
-            each.begin_to_close()
         self._file.close()
-        for each in checks:
-            each.close()
+        for records in self._kinds.values():
+            if records.checks is not None:
+                records.checks.close()
         self._release()
 
     def __enter__(self) -> Self:

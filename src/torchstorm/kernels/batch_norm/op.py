@@ -47,13 +47,15 @@ def batch_norm_act_op(
     implementation = _implementation(variant)
     y = torch.empty_like(x)
     mean, var, rstd = (_per_channel(x) for _ in range(3))
-    given = given_mean is not None and given_var is not None
-    if x.numel() and not given:
+    if given_mean is None and x.numel():
         with torch.cuda.device_of(x):
             implementation.statistics(x, mean, var, rstd, eps, variant)
     else:
-        mean.copy_(given_mean) if given_mean is not None else mean.zero_()
-        var.copy_(given_var) if given_var is not None else var.zero_()
+        for own, given in ((mean, given_mean), (var, given_var)):
+            if given is None:
+                own.zero_()
+            else:
+                own.copy_(given)
         torch.rsqrt(var + eps, out=rstd)
     if x.numel():
         with torch.cuda.device_of(x):
