@@ -70,7 +70,6 @@ def test_kernels_compile_without_warnings_and_fit(name: str, arch: str) -> None:
         (False, True, torch.bfloat16, Config(cluster=1)),
         (False, False, torch.bfloat16, Config(tile_n=128, stages=5)),
         (True, True, torch.float16, Config(cluster=4)),
-        (True, True, torch.bfloat16, Config(stages=3, outs=4, lag=2)),
     ],
 )
 def test_wgmma_compiles_without_warnings_or_spills(

@@ -14,11 +14,8 @@ constexpr int TILE_M = 128, TILE_K = 64, SLICE = 64;  // SLICE: elements of 128 
 constexpr int CONSUMERS = 2, WARPGROUP = 128;
 constexpr int SLICE_BYTES = SLICE * TILE_K * 2;  // 64 x 64 elements, whichever way they lie
 constexpr int A_BYTES = TILE_M * TILE_K * 2, B_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int OUT_BYTES = 64 * SLICE * 2;  // of a warpgroup: 64 rows, 64 columns, on their way out; OUTS of them
-constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + CONSUMERS * OUTS * OUT_BYTES;
-constexpr bool AT_ONCE = OUTS == TILE_N / SLICE;  // all of a tile's results leave together
-static_assert(OUTS == 2 || AT_ONCE, "room for two slices in turns, or for all");
-static_assert(LAG < STAGES, "the first consumer waits for stages that the second has not left");
+constexpr int OUT_BYTES = 64 * SLICE * 2;  // of a warpgroup: 64 rows, 64 columns, on their way out; two of them
+constexpr int BARRIERS_AT = STAGES * STAGE_BYTES + CONSUMERS * 2 * OUT_BYTES;
 constexpr int TOLD_AT = BARRIERS_AT + 2 * STAGES * 8;  // how many tiles each consumer has stored
 constexpr int ROW_AT = TOLD_AT + CONSUMERS * 4;  // a number for each of a tile's columns, for each consumer
 static_assert(SHARED_BYTES >= 1024 + ROW_AT + CONSUMERS * TILE_N * 2, "room to align, tiles, results, barriers, ...");
@@ -218,7 +215,7 @@ matmul_wgmma(
         constexpr int REGISTERS = (168 * (CONSUMERS + 1) - Beside::REGISTERS) / CONSUMERS / 8 * 8;
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int consumer = group - 1, thread = threadIdx.x % WARPGROUP, lane = thread % 32;
-        const unsigned own_out = out + consumer * OUTS * OUT_BYTES, own_row = base + ROW_AT + consumer * TILE_N * 2;
+        const unsigned own_out = out + consumer * 2 * OUT_BYTES, own_row = base + ROW_AT + consumer * TILE_N * 2;
         // In a pair of 8 x 16 results, whose row of 16 bytes this thread's address names for stmatrix.
         const int row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
         // One thread of every warp tells every block of the cluster that the warp has done with a stage.
@@ -237,8 +234,6 @@ matmul_wgmma(
         unsigned tiles = 0;
         int half = 0;
         float sums[TILE_N / 2];
-        // The other consumer begins a few steps later, and stays behind: one multiplies while the other's results go out.
-        if (LAG > 0 && consumer == 1) asm volatile("bar.sync 3, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");
         for (int index = blockIdx.x / CLUSTER; index < num_tiles; index += gridDim.x / CLUSTER) {
             const Place at(index, rank, p);
             int before = 0;
@@ -258,68 +253,42 @@ matmul_wgmma(
                 wait<1>(sums);
                 if (step > 0) leave(before);
                 before = stage;
-                if (LAG > 0 && consumer == 0 && tiles == 0 && step == min(LAG, steps) - 1)
-                    asm volatile("bar.arrive 3, %0;" ::"n"(CONSUMERS * WARPGROUP) : "memory");
                 if constexpr (Beside::FOLLOWS)
                     if (step == told_at_step && tiles > 0) store_ends(tiles);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             wait<0>(sums);
             leave(before);
-            auto bar = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory"); };
-            auto place_slice = [&](int slice, unsigned to) {
-#pragma unroll
-                for (int i = 0; i < SLICE / 16; ++i) {
-                    const float* from = &sums[slice * SLICE / 2 + i * 8];
-                    const unsigned address = to + row * 128 + (((i * 2 + chunk) ^ (row & 7)) << 4);
-                    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                                 "r"(pair_of(from[0], from[1])), "r"(pair_of(from[2], from[3])),
-                                 "r"(pair_of(from[4], from[5])), "r"(pair_of(from[6], from[7]))
-                                 : "memory");
-                }
-            };
-            auto finish_slice = [&](int slice) {
-#pragma unroll
-                for (int i = 0; i < SLICE / 16; ++i)
-                    beside.finish(&sums[slice * SLICE / 2 + i * 8],
-                                  own_row + (slice * SLICE + i * 16 + lane % 4 * 2) * 2);
-            };
-            if constexpr (Beside::HAS_ROW)
+            if constexpr (Beside::HAS_ROW) {
                 if (thread * 2 < TILE_N) place_pair(own_row + thread * 4, row_pair);
-            if constexpr (AT_ONCE) {
-                // The tile before has left long ago.
-                if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-                bar();
+                asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
+            }
+
 #pragma unroll
-                for (int slice = 0; slice < OUTS; ++slice) {
-                    finish_slice(slice);
-                    place_slice(slice, own_out + slice * OUT_BYTES);
-                }
-                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                bar();
-                if (thread == 0)
+            for (int slice = 0; slice < TILE_N / SLICE; ++slice) {
+                if (at.n + slice * SLICE < p.N) {
+                    const unsigned to = own_out + half * OUT_BYTES;
 #pragma unroll
-                    for (int slice = 0; slice < OUTS; ++slice)
-                        if (at.n + slice * SLICE < p.N)
-                            store_box(&c_map, own_out + slice * OUT_BYTES, at.n + slice * SLICE, at.m + consumer * 64,
-                                      at.batch);
-            } else {
-                if constexpr (Beside::HAS_ROW) bar();
+                    for (int i = 0; i < SLICE / 16; ++i)
+                        beside.finish(&sums[slice * SLICE / 2 + i * 8],
+                                      own_row + (slice * SLICE + i * 16 + lane % 4 * 2) * 2);
+                    // Of the two stores before, the elder has left its half.
+                    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+                    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
 #pragma unroll
-                for (int slice = 0; slice < TILE_N / SLICE; ++slice) {
-                    if (at.n + slice * SLICE < p.N) {
-                        const unsigned to = own_out + half * OUT_BYTES;
-                        finish_slice(slice);
-                        // Of the two stores before, the elder has left its half.
-                        if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-                        bar();
-                        place_slice(slice, to);
-                        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                        bar();
-                        if (thread == 0)
-                            store_box(&c_map, to, at.n + slice * SLICE, at.m + consumer * 64, at.batch);
-                        half ^= 1;
+                    for (int i = 0; i < SLICE / 16; ++i) {
+                        const float* from = &sums[slice * SLICE / 2 + i * 8];
+                        const unsigned address = to + row * 128 + (((i * 2 + chunk) ^ (row & 7)) << 4);
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                                     "r"(pair_of(from[0], from[1])), "r"(pair_of(from[2], from[3])),
+                                     "r"(pair_of(from[4], from[5])), "r"(pair_of(from[6], from[7]))
+                                     : "memory");
                     }
+                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                    asm volatile("bar.sync %0, %1;" ::"r"(1 + consumer), "n"(WARPGROUP) : "memory");
+                    if (thread == 0)
+                        store_box(&c_map, to, at.n + slice * SLICE, at.m + consumer * 64, at.batch);
+                    half ^= 1;
                 }
             }
             ++tiles;

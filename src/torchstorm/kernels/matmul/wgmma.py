@@ -60,22 +60,18 @@ class Config:
         stages: tiles of operands in shared memory.
         cluster: blocks that share b's tile, 1, 2 or 4.
         group: tiles that a column of the order has, a multiple of `cluster`.
-        outs: slices of 64 columns that a consumer has room for on their way out: 2, or all of a tile's.
-        lag: steps that the second consumer is behind, less than `stages`.
     """
 
     tile_n: int = 256
     stages: int = 4
     cluster: int = 2
     group: int = 16
-    outs: int = 2
-    lag: int = 0
 
     @property
     def shared_bytes(self) -> int:
-        """Tiles, buffers of results and a row for each consumer, barriers, counts, and what aligning may cost."""
+        """Tiles, two buffers of results and a row for each consumer, barriers, counts, and what aligning may cost."""
         tiles = self.stages * (TILE_M + self.tile_n) * TILE_K * 2
-        results = _CONSUMERS * self.outs * 64 * SLICE * 2
+        results = _CONSUMERS * 2 * 64 * SLICE * 2
         return 1024 + tiles + results + 2 * self.stages * 8 + _CONSUMERS * (4 + self.tile_n * 2)
 
     def source(self, dtype: torch.dtype, a_along_k: bool, b_along_k: bool, beside: Beside = ALONE) -> Source:
@@ -88,7 +84,6 @@ class Config:
                 *(("A_ALONG_K", int(a_along_k)), ("B_ALONG_K", int(b_along_k))),
                 *(("TILE_N", self.tile_n), ("STAGES", self.stages), ("CLUSTER", self.cluster), ("GROUP", self.group)),
                 ("SHARED_BYTES", self.shared_bytes),
-                *(("OUTS", self.outs), ("LAG", self.lag)),
                 *beside.defines,
             ),
             shared_bytes=self.shared_bytes,
