@@ -57,5 +57,12 @@ for _op in ("layer_norm", "rms_norm"):  # in several tiles
         _case(_op, "fused", (5, 40), far=1000),
         _case(_op, "fused", (5, 64), "float16", far=1000),
     ]
+for _op in ("softmax", "log_softmax"):  # in several tiles, of which the last is full, or not
+    _CASES += [
+        _case(_op, "fused", (5, 48)),
+        _case(_op, "fused", (5, 40), "bfloat16", transposed=True),
+        _case(_op, "fused", (9, 44), extremes=True),
+        _case(_op, "fused", (3, 47), mask=(3, 47)),
+    ]
 # The sum of squares of distances from it is beyond fp32; that of those from the mean is not.
 _CASES += [_case("layer_norm", "fused", (5, 40), dtype, far=5e18) for dtype in ("float32", "bfloat16")]

@@ -24,10 +24,10 @@ __all__ = ["compiled"]  # a fixture
 # forward and backward. Programs of 512 threads have 128 at most.
 REGISTERS = {
     (1024, "persistent"): (80, 96, 80, 128),
-    (4096, "fused"): (56, 80, 72, 80),
+    (4096, "fused"): (32, 80, 72, 80),
     (16384, "persistent"): (64, 96, 128, 128),
-    (16384, "fused"): (128, 128, 40, 128),
-    (32768, "fused"): (128, 128, 32, 64),
+    (16384, "fused"): (32, 128, 40, 128),
+    (32768, "fused"): (32, 128, 32, 64),
     (65536, "online"): (64, 48, 128, 64),
     (65536, "split"): (0, 0, 128, 96),
 }

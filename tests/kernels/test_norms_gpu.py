@@ -46,19 +46,20 @@ def _check(op: str, variant: str, shape: tuple[int, ...], dtype: torch.dtype, **
     assert_right(op, variant, inputs, floor=max(FP32_FLOOR, torch.finfo(dtype).eps))
 
 
-def _check_far(op: str, variant: str, shape: tuple[int, ...], dtype: torch.dtype, first: float) -> None:
-    inputs = draw(op, shape, dtype, device="cuda")
-    inputs["x"][:, 0] = first
+def _check_far(op: str, variant: str, N: int, dtype: torch.dtype, far: float, places: tuple[int, ...]) -> None:
+    inputs = draw(op, (40, N), dtype, device="cuda")
+    inputs["x"][:, places] = far
     assert_right(op, variant, inputs, floor=max(FP32_FLOOR, torch.finfo(dtype).eps))
 
 
 @POISONED
 @pytest.mark.parametrize(("op", "variant"), WAYS)
 def test_rows_of_any_length(op: str, variant: str) -> None:
-    for shape in ((3, 1), (1000, 7), (257, 1024), (33, 4099), (40, 8192), (300, 16384)):
+    for shape in ((3, 1), (1000, 7), (257, 1024), (50, 1000), (33, 4099), (21, 5002), (40, 8192), (300, 16384)):
         _check(op, variant, shape, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
         _check(op, variant, (130, 129), dtype)
+        _check(op, variant, (19, 5004), dtype)
         _check(op, variant, (67, 8192), dtype)
 
 
@@ -77,15 +78,16 @@ def test_long_rows(op: str, variant: str) -> None:
 def test_rows_whose_first_number_is_far_from_all_others(op: str, variant: str, dtype: torch.dtype) -> None:
     for N in (1024, 8192, 16384):
         if holds(variant, N, dtype):
-            _check_far(op, variant, (40, N), dtype, 1000.0)
+            _check_far(op, variant, N, dtype, 1000.0, (0,))
 
 
 @POISONED
+@pytest.mark.parametrize("far", [1000.0, 1e18])  # the squares of distances from the latter are beyond fp32
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", ["fused", "auto"])
-def test_rows_whose_distances_from_the_first_number_have_squares_beyond_fp32(variant: str, dtype: torch.dtype) -> None:
+def test_rows_whose_ends_are_far_from_all_others(variant: str, dtype: torch.dtype, far: float) -> None:
     for N in (8192, 16384):
-        _check_far("layer_norm", variant, (40, N), dtype, 1e18)
+        _check_far("layer_norm", variant, N, dtype, far, (0, -1))
 
 
 @POISONED
@@ -121,7 +123,8 @@ def test_nan_and_infinities_as_in_pytorch(op: str, variant: str) -> None:
 @pytest.mark.parametrize(("op", "variant"), WAYS)
 def test_any_strides(op: str, variant: str) -> None:
     x = torch.randn(6, 50, 260, device="cuda")
-    for view in (x.transpose(0, 1), x[:, ::2, 1:258], x[:, ::2, 2:258], x[:1].expand(3, 50, 260)):
+    odd = torch.randn(7, 1003, device="cuda")[:, 1:1001]
+    for view in (x.transpose(0, 1), x[:, ::2, 1:258], x[:, ::2, 2:258], x[:1].expand(3, 50, 260), odd, odd[:1]):
         if not holds(variant, view.shape[-1], view.dtype):
             continue
         inputs = {"x": view, "dy": torch.randn(1, device="cuda").expand(view.shape)}

@@ -80,3 +80,17 @@ def test_measuring_the_link_gives_back_what_it_took(monkeypatch: pytest.MonkeyPa
     assert pageable.not_pinned == "a limit on locked memory"
     assert pageable.d2h_bytes_per_s > 0
     assert torch.cuda.memory_allocated(device) == before
+
+
+@pytest.mark.gpu
+def test_the_link_of_a_device_that_is_nearly_full_is_measured_with_what_is_left() -> None:
+    device = torch.device("cuda:0")
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 24 * 2**20) / total)
+    try:
+        found = measure.measure_link(device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 1e9 < found.d2h_bytes_per_s < 1e12
+    assert 1e9 < found.h2d_bytes_per_s < 1e12

@@ -87,6 +87,14 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def tile_of(N: int, *, least: int, most: int) -> int:
+    """Columns of tiles that rows of N fill but for an eighth, where they are not the least; a power of two."""
+    block = min(power_of_two(N), most)
+    while block > least and -N % block > N // 8:
+        block //= 2
+    return block
+
+
 def num_sms(x: Tensor) -> int:
     """Of x's GPU."""
     return _gpu(x.device).multi_processor_count if x.is_cuda else _SMS_ELSEWHERE

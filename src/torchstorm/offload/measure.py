@@ -21,6 +21,7 @@ from torchstorm.transfer.engine import Engine, StreamClock
 from torchstorm.transfer.pinned import pin_memory
 
 _LINK_BYTES = 64 * 2**20
+_LEAST_BYTES = 2**20  # of two copies
 _NUM_COPIES = 5
 
 
@@ -108,16 +109,17 @@ def _with_gpu(machine: Machine) -> Machine:  # pragma: gpu
 def measure_link(device: torch.device) -> LinkSpeed:  # pragma: gpu
     """Times copies of 64 MiB each way between a CUDA device and pinned host memory, then both ways at once.
 
-    In backward both ways are busy, and each is slower for it: the speeds are those. Takes 128 MiB on both for a moment.
-    The median of five copies counts.
+    In backward both ways are busy, and each is slower for it: the speeds are those. Takes 128 MiB on both for a moment,
+    or, of a device that is nearly full, as much as there is. The median of five copies counts.
 
     Returns:
         The speeds; those of pageable memory, with the reason, where memory cannot be pinned.
     """
     engine, clock = Engine(device), StreamClock(device)
-    host = aligned_empty(2 * _LINK_BYTES)
-    on_device = torch.zeros(2 * _LINK_BYTES, dtype=torch.uint8, device=device)
-    (host_out, host_in), (device_out, device_in) = host.split(_LINK_BYTES), on_device.split(_LINK_BYTES)
+    on_device = _what_fits(device)
+    host = aligned_empty(on_device.nbytes)
+    copy_bytes = on_device.nbytes // 2
+    (host_out, host_in), (device_out, device_in) = host.split(copy_bytes), on_device.split(copy_bytes)
     unpin, not_pinned = None, ""
     try:
         unpin = pin_memory(host)
@@ -146,7 +148,19 @@ def measure_link(device: torch.device) -> LinkSpeed:  # pragma: gpu
     out_s, in_s, both_s = (statistics.median(times) for times in seconds.values())
     share = min(1.0, max(out_s, in_s) / both_s)
     return LinkSpeed(
-        d2h_bytes_per_s=_LINK_BYTES / out_s * share,
-        h2d_bytes_per_s=_LINK_BYTES / in_s * share,
+        d2h_bytes_per_s=copy_bytes / out_s * share,
+        h2d_bytes_per_s=copy_bytes / in_s * share,
         not_pinned=not_pinned,
     )
+
+
+def _what_fits(device: torch.device) -> torch.Tensor:  # pragma: gpu
+    """Both copies' memory on a device, shorter ones where it is full, as after a step that ran out of memory."""
+    num_bytes = 2 * _LINK_BYTES
+    while True:
+        try:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            if num_bytes <= _LEAST_BYTES:
+                raise
+            num_bytes //= 2

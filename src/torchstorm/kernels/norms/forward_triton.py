@@ -228,6 +228,11 @@ def added(x_0, x_1, y_0, y_1):
 
 
 @triton.jit
+def _middle(a, b, c):
+    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
+
+
+@triton.jit
 def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, FULL: tl.constexpr):
     """Mean and variance of what is left of a row without `near`; of RMSNorm 0 and the row's mean square."""
     total = tl.zeros([BLOCK], tl.float32)
@@ -258,28 +263,33 @@ def fused_long_forward_kernel(
 ):  # fmt: skip
     """One program a row, in TILES of BLOCK numbers, which it reads again, from L1: few registers, so many programs.
 
-    Mean and variance come from one pass, of distances from x_0. Where x_0 is so far off that their squares are many
-    times the variance, and of fp32 always, there is another one, of distances from the mean. FULL: whole tiles.
+    Mean and variance come from one pass, of distances from the middle one of three numbers of the row. Where that is so
+    far off that they leave squares FAR times the variance, there is another one, of distances from the mean.
+    FULL: whole tiles.
     """
     SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    FAR: tl.constexpr = 0.0 if x_ptr.dtype.element_ty == tl.float32 else 16.0
+    FAR: tl.constexpr = 1.0 if x_ptr.dtype.element_ty == tl.float32 else 16.0
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_row
     y_ptr += row * N
     first = 0.0
     if CENTRED:
-        first = tl.load(x_ptr).to(tl.float32)
+        first = _middle(tl.load(x_ptr), tl.load(x_ptr + N // 2), tl.load(x_ptr + N - 1)).to(tl.float32)
     rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
     if CENTRED:
         # Where squares overflow the variance is infinite, or not a number.
         if (rest * rest > FAR * variance) | (variance == float("inf")) | (variance != variance):
             first += rest
             rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
+        mean = first + rest
         if SHORT:
-            first += rest
             rest = 0.0
+        else:  # what the sum was rounded by (Knuth): x - mean is short, and rounded by little
+            part = mean - first
+            rest = (first - (mean - part)) + (rest - part)
+        first = mean
         if mean_ptr is not None:
-            tl.store(mean_ptr + row, first + rest)
+            tl.store(mean_ptr + row, mean)
     rstd = _inverse_root(variance, eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd)

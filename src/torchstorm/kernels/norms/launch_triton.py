@@ -23,13 +23,14 @@ from torchstorm.kernels.rows import (
     num_sms,
     num_walkers,
     power_of_two,
+    tile_of,
     tile_options,
 )
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_MOST_ONCE = 4096  # numbers of a row that "fused" forward reads once; longer ones again, from L1
-_LONG_BLOCK = 8192
+_ONCE_BYTES = 8 << 10  # of a row that "fused" forward reads once; longer ones again, from L1
+_LEAST_LONG, _MOST_LONG = 2048, 8192  # columns of the latter's tiles
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
@@ -69,6 +70,11 @@ def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     return "naive" if backward else "online"
 
 
+def is_long(x_MN: Tensor) -> bool:
+    """Whether "fused" forward reads rows again: too many numbers for registers."""
+    return x_MN.shape[1] * x_MN.dtype.itemsize > _ONCE_BYTES
+
+
 def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
     """How rows are divided among programs.
 
@@ -81,14 +87,24 @@ def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
         return Tile(block=min(block, 1024))
     if variant == "online":
         return loop_tile(x_MN, num_inputs=1)
-    if variant == "fused" and block <= _MOST_ONCE:
-        return Tile(block=block, num_warps=max(1, block // (1024 if _waits_packed(block, centred) else 512)))
+    if variant == "fused" and is_long(x_MN):
+        return _long_tile(N, x_MN.dtype.itemsize, centred)
     if variant == "fused":
-        long = _LONG_BLOCK if N >= _LONG_BLOCK else _MOST_ONCE
-        return Tile(block=long, num_warps=max(8 if centred else 16, min(32, block // 1024)))
+        return Tile(block=block, num_warps=max(1, block // (1024 if _waits_packed(block, centred) else 512)))
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 512))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
+
+
+def _long_tile(N: int, itemsize: int, centred: bool) -> Tile:
+    """For rows that are read again; a thread has at least 16 bytes of a tile."""
+    row_bytes = power_of_two(N) * itemsize
+    if centred and itemsize == 4:
+        num_warps = max(16, row_bytes >> 11)
+        return Tile(block=num_warps * 128, num_warps=num_warps)
+    block = tile_of(N, least=_LEAST_LONG, most=_MOST_LONG)
+    num_warps = max(8 if centred else 16, row_bytes >> 11)
+    return Tile(block=block, num_warps=min(num_warps, block * itemsize // 512))
 
 
 def backward_tile(variant: str, x_MN: Tensor) -> Tile:
@@ -141,7 +157,7 @@ def forward(
         clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
         return y, mean, rstd
     tile = tile or forward_tile(variant, x_MN, centred=centred)
-    kernel, options = _forward_kernel(variant, N, tile, centred)
+    kernel, options = _forward_kernel(variant, x_MN, tile, centred)
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, *((mean, rstd) if keep else (None, None)), M, N, x_MN.stride(0), eps,
         CENTRED=centred, **tile_options(variant, tile), **options,
@@ -284,18 +300,19 @@ def _totals(
     return dw, db
 
 
-def _forward_kernel(variant: str, N: int, tile: Tile, centred: bool) -> tuple[Any, dict[str, Any]]:
-    """The kernel for rows of N, and what it is compiled for besides its tile."""
+def _forward_kernel(variant: str, x_MN: Tensor, tile: Tile, centred: bool) -> tuple[Any, dict[str, Any]]:
+    """The kernel for such rows, and what it is compiled for besides its tile."""
+    N = x_MN.shape[1]
     if variant != "fused":
         return getattr(forward_triton, f"{variant}_forward_kernel"), {}
-    if N > _MOST_ONCE:
+    if is_long(x_MN):
         options = {"TILES": -(-N // tile.block), "FULL": N % tile.block == 0}
         return forward_triton.fused_long_forward_kernel, options
     return forward_triton.fused_forward_kernel, {"FULL": tile.block == N, "PACKED": _waits_packed(tile.block, centred)}
 
 
 def _waits_packed(block: int, centred: bool) -> bool:
-    return centred and block == _MOST_ONCE
+    return centred and block == 4096
 
 
 def _op(centred: bool) -> str:

@@ -1,11 +1,12 @@
 // Softmax (OP 0), log-softmax (1), LayerNorm (2) and RMSNorm (3) forward.
 //
 // Pairs: of softmax the warp's maximum and its sum of e^(x - maximum); of RMSNorm the sum of squares; of LayerNorm mean
-// and sum of squares of what is left without it. Those come from one pass: a thread takes its first number off all, and
+// and sum of squares of what is left without it. Those come from one pass: a thread takes one of its numbers off all, and
 // sums up what is left and its squares. As that number is one of them, the squares are at most as many times too large
 // as there are numbers, 64 at most, so that little cancels. Threads' means and squares, then warps', are put together
-// likewise (Chan et al. 1983), as distances from the first. Means are distances from x_0, the row's first number: exact
-// where all numbers are alike, however far from 0.
+// likewise (Chan et al. 1983), as distances from the first. Means are distances from one number of the row: exact
+// where all numbers are alike, however far from 0. It, and each thread's, is the middle one of the first three, so that
+// it is not the one number that is far from all others.
 
 constexpr float LOWEST = -3.4028234663852886e38f;  // not -inf, of which -inf - -inf would make NaN
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -19,6 +20,11 @@ struct Count {
 struct Moments {
     float mean, squares;  // of what is left without the mean
 };
+
+// The middle one of the first three.
+__device__ __forceinline__ float middle(const float (&x)[WIDTH]) {
+    return fmaxf(fminf(x[0], x[1]), fminf(fmaxf(x[0], x[1]), x[2]));
+}
 
 // From sums over `all` numbers of their distance from `from`, and of its square.
 __device__ __forceinline__ Moments moments_of(float from, float sum, float squares, float share) {
@@ -59,11 +65,11 @@ struct Forward {
     __device__ __forceinline__ void get(int stage, int i, float* x) const {
         unpack<ELEMENT>(shared.ring[stage][0][slice.place(i)], x);
     }
-    // x_0
-    __device__ __forceinline__ float head(int stage) const {
+    // A number of the row that others are likely to be near.
+    __device__ __forceinline__ float near(int stage) const {
         float x[WIDTH];
         unpack<ELEMENT>(shared.heads[stage], x);
-        return x[0];
+        return middle(x);
     }
 
     __device__ __forceinline__ float largest(int stage) const {
@@ -116,7 +122,7 @@ struct Forward {
             if (slice.has(i)) {
                 float x[WIDTH];
                 get(stage, i, x);
-                if (i == 0) from = x[0];
+                if (i == 0) from = middle(x);
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) {
                     const float left = x[j] - from;
@@ -125,7 +131,7 @@ struct Forward {
                 }
             }
         const Moments thread =
-            moments_of(from - head(stage), sums[0] + sums[1], squares[0] + squares[1], own.share);
+            moments_of(from - near(stage), sums[0] + sums[1], squares[0] + squares[1], own.share);
         const float first = __shfl_sync(0xffffffffu, thread.mean, 0), off = thread.mean - first;
         const Moments all = moments_of(
             first, warp_sum(off * own.number), warp_sum(thread.squares + off * off * own.number), warp.share);
@@ -156,13 +162,13 @@ struct Forward {
             found = make_float2(0.0f, warp_sum(sum) * share);
         }
         const float scale = OP == 0 ? reciprocal(found.y) : OP == 1 ? logf(found.y) : rsqrtf(found.y + eps);
-        // Off what is taken away: x_0 first, where numbers are as exact as the mean.
-        const float x_0 = OP == 2 ? head(stage) : 0.0f;
-        const float first = OP == 2 && ELEMENT == 0 ? x_0 : 0.0f;
-        const float rest = OP == 2 && ELEMENT != 0 ? x_0 + found.x : found.x;
+        // Taken off in two steps where numbers are as exact as the mean.
+        const float close = OP == 2 ? near(stage) : 0.0f;
+        const float first = OP == 2 && ELEMENT == 0 ? close : 0.0f;
+        const float rest = OP == 2 && ELEMENT != 0 ? close + found.x : found.x;
         if (OP >= 2 && slice.rank == 0 && threadIdx.x == 0) {
             rstd_M[slice.row(step)] = scale;
-            if (OP == 2) mean_M[slice.row(step)] = x_0 + found.x;
+            if (OP == 2) mean_M[slice.row(step)] = close + found.x;
         }
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i)

@@ -8,11 +8,12 @@ exponentials again, and more memory: what follows a softmax keeps y anyway, what
 
 The floor is traffic: forward reads x and writes y, backward reads y and dy and writes dx, each once, 2 and 3 times
 M N numbers. In bf16 on an H200 (copies at 4.3 TB/s) 512 MiB take 0.25 ms and 0.37 ms. An SM makes 16 exponentials a
-clock, so one an element takes 0.07 ms of all 132 SMs: little, but only where it overlaps with the loads of other rows,
-so an SM wants two rows or more at a time. What limits "fused" is registers: a row of 32k numbers fills half of those of
-an SM, and nothing else runs there meanwhile. So longer rows are read twice, the second time from L2: 132 SMs with two
-rows of 64k bf16 each keep 34 MB there, and an H200 has 50 MB. Even so L2 does not give them back as fast as memory
-would: 58 % of a copy. "cluster" spreads such rows over the shared memory of several SMs, and reads them once: 90 %.
+clock, so one an element takes 0.07 ms of all 132 SMs, and has time for 26 instructions an element: enough for two
+exponentials, but only where they overlap with the loads of other rows. So an SM wants many rows at a time, and few
+registers for each. "fused" forward reads a row again from L1 rather than keep it: 64 KB of two rows fit there. Longer
+rows come again from L2: 132 SMs with two rows of 64k bf16 each keep 34 MB there, and an H200 has 50 MB. Even so L2 does
+not give them back as fast as memory would: 58 % of a copy. "cluster" spreads such rows over the shared memory of
+several SMs, and reads them once: 90 %.
 
 Source: Milakov & Gimelshein 2018, arXiv 1805.02867 (maximum and sum in one pass).
 """
@@ -51,9 +52,9 @@ SOFTMAX: Ladder = (
     ),
     Variant(
         name="fused",
-        taught="a row that stays in registers is read once",
-        costs="reads x once, writes y once; a row must fit into the registers of an SM, and short rows start "
-        "more programs than there is work for",
+        taught="a row of its own for each program. Forward reads it again from L1, and numbers side by side share a "
+        "maximum: few registers and few instructions, so that an SM works at many rows. Backward keeps it in registers",
+        costs="reads x from memory once, writes y once; two exponentials an element; rows of 64 KB at most",
         dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,29 +17,51 @@ from torchstorm.kernels.rows import (
     holds,
     loop_tile,
     power_of_two,
+    tile_of,
     tile_options,
 )
 from torchstorm.kernels.softmax import softmax_triton as kernels
 
 
-def fastest(x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
+def fastest(x: Tensor, mask: Tensor | None) -> str:
     """The variant that "auto" means for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    if mask is None and N * dtype.itemsize > _FUSED_BYTES[backward] and holds("cluster", N, dtype):
-        if clusters.has_clusters(x):
-            return "cluster"
-    return "fused" if holds("fused", N, dtype) else "online"
+    if holds("fused", N, dtype):
+        return "fused"
+    return "cluster" if mask is None and holds("cluster", N, dtype) and clusters.has_clusters(x) else "online"
 
 
-_FUSED_BYTES = {False: 16 << 10, True: 64 << 10}  # of rows that "fused" is the fastest for; longer ones want clusters
+_LEAST_BLOCK, _MOST_BLOCK = 1024, 8192
+_READ_BYTES = 16  # at once
 
 
-def tile_for(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
-    """How rows are divided among programs; `num_inputs` tensors are read a row.
+def forward_tile(variant: str, x_MN: Tensor) -> Tile:
+    """How rows are divided among programs.
 
     Raises:
         ConfigError: the rows are too long for the variant.
     """
+    if variant != "fused":
+        return _tile(variant, x_MN, num_inputs=1)
+    N, itemsize = check_columns(variant, x_MN), x_MN.dtype.itemsize
+    block = tile_of(N, least=_LEAST_BLOCK, most=_MOST_BLOCK)
+    row_bytes = power_of_two(N) * itemsize
+    num_warps = max(min(16, row_bytes >> 10), min(32, row_bytes >> 11))
+    # A thread has 8 bytes of a tile, or 16 where it reads them one by one.
+    most_warps = block * itemsize // (32 * (8 if N * itemsize % _READ_BYTES == 0 else 16))
+    return Tile(block=block, num_warps=max(1, min(num_warps, most_warps)))
+
+
+def backward_tile(variant: str, dy_MN: Tensor) -> Tile:
+    """How rows are divided among programs.
+
+    Raises:
+        ConfigError: the rows are too long for the variant.
+    """
+    return _tile(variant, dy_MN, num_inputs=2)
+
+
+def _tile(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
     block = power_of_two(check_columns(variant, x_MN))
     if variant == "naive":
         return Tile(block=min(block, 1024))
@@ -59,11 +83,20 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
         _check_cluster(x_MN, mask)
         clusters.forward(_op(log), x_MN, y)  # pragma: gpu
         return y  # pragma: gpu
-    tile = tile or tile_for(variant, x_MN, num_inputs=1)
+    tile = tile or forward_tile(variant, x_MN)
     seen, where = _mask_rows(mask, x)
     M, N = x_MN.shape
     kernel = getattr(kernels, f"{variant}_forward_kernel")
-    kernel[grid_of(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **tile_options(variant, tile))
+    options = tile_options(variant, tile)
+    if variant == "fused":
+        each = min(tile.block, _READ_BYTES // x.element_size())
+        options |= {
+            "TILES": -(-N // tile.block),
+            "EACH": each,
+            "UNIT": math.gcd(N, x_MN.stride(0) if M > 1 else N, each),
+            "FULL": seen is None and N % tile.block == 0,
+        }
+    kernel[grid_of(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **options)
     return y
 
 
@@ -74,7 +107,7 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str
         _check_cluster(dy_MN, mask if log else None)
         clusters.backward(_op(log), dy_MN, as_rows(y), dx)  # pragma: gpu
         return dx  # pragma: gpu
-    tile = tile or tile_for(variant, dy_MN, num_inputs=2)
+    tile = tile or backward_tile(variant, dy_MN)
     seen, where = _mask_rows(mask if log else None, y)
     M, N = dy_MN.shape
     kernel = getattr(kernels, f"{variant}_backward_kernel")

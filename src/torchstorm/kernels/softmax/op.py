@@ -20,7 +20,7 @@ from torchstorm.kernels.variants import has_triton_for
 @torch.library.custom_op("torchstorm::softmax_forward", mutates_args=())
 def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """y (..., N), contiguous."""
-    chosen = _resolve(variant, x, mask, backward=False)
+    chosen = _resolve(variant, x, mask)
     if chosen == "torch" or not x.numel():
         with without_autocast(x):
             y = (log_softmax_reference if log else softmax_reference)(x, mask)
@@ -43,7 +43,7 @@ def _(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
 @torch.library.custom_op("torchstorm::softmax_backward", mutates_args=())
 def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """dx (..., N), contiguous. The mask counts for log-softmax alone."""
-    chosen = _resolve(variant, y, mask if log else None, backward=True)
+    chosen = _resolve(variant, y, mask if log else None)
     if chosen == "torch" or not y.numel():
         return _torch_gradient(dy, y, mask, log)
     if chosen == "parallel":
@@ -72,14 +72,14 @@ def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Te
     return dx.masked_fill_(hidden, 0.0).contiguous()
 
 
-def _resolve(variant: str, x: Tensor, mask: Tensor | None, *, backward: bool) -> str:
+def _resolve(variant: str, x: Tensor, mask: Tensor | None) -> str:
     if variant != "auto":
         return variant
     if not has_triton_for(x):
         return "torch"
     from torchstorm.kernels.softmax import launch_triton  # pragma: gpu
 
-    return launch_triton.fastest(x, mask, backward=backward)  # pragma: gpu
+    return launch_triton.fastest(x, mask)  # pragma: gpu
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchstorm.kernels.elementwise.operations_triton import exp
+
 _ROW_COUNTS = ["M", "middle_rows", "inner_rows"]  # no reason to compile anew
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -38,12 +40,14 @@ def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr):
 
 
 @triton.jit
-def _of_row(x, seen, m, total, LOG: tl.constexpr):
+def _of_row(x, mask_ptr, seen, m, total, LOG: tl.constexpr):
     """y of a tile from x, -inf where it is hidden, and what its rows have in all."""
     if LOG:
-        y = tl.where(seen, x - m[:, None] - tl.log(total)[:, None], float("-inf"))
+        y = x - m[:, None] - tl.log(total)[:, None]
     else:
-        y = tl.where(seen, tl.exp(x - m[:, None]) * (1 / total)[:, None], 0.0)
+        y = exp(x - m[:, None]) * (1 / total)[:, None]
+    if mask_ptr is not None:
+        y = tl.where(seen, y, float("-inf") if LOG else 0.0)
     return y
 
 
@@ -51,7 +55,7 @@ def _of_row(x, seen, m, total, LOG: tl.constexpr):
 def _gradient(dy, y, seen, total, LOG: tl.constexpr):
     """dx of a tile; `total` is the sum over its rows of dy y, for log-softmax of dy."""
     if LOG:
-        dx = tl.where(seen, dy - tl.exp(y) * total[:, None], 0.0)
+        dx = tl.where(seen, dy - exp(y) * total[:, None], 0.0)
     else:
         dx = y * (dy - total[:, None])
     return dx
@@ -79,14 +83,14 @@ def naive_forward_kernel(
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
         x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=seen, other=float("-inf")).to(tl.float32)
-        total += tl.where(seen, tl.exp(x - m[:, None]), 0.0)
+        total += tl.where(seen, exp(x - m[:, None]), 0.0)
     total = tl.sum(total, axis=1)
     for start in range(0, N, BLOCK):
         column = start + block
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
         x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=seen, other=float("-inf")).to(tl.float32)
-        _write(y_ptr, row, column, inside, _of_row(x, seen, m, total, LOG), N, STREAM=False)
+        _write(y_ptr, row, column, inside, _of_row(x, mask_ptr, seen, m, total, LOG), N, STREAM=False)
 
 
 @triton.jit(do_not_specialize=_ROW_COUNTS)
@@ -138,18 +142,18 @@ def online_forward_kernel(
             at = x_ptr + row[:, None] * x_row + column[None, :]
             x = tl.load(at, mask=seen, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
             # One exponential for both cases: it scales the sum down, or is what x adds to it.
-            e = tl.exp(-tl.abs(x - top))
+            e = exp(-tl.abs(x - top))
             total = tl.where(x > top, total * e + 1, total + e)
             top = tl.maximum(top, x)
         m = tl.max(top, axis=1)
-        total = tl.sum(total * tl.exp(top - m[:, None]), axis=1)
+        total = tl.sum(total * exp(top - m[:, None]), axis=1)
         for start in range(0, N, BLOCK):
             column = start + block
             inside = (column < N)[None, :]
             seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
             at = x_ptr + row[:, None] * x_row + column[None, :]
             x = tl.load(at, mask=seen, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
-            _write(y_ptr, row, column, inside, _of_row(x, seen, m, total, LOG), N, STREAM=True)
+            _write(y_ptr, row, column, inside, _of_row(x, mask_ptr, seen, m, total, LOG), N, STREAM=True)
 
 
 @triton.jit(do_not_specialize=_ROW_COUNTS)
@@ -196,8 +200,8 @@ def _forward_rows(
     seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
     x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=seen, other=float("-inf")).to(tl.float32)
     m = tl.max(x, axis=1)
-    total = tl.sum(tl.where(seen, tl.exp(x - m[:, None]), 0.0), axis=1)
-    _write(y_ptr, row, column, inside, _of_row(x, seen, m, total, LOG), N, STREAM=False)
+    total = tl.sum(tl.where(seen, exp(x - m[:, None]), 0.0), axis=1)
+    _write(y_ptr, row, column, inside, _of_row(x, mask_ptr, seen, m, total, LOG), N, STREAM=False)
 
 
 @triton.jit
@@ -218,16 +222,57 @@ def _backward_rows(
     _write(dx_ptr, row, column, inside, _gradient(dy, y, seen, total, LOG), N, STREAM=False)
 
 
+@triton.jit
+def _load_row(x_ptr, column, seen, FULL: tl.constexpr, EVICT: tl.constexpr):
+    at = x_ptr + column[None, :]
+    if FULL:
+        x = tl.load(at, eviction_policy=EVICT)
+    else:
+        x = tl.load(at, mask=seen, other=float("-inf"), eviction_policy=EVICT)
+    return x.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=_ROW_COUNTS)
 def fused_forward_kernel(
     x_ptr, mask_ptr, y_ptr, M, N, x_row, middle_rows, inner_rows, outer, middle, inner, columns, LOG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row, in TILES of BLOCK numbers, which it reads again, from L1: few registers, so many programs.
+
+    A thread's EACH numbers share a maximum: that is an exponential for each number, and one more for all of them. They
+    are side by side where N and x_row are multiples of as many, UNIT; else a thread has every so many of a tile.
+    FULL: whole tiles, and no mask.
+    """
+    if UNIT > 1:  # known to be multiples, they are read so many at once
+        N = N // UNIT * UNIT
+        x_row = x_row // UNIT * UNIT
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
-    _forward_rows(
-        x_ptr, mask_ptr, y_ptr, row, M, N, x_row, middle_rows, inner_rows, outer, middle, inner, columns, LOG, BLOCK
-    )
+    x_ptr += tl.program_id(0).to(tl.int64) * x_row
+    block = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK // EACH], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK // EACH], tl.float32)
+    for start in tl.range(0, TILES * BLOCK, BLOCK):
+        column = start + block
+        inside = (column < N)[None, :]
+        seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
+        x = _load_row(x_ptr, column, seen, FULL, "evict_last")
+        before = top
+        if UNIT == EACH:
+            x = tl.reshape(x, [BLOCK // EACH, EACH])
+            top = tl.maximum(top, tl.max(x, axis=1))
+            total = total * exp(before - top) + tl.sum(exp(x - top[:, None]), axis=1)
+        else:
+            x = tl.reshape(x, [EACH, BLOCK // EACH])
+            top = tl.maximum(top, tl.max(x, axis=0))
+            total = total * exp(before - top) + tl.sum(exp(x - top[None, :]), axis=0)
+    m = tl.max(top, axis=0)[None]
+    total = tl.sum(total * exp(top - m), axis=0)[None]
+    for start in tl.range(0, TILES * BLOCK, BLOCK):
+        column = start + block
+        inside = (column < N)[None, :]
+        seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
+        x = _load_row(x_ptr, column, seen, FULL, "evict_first")
+        _write(y_ptr, row, column, inside, _of_row(x, mask_ptr, seen, m, total, LOG), N, STREAM=False)
 
 
 @triton.jit(do_not_specialize=_ROW_COUNTS)
