@@ -26,11 +26,7 @@ def small(variant: str, *_: Any, **__: Any) -> Tile:
     return _WALKING.get(variant, Tile(block=16 if variant == "naive" else 64))
 
 
-def small_forward(variant: str, x_MN: torch.Tensor, *, centred: bool) -> Tile:
-    return Tile(block=16) if variant == "fused" and norms.is_long(x_MN) else small(variant)
-
-
-def small_softmax(variant: str, _: torch.Tensor) -> Tile:
+def small_forward(variant: str, *_: Any, **__: Any) -> Tile:
     return Tile(block=16) if variant == "fused" else small(variant)
 
 
@@ -56,11 +52,10 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mend()
-    softmax.backward_tile = norms.backward_tile = small
-    norms.forward_tile, softmax.forward_tile = small_forward, small_softmax
+    norms.backward_tile = small
+    norms.forward_tile = softmax.forward_tile = softmax.backward_tile = small_forward
     norms.split_tile = lambda _: norms.SplitTile(chunk=4, lag=1, block=16, rows=2, columns=16)  # type: ignore[assignment]
     norms._COLUMN_TILE = Tile(block=16, rows=2, per_sm=2)
-    norms._ONCE_BYTES = 64
     norms._TOTAL_TILE = Tile(block=16, rows=2)
     for case in json.load(sys.stdin):
         print(json.dumps(run(case)), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from torchstorm.kernels.dtypes import FLOATS
 
 MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10, "cluster": 256 << 10}
 """Of variants that hold rows as wholes: in registers, where "persistent" has sums beside them, or in shared memory."""
+
+READ_BYTES = 16
+"""What a thread reads at once."""
 
 COPY_BYTES = 16
 """Rows of "cluster" are multiples of it: bulk copies are."""
@@ -93,6 +97,12 @@ def tile_of(N: int, *, least: int, most: int) -> int:
     while block > least and -N % block > N // 8:
         block //= 2
     return block
+
+
+def unit_of(x_MN: Tensor) -> int:
+    """Numbers that rows' length and stride are multiples of: those of 16 bytes, which one read brings, or fewer."""
+    M, N = x_MN.shape
+    return math.gcd(N, x_MN.stride(0) if M > 1 else N, READ_BYTES // x_MN.dtype.itemsize)
 
 
 def num_sms(x: Tensor) -> int:

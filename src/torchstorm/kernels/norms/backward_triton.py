@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from torchstorm.kernels.chain_triton import next_may_begin, wait_for_previous
-from torchstorm.kernels.norms.forward_triton import added, vector, widened_again
+from torchstorm.kernels.norms.forward_triton import added, vector
 
 
 @triton.jit
@@ -20,6 +20,16 @@ def load_rows(p_ptr, row, column, p_row, inside, EVICT: tl.constexpr):
     """A tile in fp32, 0 outside."""
     at = p_ptr + row[:, None] * p_row + column[None, :]
     return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
+def _widened_again(x):
+    """x in fp32, for bf16 in other words than `to`: else the compiler keeps the first copy in registers until here."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -170,8 +180,8 @@ def persistent_kernel(
         x_hat, g = normalized(x.to(tl.float32), mean, rstd, CENTRED), wide_dy * w[None, :]
         of_x_hat, of_one = _row_means(g, x_hat, N, CENTRED)
         if not ALL_STAYS:
-            wide_dy = widened_again(dy)
-            x_hat, g = normalized(widened_again(x), mean, rstd, CENTRED), wide_dy * w[None, :]
+            wide_dy = _widened_again(dy)
+            x_hat, g = normalized(_widened_again(x), mean, rstd, CENTRED), wide_dy * w[None, :]
         dx = gradient(g, x_hat, of_x_hat, of_one, rstd, CENTRED)
         if FULL:
             tl.store(dx_ptr + row[:, None] * N + column[None, :], dx.to(dx_ptr.dtype.element_ty))

@@ -148,16 +148,6 @@ def online_forward_kernel(
 
 
 @triton.jit
-def widened_again(x):
-    """x in fp32, for bf16 in other words than `to`: else the compiler keeps the first copy in registers until here."""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
-
-
-@triton.jit
 def _load(at, inside, FULL: tl.constexpr, EVICT: tl.constexpr):
     if FULL:
         x = tl.load(at, eviction_policy=EVICT)
@@ -167,7 +157,7 @@ def _load(at, inside, FULL: tl.constexpr, EVICT: tl.constexpr):
 
 
 @triton.jit
-def _statistics(x, inside, N, eps, CENTRED: tl.constexpr, FULL: tl.constexpr, SHORT: tl.constexpr):
+def _statistics(x, inside, N, eps, CENTRED: tl.constexpr, SHORT: tl.constexpr):
     """Mean, in two parts, and rstd of rows that lie in registers as wholes.
 
     SHORT numbers, as bf16 are, need no second part: so few digits add up without rounding where they are alike, up to
@@ -177,9 +167,7 @@ def _statistics(x, inside, N, eps, CENTRED: tl.constexpr, FULL: tl.constexpr, SH
     rest = first
     if CENTRED:
         first = _mean(tl.sum(x, axis=1), N)
-        left = x - first[:, None]
-        if not FULL:
-            left = tl.where(inside, left, 0.0)
+        left = tl.where(inside, x - first[:, None], 0.0)
         variance = tl.sum(left * left, axis=1) / N
         if not SHORT:
             rest = _mean(tl.sum(left, axis=1), N)
@@ -196,30 +184,6 @@ def _normalized(x, first, rest, rstd, CENTRED: tl.constexpr, SHORT: tl.constexpr
         if not SHORT:
             x -= rest[:, None]
     return x * rstd[:, None]
-
-
-@triton.jit(do_not_specialize=["M"])
-def fused_forward_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-    FULL: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """One program a row. Weights come last, from L2, and take no registers while the row is summed up.
-
-    FULL: rows of BLOCK numbers. PACKED: they wait in registers as they came, and are widened twice.
-    """
-    SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
-    row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = (column < N)[None, :]
-    given = _load(x_ptr + row[:, None] * x_row + column[None, :], inside, FULL, "")
-    x = given.to(tl.float32)
-    first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, FULL, SHORT)
-    _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
-    if PACKED:
-        x = widened_again(given)
-    x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
-    y = x_hat * vector(w_ptr, column, N, 1.0, FULL)[None, :] + vector(b_ptr, column, N, 0.0, FULL)[None, :]
-    _write(y_ptr, row, column, inside, y, N, STREAM=False, FULL=FULL)
 
 
 @triton.jit
@@ -257,16 +221,19 @@ def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: 
 
 
 @triton.jit(do_not_specialize=["M"])
-def fused_long_forward_kernel(
+def fused_forward_kernel(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, M, N, x_row, eps, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr, FULL: tl.constexpr,
+    TILES: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, in TILES of BLOCK numbers, which it reads again, from L1: few registers, so many programs.
 
     Mean and variance come from one pass, of distances from the middle one of three numbers of the row. Where that is so
     far off that they leave squares FAR times the variance, there is another one, of distances from the mean.
-    FULL: whole tiles.
+    Sizes are multiples of UNIT, which the compiler is to know. FULL: whole tiles.
     """
+    if UNIT > 1:
+        N = N // UNIT * UNIT
+        x_row = x_row // UNIT * UNIT
     SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     FAR: tl.constexpr = 1.0 if x_ptr.dtype.element_ty == tl.float32 else 16.0
     row = tl.program_id(0).to(tl.int64)
@@ -317,7 +284,7 @@ def persistent_forward_kernel(
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
         x = _load(x_ptr + row[:, None] * x_row + column[None, :], inside, False, "").to(tl.float32)
-        first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, False, SHORT)
+        first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, SHORT)
         _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
         x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)
         _write(y_ptr, row, column, inside, x_hat * w[None, :] + b[None, :], N, STREAM=False)

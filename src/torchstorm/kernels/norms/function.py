@@ -15,9 +15,9 @@ The floor is traffic: forward reads x and writes y, backward reads x and dy and 
 numbers; w, b and the statistics are little. In bf16 on an H200 (copies at 4.3 TB/s) 512 MiB take 0.25 ms and 0.37 ms.
 What keeps kernels from it:
 - Forward: bytes on their way. 4.3 TB/s times 0.7 us is 3 MB, 23 KB an SM, so an SM wants that much of rows under way
-  while others are reduced: many short rows at once, and of long ones more than registers hold. So from 4k numbers on a
-  row is read twice, the second time from L1, where four rows find room; and weights stay there. Beyond 64 KB that, too,
-  is short: then the second time is from L2, or "cluster" reads once, into the shared memory of several SMs.
+  while others are reduced: more than registers hold. So a row is read twice, the second time from L1, where two rows
+  of 64 KB find room; and weights stay there. Beyond 64 KB that, too, is short: then the second time is from L2, or
+  "cluster" reads once, into the shared memory of several SMs.
 - Backward: dw and db need fp32 sums of N numbers that live as long as the program, beside x and dy: at 16k features
   64 KB each, of 256 KB of registers. Every program writes its sums once, (programs, N) numbers, and a second kernel
   adds them up in a fixed order. 132 programs and 16k features make 9 MB, 0.5 % of the traffic at 512 MiB.
@@ -63,10 +63,10 @@ NORMS: Ladder = (
     ),
     Variant(
         name="fused",
-        taught="a row that stays in registers is read once, and its variance is that of what is left of it; a longer "
-        "one is read again from L1, which holds more rows than registers do",
-        costs="forward reads x once, rows of more than 4096 numbers again from L1; backward x and dy twice, for dx and "
-        "for dw; rows of up to 64 KB",
+        taught="a row of its own for each program, which forward reads again from L1, where more rows find room than in "
+        "registers; the variance is that of distances from one of its numbers, and where that is far off from its mean",
+        costs="forward reads x from memory once; backward holds x and dy in registers for dx, and reads both again for "
+        "dw; rows of up to 64 KB",
         dtypes=UP_TO_FP32,
         needs=_TRITON,
     ),

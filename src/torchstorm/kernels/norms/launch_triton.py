@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torchstorm.kernels.norms import backward_triton, forward_triton
 from torchstorm.kernels.norms.split_triton import split_kernel
 from torchstorm.kernels.row_clusters import launch_cuda as clusters
 from torchstorm.kernels.rows import (
+    READ_BYTES,
     Tile,
     as_rows,
     chained,
@@ -25,12 +25,12 @@ from torchstorm.kernels.rows import (
     power_of_two,
     tile_of,
     tile_options,
+    unit_of,
 )
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_ONCE_BYTES = 8 << 10  # of a row that "fused" forward reads once; longer ones again, from L1
-_LEAST_LONG, _MOST_LONG = 2048, 8192  # columns of the latter's tiles
+_LEAST_BLOCK, _MOST_BLOCK = 2048, 8192  # of "fused" forward
 _TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
 
 
@@ -70,11 +70,6 @@ def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
     return "naive" if backward else "online"
 
 
-def is_long(x_MN: Tensor) -> bool:
-    """Whether "fused" forward reads rows again: too many numbers for registers."""
-    return x_MN.shape[1] * x_MN.dtype.itemsize > _ONCE_BYTES
-
-
 def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
     """How rows are divided among programs.
 
@@ -87,24 +82,23 @@ def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
         return Tile(block=min(block, 1024))
     if variant == "online":
         return loop_tile(x_MN, num_inputs=1)
-    if variant == "fused" and is_long(x_MN):
-        return _long_tile(N, x_MN.dtype.itemsize, centred)
     if variant == "fused":
-        return Tile(block=block, num_warps=max(1, block // (1024 if _waits_packed(block, centred) else 512)))
+        return _fused_tile(N, x_MN.dtype.itemsize, centred)
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 512))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(1, 24 // num_warps), stages=3)
 
 
-def _long_tile(N: int, itemsize: int, centred: bool) -> Tile:
-    """For rows that are read again; a thread has at least 16 bytes of a tile."""
+def _fused_tile(N: int, itemsize: int, centred: bool) -> Tile:
+    """Of forward; a thread has at least 16 bytes of a tile. The more registers, the fewer warps."""
     row_bytes = power_of_two(N) * itemsize
+    num_warps = row_bytes >> 11
+    if not centred or itemsize == 4:
+        num_warps = max(min(16, row_bytes >> 10), num_warps)
+    block = tile_of(N, least=_LEAST_BLOCK, most=_MOST_BLOCK)
     if centred and itemsize == 4:
-        num_warps = max(16, row_bytes >> 11)
-        return Tile(block=num_warps * 128, num_warps=num_warps)
-    block = tile_of(N, least=_LEAST_LONG, most=_MOST_LONG)
-    num_warps = max(8 if centred else 16, row_bytes >> 11)
-    return Tile(block=block, num_warps=min(num_warps, block * itemsize // 512))
+        block = min(block, max(_LEAST_BLOCK, num_warps * 128))
+    return Tile(block=block, num_warps=max(1, min(num_warps, block * itemsize // (32 * READ_BYTES))))
 
 
 def backward_tile(variant: str, x_MN: Tensor) -> Tile:
@@ -157,10 +151,13 @@ def forward(
         clusters.forward(_op(centred), x_MN, y, weight=weight, bias=bias, mean=mean, rstd=rstd, eps=eps)
         return y, mean, rstd
     tile = tile or forward_tile(variant, x_MN, centred=centred)
-    kernel, options = _forward_kernel(variant, x_MN, tile, centred)
+    kernel = getattr(forward_triton, f"{variant}_forward_kernel")
+    options = tile_options(variant, tile)
+    if variant == "fused":
+        options |= {"TILES": -(-N // tile.block), "UNIT": unit_of(x_MN), "FULL": N % tile.block == 0}
     kernel[grid_of(x_MN, tile)](
         x_MN, _vector(weight), _vector(bias), y, *((mean, rstd) if keep else (None, None)), M, N, x_MN.stride(0), eps,
-        CENTRED=centred, **tile_options(variant, tile), **options,
+        CENTRED=centred, **options,
     )  # fmt: skip
     return y, mean, rstd
 
@@ -298,21 +295,6 @@ def _totals(
             num_warps=tile.num_warps, **following(x_MN),
         )  # fmt: skip
     return dw, db
-
-
-def _forward_kernel(variant: str, x_MN: Tensor, tile: Tile, centred: bool) -> tuple[Any, dict[str, Any]]:
-    """The kernel for such rows, and what it is compiled for besides its tile."""
-    N = x_MN.shape[1]
-    if variant != "fused":
-        return getattr(forward_triton, f"{variant}_forward_kernel"), {}
-    if is_long(x_MN):
-        options = {"TILES": -(-N // tile.block), "FULL": N % tile.block == 0}
-        return forward_triton.fused_long_forward_kernel, options
-    return forward_triton.fused_forward_kernel, {"FULL": tile.block == N, "PACKED": _waits_packed(tile.block, centred)}
-
-
-def _waits_packed(block: int, centred: bool) -> bool:
-    return centred and block == 4096
 
 
 def _op(centred: bool) -> str:

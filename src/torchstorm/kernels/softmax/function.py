@@ -10,7 +10,7 @@ The floor is traffic: forward reads x and writes y, backward reads y and dy and 
 M N numbers. In bf16 on an H200 (copies at 4.3 TB/s) 512 MiB take 0.25 ms and 0.37 ms. An SM makes 16 exponentials a
 clock, so one an element takes 0.07 ms of all 132 SMs, and has time for 26 instructions an element: enough for two
 exponentials, but only where they overlap with the loads of other rows. So an SM wants many rows at a time, and few
-registers for each. "fused" forward reads a row again from L1 rather than keep it: 64 KB of two rows fit there. Longer
+registers for each. "fused" reads a row again from L1 rather than keep it: two rows of 64 KB fit there. Longer
 rows come again from L2: 132 SMs with two rows of 64k bf16 each keep 34 MB there, and an H200 has 50 MB. Even so L2 does
 not give them back as fast as memory would: 58 % of a copy. "cluster" spreads such rows over the shared memory of
 several SMs, and reads them once: 90 %.
@@ -52,8 +52,8 @@ SOFTMAX: Ladder = (
     ),
     Variant(
         name="fused",
-        taught="a row of its own for each program. Forward reads it again from L1, and numbers side by side share a "
-        "maximum: few registers and few instructions, so that an SM works at many rows. Backward keeps it in registers",
+        taught="a row of its own for each program, which reads it again from L1 rather than keep it: few registers, so "
+        "that an SM works at many rows. Numbers side by side share a maximum: few instructions",
         costs="reads x from memory once, writes y once; two exponentials an element; rows of 64 KB at most",
         dtypes=UP_TO_FP32,
         needs=_TRITON,

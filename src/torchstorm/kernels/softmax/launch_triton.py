@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from torchstorm.errors import ConfigError
 from torchstorm.kernels.row_clusters import launch_cuda as clusters
 from torchstorm.kernels.rows import (
+    READ_BYTES,
     Tile,
     as_rows,
     check_columns,
@@ -19,8 +20,11 @@ from torchstorm.kernels.rows import (
     power_of_two,
     tile_of,
     tile_options,
+    unit_of,
 )
 from torchstorm.kernels.softmax import softmax_triton as kernels
+
+_LEAST_BLOCK, _MOST_BLOCK = 1024, 8192  # of "fused"
 
 
 def fastest(x: Tensor, mask: Tensor | None) -> str:
@@ -31,25 +35,13 @@ def fastest(x: Tensor, mask: Tensor | None) -> str:
     return "cluster" if mask is None and holds("cluster", N, dtype) and clusters.has_clusters(x) else "online"
 
 
-_LEAST_BLOCK, _MOST_BLOCK = 1024, 8192
-_READ_BYTES = 16  # at once
-
-
 def forward_tile(variant: str, x_MN: Tensor) -> Tile:
     """How rows are divided among programs.
 
     Raises:
         ConfigError: the rows are too long for the variant.
     """
-    if variant != "fused":
-        return _tile(variant, x_MN, num_inputs=1)
-    N, itemsize = check_columns(variant, x_MN), x_MN.dtype.itemsize
-    block = tile_of(N, least=_LEAST_BLOCK, most=_MOST_BLOCK)
-    row_bytes = power_of_two(N) * itemsize
-    num_warps = max(min(16, row_bytes >> 10), min(32, row_bytes >> 11))
-    # A thread has 8 bytes of a tile, or 16 where it reads them one by one.
-    most_warps = block * itemsize // (32 * (8 if N * itemsize % _READ_BYTES == 0 else 16))
-    return Tile(block=block, num_warps=max(1, min(num_warps, most_warps)))
+    return _tile(variant, x_MN, num_inputs=1)
 
 
 def backward_tile(variant: str, dy_MN: Tensor) -> Tile:
@@ -70,10 +62,25 @@ def _tile(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
         # Of rows so long that few fit into L2, one program brings as much on its way as several of others.
         return tile if tile.per_sm > 2 else Tile(block=min(block, 16384), num_warps=32, per_sm=1)
     if variant == "fused":
-        return Tile(block=block, num_warps=max(1, min(16, block // (512 if block < 4096 else 1024))))
+        return _fused_tile(x_MN, num_inputs)
     rows = max(1, 1024 // max(block, 32))
     num_warps = max(1, min(16, rows * block // 1024))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=max(2, 32 // num_warps), stages=2)
+
+
+def _fused_tile(x_MN: Tensor, num_inputs: int) -> Tile:
+    """A thread has 8 bytes of a tile at least, or 16 where it reads them one by one."""
+    N, itemsize = x_MN.shape[1], x_MN.dtype.itemsize
+    row_bytes = power_of_two(N) * itemsize
+    block = tile_of(N, least=_LEAST_BLOCK, most=_MOST_BLOCK)
+    num_warps = max(min(16, num_inputs * row_bytes >> 10), min(32, row_bytes >> 11))
+    most_warps = block * itemsize // (32 * (8 if N * itemsize % READ_BYTES == 0 else 16))
+    return Tile(block=block, num_warps=max(1, min(num_warps, most_warps)))
+
+
+def _fused_options(x_MN: Tensor, seen: Tensor | None, tile: Tile) -> dict[str, Any]:
+    N = x_MN.shape[1]
+    return {"TILES": -(-N // tile.block), "UNIT": unit_of(x_MN), "FULL": seen is None and N % tile.block == 0}
 
 
 def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
@@ -89,13 +96,7 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
     kernel = getattr(kernels, f"{variant}_forward_kernel")
     options = tile_options(variant, tile)
     if variant == "fused":
-        each = min(tile.block, _READ_BYTES // x.element_size())
-        options |= {
-            "TILES": -(-N // tile.block),
-            "EACH": each,
-            "UNIT": math.gcd(N, x_MN.stride(0) if M > 1 else N, each),
-            "FULL": seen is None and N % tile.block == 0,
-        }
+        options |= _fused_options(x_MN, seen, tile) | {"EACH": min(tile.block, READ_BYTES // x.element_size())}
     kernel[grid_of(x_MN, tile)](x_MN, seen, y, M, N, x_MN.stride(0), *where, LOG=log, **options)
     return y
 
@@ -111,9 +112,10 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str
     seen, where = _mask_rows(mask if log else None, y)
     M, N = dy_MN.shape
     kernel = getattr(kernels, f"{variant}_backward_kernel")
-    kernel[grid_of(dy_MN, tile)](
-        dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **tile_options(variant, tile)
-    )
+    options = tile_options(variant, tile)
+    if variant == "fused":
+        options |= _fused_options(dy_MN, seen, tile)
+    kernel[grid_of(dy_MN, tile)](dy_MN, y, seen, dx, M, N, dy_MN.stride(0), *where, LOG=log, **options)
     return dx
 
 
