@@ -63,8 +63,8 @@ NORMS: Ladder = (
     ),
     Variant(
         name="fused",
-        taught="a row of its own for each program, which forward reads again from L1, where more rows find room than in "
-        "registers; the variance is that of distances from one of its numbers, and where that is far off from its mean",
+        taught="a row of its own for each program, which forward reads again from L1, with room for more rows than "
+        "registers have; the variance is that of distances from one number, or, where that is far off, from the mean",
         costs="forward reads x from memory once; backward holds x and dy in registers for dx, and reads both again for "
         "dw; rows of up to 64 KB",
         dtypes=UP_TO_FP32,
