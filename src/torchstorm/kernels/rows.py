@@ -14,7 +14,7 @@ from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.dtypes import FLOATS
 
 MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10, "cluster": 256 << 10}
-"""Of variants that hold rows as wholes: in registers, where "persistent" has sums beside them, or in shared memory."""
+"""Of variants that hold rows as wholes: in L1, registers, where "persistent" has sums beside them, or shared memory."""
 
 READ_BYTES = 16
 """What a thread reads at once."""
