@@ -74,17 +74,21 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def plain_peak_bytes(rows: int = ROWS) -> int:
     """What a step takes without a Session."""
+    before = torch.cuda.memory_allocated()
     model, x = make(), make_batch(rows)
     torch.cuda.reset_peak_memory_stats()
     total, weight = loss_fn(model)(x)
     (total / weight).backward()
-    return torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated()
+    print(f"a plain step peaks at {peak}, {before} of it from before")  # shown where a test fails
+    return peak
 
 
 def limit_process_to(nbytes: int) -> None:
     """From here on the allocator gives so much, cached memory included, and then says that it has no more."""
     gc.collect()
     torch.cuda.empty_cache()
+    print(f"limited to {nbytes}, of which {torch.cuda.memory_reserved()} are in use")
     torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
 
 
