@@ -32,14 +32,14 @@ def _tanh(x):
     near = ((-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2) * square + 1.33314422036e-1
     near = (near * square - 3.33332819422e-1) * square * x + x
     size = tl.abs(x)
-    far = 1.0 - 2.0 / (exp(2.0 * size) + 1.0)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
     return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
 def _exp(x, softcap, SOFTCAP: tl.constexpr):
     """e^x, of x in units of the softcap where there is one."""
-    return exp(x * softcap) if SOFTCAP else exp(x)
+    return tl.exp2(x * (1.4426950408889634 * softcap)) if SOFTCAP else exp(x)
 
 
 @triton.jit
