@@ -27,6 +27,10 @@ WIDTH, ROWS = 512, 8192
 def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # put back by conftest.py
     gc.collect()  # what an earlier test left in cycles would count as allocated
+    # cuBLAS's workspace may lie in a large block that an earlier test left: it could not be given back, and a step
+    # that finds room in it asks for nothing that a limit refuses.
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -88,7 +92,8 @@ def limit_process_to(nbytes: int) -> None:
     """From here on the allocator gives so much, cached memory included, and then says that it has no more."""
     gc.collect()
     torch.cuda.empty_cache()
-    print(f"limited to {nbytes}, of which {torch.cuda.memory_reserved()} are in use")
+    held, used = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    print(f"limited to {nbytes}; {used} in use, in blocks of {held}")
     torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
 
 
