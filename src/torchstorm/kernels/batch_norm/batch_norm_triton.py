@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from torchstorm.kernels.chain_triton import next_may_begin, wait_for_previous
+from torchstorm.kernels.rows_triton import middle
 
 
 @triton.jit
@@ -68,12 +69,6 @@ def _value(x, tile, HALVES: tl.constexpr, channel, N, C, L, n_stride, c_stride, 
     return tl.load(x + at, mask=channel < C, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _middle(a, b, c):
-    """Of three; any of them where one is NaN."""
-    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
-
-
 @triton.jit(do_not_specialize=["L", "num_tiles", "parts"])
 def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, parts, n_stride, c_stride, l_stride,
                       ALIGNED: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
@@ -83,7 +78,7 @@ def statistics_kernel(x, part_num, part_mean, part_spread, N, C, L, num_tiles, p
     channel, part = _channels(C, BLOCK_C, False)
     places = _places(channel, c_stride, l_stride, BLOCK_L)
     steps = tl.cdiv(num_tiles - part, parts)
-    start = _middle(
+    start = middle(
         _value(x, part, 0, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),
         _value(x, part + steps // 2 * parts, 1, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),
         _value(x, part + (steps - 1) * parts, 2, channel, N, C, L, n_stride, c_stride, l_stride, BLOCK_L),

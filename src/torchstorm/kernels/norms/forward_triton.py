@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchstorm.kernels.rows_triton import load, middle, multiple
+
 
 @triton.jit
 def vector(p_ptr, column, N, NOTHING: tl.constexpr, FULL: tl.constexpr = False):
@@ -51,8 +53,8 @@ def _store(at, inside, y, STREAM: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr, FULL: tl.constexpr = False):
-    _store(y_ptr + row[:, None] * N + column[None, :], inside, y, STREAM, FULL)
+def _write(y_ptr, row, column, inside, y, N, STREAM: tl.constexpr):
+    _store(y_ptr + row[:, None] * N + column[None, :], inside, y, STREAM, False)
 
 
 @triton.jit
@@ -148,15 +150,6 @@ def online_forward_kernel(
 
 
 @triton.jit
-def _load(at, inside, FULL: tl.constexpr, EVICT: tl.constexpr):
-    if FULL:
-        x = tl.load(at, eviction_policy=EVICT)
-    else:
-        x = tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
-    return x
-
-
-@triton.jit
 def _statistics(x, inside, N, eps, CENTRED: tl.constexpr, SHORT: tl.constexpr):
     """Mean, in two parts, and rstd of rows that lie in registers as wholes.
 
@@ -192,18 +185,13 @@ def added(x_0, x_1, y_0, y_1):
 
 
 @triton.jit
-def _middle(a, b, c):
-    return tl.maximum(tl.minimum(a, b), tl.minimum(tl.maximum(a, b), c))
-
-
-@triton.jit
 def _moments(x_ptr, near, N, CENTRED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, FULL: tl.constexpr):
     """Mean and variance of what is left of a row without `near`; of RMSNorm 0 and the row's mean square."""
     total = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = _load(x_ptr + column, column < N, FULL, "evict_last").to(tl.float32)
+        x = load(x_ptr + column, column < N, 0.0, FULL, "evict_last")
         if CENTRED:
             x -= near
             if not FULL:
@@ -229,11 +217,9 @@ def fused_forward_kernel(
 
     Mean and variance come from one pass, of distances from the middle one of three numbers of the row. Where that is so
     far off that they leave squares FAR times the variance, there is another one, of distances from the mean.
-    Sizes are multiples of UNIT, which the compiler is to know. FULL: whole tiles.
+    Sizes are multiples of UNIT. FULL: whole tiles.
     """
-    if UNIT > 1:
-        N = N // UNIT * UNIT
-        x_row = x_row // UNIT * UNIT
+    N, x_row = multiple(N, UNIT), multiple(x_row, UNIT)
     SHORT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16
     FAR: tl.constexpr = 1.0 if x_ptr.dtype.element_ty == tl.float32 else 16.0
     row = tl.program_id(0).to(tl.int64)
@@ -241,7 +227,7 @@ def fused_forward_kernel(
     y_ptr += row * N
     first = 0.0
     if CENTRED:
-        first = _middle(tl.load(x_ptr), tl.load(x_ptr + N // 2), tl.load(x_ptr + N - 1)).to(tl.float32)
+        first = middle(tl.load(x_ptr), tl.load(x_ptr + N // 2), tl.load(x_ptr + N - 1)).to(tl.float32)
     rest, variance = _moments(x_ptr, first, N, CENTRED, BLOCK, TILES, FULL)
     if CENTRED:
         # Where squares overflow the variance is infinite, or not a number.
@@ -262,7 +248,7 @@ def fused_forward_kernel(
         tl.store(rstd_ptr + row, rstd)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = _load(x_ptr + column, column < N, FULL, "evict_first").to(tl.float32)
+        x = load(x_ptr + column, column < N, 0.0, FULL, "evict_first")
         if CENTRED:
             x -= first
             if not SHORT:
@@ -283,7 +269,7 @@ def persistent_forward_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
-        x = _load(x_ptr + row[:, None] * x_row + column[None, :], inside, False, "").to(tl.float32)
+        x = load(x_ptr + row[:, None] * x_row + column[None, :], inside, 0.0, False, "")
         first, rest, rstd = _statistics(x, inside, N, eps, CENTRED, SHORT)
         _write_statistics(mean_ptr, rstd_ptr, row, first + rest, rstd, M, CENTRED)
         x_hat = _normalized(x, first, rest, rstd, CENTRED, SHORT)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from torchstorm.kernels.elementwise.operations_triton import exp
+from torchstorm.kernels.rows_triton import load, multiple
 
 _ROW_COUNTS = ["M", "middle_rows", "inner_rows"]  # no reason to compile anew
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -222,16 +223,6 @@ def _backward_rows(
     _write(dx_ptr, row, column, inside, _gradient(dy, y, seen, total, LOG), N, STREAM=False)
 
 
-@triton.jit
-def _load_row(x_ptr, column, seen, OTHER: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr):
-    at = x_ptr + column[None, :]
-    if FULL:
-        x = tl.load(at, eviction_policy=EVICT)
-    else:
-        x = tl.load(at, mask=seen, other=OTHER, eviction_policy=EVICT)
-    return x.to(tl.float32)
-
-
 @triton.jit(do_not_specialize=_ROW_COUNTS)
 def fused_forward_kernel(
     x_ptr, mask_ptr, y_ptr, M, N, x_row, middle_rows, inner_rows, outer, middle, inner, columns, LOG: tl.constexpr,
@@ -240,12 +231,10 @@ def fused_forward_kernel(
     """One program a row, in TILES of BLOCK numbers, which it reads again, from L1: few registers, so many programs.
 
     A thread's EACH numbers share a maximum: that is an exponential for each number, and one more for all of them. They
-    are side by side where sizes are multiples of as many, UNIT, which the compiler is to know; else a thread has every
-    so many of a tile. FULL: whole tiles, and no mask.
+    are side by side where sizes are multiples of as many, as UNIT says; else a thread has every so many of a tile.
+    FULL: whole tiles, and no mask.
     """
-    if UNIT > 1:
-        N = N // UNIT * UNIT
-        x_row = x_row // UNIT * UNIT
+    N, x_row = multiple(N, UNIT), multiple(x_row, UNIT)
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     x_ptr += tl.program_id(0).to(tl.int64) * x_row
     block = tl.arange(0, BLOCK)
@@ -255,7 +244,7 @@ def fused_forward_kernel(
         column = start + block
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
-        x = _load_row(x_ptr, column, seen, float("-inf"), FULL, "evict_last")
+        x = load(x_ptr + column[None, :], seen, float("-inf"), FULL, "evict_last")
         before = top
         if UNIT == EACH:
             x = tl.reshape(x, [BLOCK // EACH, EACH])
@@ -271,7 +260,7 @@ def fused_forward_kernel(
         column = start + block
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
-        x = _load_row(x_ptr, column, seen, float("-inf"), FULL, "evict_first")
+        x = load(x_ptr + column[None, :], seen, float("-inf"), FULL, "evict_first")
         _write(y_ptr, row, column, inside, _of_row(x, mask_ptr, seen, m, total, LOG), N, STREAM=False)
 
 
@@ -281,9 +270,7 @@ def fused_backward_kernel(
     LOG: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, UNIT: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, in tiles that it reads again, from L1, as forward does."""
-    if UNIT > 1:
-        N = N // UNIT * UNIT
-        dy_row = dy_row // UNIT * UNIT
+    N, dy_row = multiple(N, UNIT), multiple(dy_row, UNIT)
     row = tl.program_id(0) + tl.arange(0, 1).to(tl.int64)
     dy_ptr += tl.program_id(0).to(tl.int64) * dy_row
     y_ptr += tl.program_id(0).to(tl.int64) * N
@@ -293,18 +280,18 @@ def fused_backward_kernel(
         column = start + block
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
-        dy = _load_row(dy_ptr, column, seen, 0.0, FULL, "evict_last")
+        dy = load(dy_ptr + column[None, :], seen, 0.0, FULL, "evict_last")
         if LOG:
             total += dy
         else:
-            total += dy * _load_row(y_ptr, column, inside, 0.0, FULL, "evict_last")
+            total += dy * load(y_ptr + column[None, :], inside, 0.0, FULL, "evict_last")
     total = tl.sum(total, axis=1)
     for start in tl.range(0, TILES * BLOCK, BLOCK):
         column = start + block
         inside = (column < N)[None, :]
         seen = _seen(mask_ptr, row, column, inside, middle_rows, inner_rows, outer, middle, inner, columns)
-        dy = _load_row(dy_ptr, column, seen, 0.0, FULL, "evict_first")
-        y = _load_row(y_ptr, column, inside, 0.0, FULL, "evict_first")
+        dy = load(dy_ptr + column[None, :], seen, 0.0, FULL, "evict_first")
+        y = load(y_ptr + column[None, :], inside, 0.0, FULL, "evict_first")
         _write(dx_ptr, row, column, inside, _gradient(dy, y, seen, total, LOG), N, STREAM=False)
 
 
