@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchstorm.errors import OutOfVRAMError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Copy, Handle, Tier
 from torchstorm.offload.operators import Operator
 
@@ -66,6 +67,8 @@ class Saved:
         version: autograd's version counter when it was saved.
         counter: shares that version counter, but not the memory; None as long as the parcel's `hold` does.
         watch: keeps the storage's address from being used again for another one.
+        pointer: where the storage's memory was.
+        block: module that saved it, for messages.
         live: how many saved tensors refer to it.
         ordinal: its number in the step that is running or last ran, -1 once that is over.
         address: where the storage was.
@@ -75,7 +78,7 @@ class Saved:
         stale: whether its bytes changed in place while they were being copied.
         value: where its bytes come from, where the step is recorded.
         fingerprint: with self-check, of bytes that are to be computed again, as they were saved.
-        lost: whether its step ran out of memory, and its bytes were let go.
+        lost: makes the error to raise where its bytes, which were let go, are asked for; None where they were not.
     """
 
     parcel: Parcel
@@ -85,6 +88,8 @@ class Saved:
     counter: torch.Tensor | None
     address: int
     watch: StorageWeakRef
+    pointer: int
+    block: str
     live: int = 0
     ordinal: int = -1
     base: torch.Tensor | None = None
@@ -93,7 +98,13 @@ class Saved:
     stale: bool = False
     value: Value | None = None
     fingerprint: torch.Tensor | None = None
-    lost: bool = False
+    lost: Callable[[], TorchstormError] | None = None
+
+    @property
+    def has_other_memory(self) -> bool:
+        """Whether the storage is still there, and has been given other memory, or none."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.watch.cdata)
+        return storage is not None and storage.data_ptr() != self.pointer
 
     @property
     def token(self) -> torch.Tensor:
@@ -265,6 +276,20 @@ def _use_count(storage: torch.UntypedStorage) -> int:
 def has_expired(watch: StorageWeakRef) -> bool:
     """Whether the storage is gone."""
     return bool(watch.expired())
+
+
+def dropped_error() -> OutOfVRAMError:
+    """For a saved tensor whose step ran out of memory."""
+    return OutOfVRAMError("The step that saved this tensor ran out of memory and was dropped: run it again.")
+
+
+def resized_error(block: str) -> UnsupportedError:
+    """For a saved tensor whose storage has been resized since."""
+    return UnsupportedError(
+        f"The memory of a tensor saved in {block or 'the model'} was freed or replaced before backward used it (as by "
+        "untyped_storage().resize_). A Session cannot tell what it should hold now: leave the memory of such a tensor "
+        "alone and give the Session a smaller budget instead, or run that module without one."
+    )
 
 
 def in_place_error(version: int, expected: int, dtype: torch.dtype, size: Sequence[int]) -> RuntimeError:

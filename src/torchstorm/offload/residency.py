@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 from collections.abc import Callable, Iterator
 
 import torch
 
-from torchstorm.errors import BudgetError, CorruptionError, OutOfVRAMError, StorageError, UnsupportedError
+from torchstorm.errors import BudgetError, CorruptionError, StorageError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Tier
 from torchstorm.offload.fingerprint import fingerprint
-from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, held_only_here, share_a_counter, version_counter
+from torchstorm.offload.parcels import (
+    Parcel,
+    Saved,
+    View,
+    dropped_error,
+    flat_bytes,
+    held_only_here,
+    resized_error,
+    share_a_counter,
+    version_counter,
+)
 from torchstorm.offload.replay import compute_again
 from torchstorm.plan.forecast import KEEP
 
@@ -109,15 +120,37 @@ class Residency:
         """Lets go of all bytes that the running step saved, though autograd still refers to them."""
         for saved in self.all_saved():
             if saved.parcel.order >= self._first_order:
-                saved.lost = True
-                if saved.value is not None and saved.value.saved is saved:
-                    saved.value.saved = None
-                saved.value = None
-                self._forget_base(saved)
-                self._forget(saved, saved.address)  # the step that repeats this one saves the same tensors anew
+                self._lose(saved, dropped_error)
         for parcel in [*self.resident.values(), *self._away.values()]:
             if parcel.order >= self._first_order:
                 self.discard(parcel)
+
+    def note_resized(self, address: int) -> None:
+        """The storage at an address has other memory, or is about to: lets go of what was saved of it."""
+        for saved in list(self._at.get(address, ())):
+            parcel = saved.parcel
+            if parcel.handle is not None and parcel.hold is not None and self.device.type == "cpu":
+                with contextlib.suppress(StorageError):
+                    parcel.handle.written.wait()  # a thread may be reading it
+            self._lose(saved, functools.partial(resized_error, saved.block))
+            if not parcel.shared:
+                self.discard(parcel)
+
+    def lose_if_resized(self, parcel: Parcel) -> bool:
+        """Lets go of what was saved of storages that have other memory by now; returns whether there were any."""
+        resized = [saved for saved in parcel.members if saved.has_other_memory]
+        for saved in resized:
+            self.note_resized(saved.address)
+        return bool(resized)
+
+    def _lose(self, saved: Saved, why: Callable[[], TorchstormError]) -> None:
+        """Autograd still refers to it, but its bytes cannot be had any more; what saves the same tensor is new."""
+        saved.lost = why
+        if saved.value is not None and saved.value.saved is saved:
+            saved.value.saved = None
+        saved.value = None
+        self._forget_base(saved)
+        self._forget(saved, saved.address)
 
     def _forget(self, saved: Saved, address: int) -> None:
         group = self._at.get(address, [])
@@ -157,6 +190,8 @@ class Residency:
 
     def put(self, parcel: Parcel, tier: str) -> None:
         """Begins the copy out, to the named tier or, where that has no room, to another."""
+        if not parcel.shared and self.lose_if_resized(parcel):
+            return
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
         label = f"a tensor saved in {parcel.block or 'the model'}"
@@ -183,6 +218,8 @@ class Residency:
             return
         (parcel.back or parcel.handle.written).wait()
         parcel.back = None
+        if not parcel.shared and self.lose_if_resized(parcel):
+            return
         for saved in parcel.members:
             if parcel.hold is not None:
                 saved.stale = saved.stale or parcel.hold._version != saved.version
@@ -210,8 +247,8 @@ class Residency:
             UnsupportedError: bytes cannot be computed again.
         """
         parcel = saved.parcel
-        if saved.lost:
-            raise OutOfVRAMError("The step that saved this tensor ran out of memory and was dropped: run it again.")
+        if saved.lost is not None:
+            raise saved.lost()
         if self._is_stale(saved):
             return None
         if parcel.buffer is None and parcel.handle is None:

@@ -18,20 +18,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import StorageError
-from torchstorm.offload.parcels import (
-    Parcel,
-    Saved,
-    View,
-    flat_bytes,
-    in_place_error,
-    version_counter,
-    weak_reference,
-)
+from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, in_place_error, version_counter, weak_reference
 from torchstorm.offload.probe import TracingProbe
 from torchstorm.offload.record import Recorder
 from torchstorm.offload.residency import Residency
-from torchstorm.offload.tape import Tape, has_bytes
-from torchstorm.offload.tickets import Locked, Ticket, Untouched
+from torchstorm.offload.resizes import listen
+from torchstorm.offload.tape import Tape
+from torchstorm.offload.tickets import Locked, Ticket, Untouched, is_of_parameter, storage_of
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
@@ -83,6 +76,7 @@ class SavedTensors:
         self._probe: TracingProbe | None = None
         self.left_plan = False
         self.blocks: list[str] = []
+        listen(self)
         residency.excess_bytes = lambda: self._recorder.excess_bytes if self._recorder is not None else 0
 
     # ------------------------------------------------------------------ a step
@@ -114,7 +108,7 @@ class SavedTensors:
         """Names tensors that the user gave to the model: they are counted, and never moved."""
         with self._locked:
             for tensor in tensors:
-                storage = self._storage_of(tensor)
+                storage = storage_of(tensor, self.residency.device)
                 if storage is not None:
                     self._inputs[storage._cdata] = weak_reference(storage)
 
@@ -155,8 +149,8 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Called by autograd when it saves a tensor."""
-        storage = self._storage_of(tensor)
-        if storage is None or storage._cdata in self._fixed:
+        storage = storage_of(tensor, self.residency.device)
+        if storage is None or storage._cdata in self._fixed or is_of_parameter(tensor):
             return Untouched(tensor)
         # What is done here is no operation of the step's.
         with self._locked, torch._C._DisableTorchDispatch():
@@ -207,6 +201,8 @@ class SavedTensors:
                 self._seal(self._open, move=False)
             if self._recorder is not None:
                 self._recorder.needed(saved)
+            if saved.has_other_memory:
+                self.residency.note_resized(saved.address)
             tensor = saved.kept.get(id(packed))
             if tensor is not None and tensor._version != saved.version:
                 raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
@@ -229,6 +225,13 @@ class SavedTensors:
         # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
         if not threading.current_thread().name.startswith(_OWN_THREADS) and self._lock.acquire(blocking=False):
             self._unlock()
+
+    def before_resize(self, storage: torch.UntypedStorage) -> None:
+        """A storage's memory is about to be freed or replaced, by whatever thread."""
+        with self._locked, torch._C._DisableTorchDispatch():
+            self.residency.note_resized(storage._cdata)
+            if self._tape is not None:
+                self._tape.note_resized(storage)
 
     # ------------------------------------------------------------------ moments
 
@@ -284,7 +287,7 @@ class SavedTensors:
         if self._plan is not None:
             for number in self._plan.fetches.get(self._moment, ()):
                 parcel = self._numbered.get(number)
-                if parcel is not None and parcel.members and parcel.buffer is None:
+                if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
                     self.residency.fetch(parcel)
         elif look_ahead and self._in_step:
             self.residency.look_ahead()
@@ -301,13 +304,6 @@ class SavedTensors:
         self.left_plan = True
 
     # ------------------------------------------------------------------ saving
-
-    def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage, where the Session may care for it."""
-        if not has_bytes(tensor) or tensor.device != self.residency.device:
-            return None
-        storage = tensor.untyped_storage()
-        return storage if storage.nbytes() else None
 
     def _save(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
         """Takes charge of a storage that was not saved before."""
@@ -334,6 +330,8 @@ class SavedTensors:
                 self._leave_plan()
                 number, num_together, tier = -1, 0, self.residency.default_tier
         block = self.blocks[-1] if self.blocks else ""
+        if self._plan is not None:
+            block = block or self._plan.trace.storages[ordinal].block
         is_small = nbytes < min(SMALL_BYTES, self._slab_bytes // 2 + 1)
         fingerprint = None
         if tier == RECOMPUTE:
@@ -364,6 +362,8 @@ class SavedTensors:
             version_counter(tensor) if parcel.hold is None else None,
             storage._cdata,
             weak_reference(storage),
+            storage.data_ptr(),
+            block,
             ordinal=ordinal,
             value=value,
             fingerprint=fingerprint,

@@ -99,6 +99,15 @@ class Tape(TorchDispatchMode):
         known = self._known.get(storage._cdata)
         return known.value if known is not None and known.version == version else None
 
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
+        self._known.pop(storage._cdata, None)
+        for leaf in self._leaves.pop(storage._cdata, ()):
+            if storage.nbytes() <= _TINY_BYTES:
+                _keep_a_copy(leaf)
+            else:
+                leaf.version = -1
+
     def clear(self) -> None:
         """Forgets the step. Records live on in what autograd still holds."""
         self.idle = True
@@ -219,9 +228,7 @@ class Tape(TorchDispatchMode):
         """A weight, buffer or input is about to change: records that use it get a copy of what it was."""
         for tensor in _written_to(what, args, kwargs):
             for leaf in self._leaves.pop(tensor.untyped_storage()._cdata, ()):
-                if leaf.tensor._version == leaf.version:
-                    leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
-                    leaf.version = leaf.tensor._version
+                _keep_a_copy(leaf)
 
     def _forget_written(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written_to(what, args, kwargs):
@@ -288,6 +295,13 @@ def _collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
             found.append(item)
         elif isinstance(item, list | tuple):
             _collect(item, found)
+
+
+def _keep_a_copy(leaf: Leaf) -> None:
+    """Gives a record a tensor of its own in place of one that is about to change."""
+    if leaf.tensor._version == leaf.version:
+        leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
+        leaf.version = leaf.tensor._version
 
 
 def _written_to(what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

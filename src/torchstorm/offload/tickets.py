@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from torchstorm.offload.parcels import Saved, View, in_place_error
+from torchstorm.offload.tape import has_bytes
 
 
 class Keeper(Protocol):
@@ -46,6 +47,22 @@ class Untouched:
         if self.tensor._version != self.version:
             raise in_place_error(self.tensor._version, self.version, self.tensor.dtype, self.tensor.shape)
         return self.tensor
+
+
+def storage_of(tensor: torch.Tensor, device: torch.device) -> torch.UntypedStorage | None:
+    """The storage of a tensor that a Session with this fast device may care for; None for all others."""
+    if not has_bytes(tensor) or tensor.device != device:
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() else None
+
+
+def is_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one: also one that FSDP2 gathers for a while, of no module's."""
+    base = tensor._base
+    if base is None:
+        return type(tensor) is torch.nn.Parameter
+    return isinstance(base, torch.nn.Parameter)
 
 
 class Locked:
