@@ -23,6 +23,7 @@ PACKAGE = DOCS.parent / "src" / "torchstorm"
 ROOMS = [
     "errors",
     "sizes",
+    "paths",
     "transfer",
     "storage",
     "memory",

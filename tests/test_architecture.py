@@ -22,20 +22,20 @@ PACKAGE = REPOSITORY / "src" / "torchstorm"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Room -> what it may import from this package besides itself: rooms, or single modules of one.
-BASE = {"errors", "sizes"}
+BASE = {"errors", "sizes", "paths"}
 OFFLOAD = BASE | {"transfer", "storage", "memory", "plan"}
-TRAIN = OFFLOAD | {"offload", "kernels", "fusion"}
+TRAIN = OFFLOAD | {"offload", "kernels"}
 ALL = TRAIN | {"models", "train", "report", "bench"}
 MAY_IMPORT = {
     "errors": set(),
     "sizes": {"errors"},
+    "paths": {"errors"},
     "transfer": BASE,
     "storage": BASE | {"transfer"},
     "memory": BASE | {"transfer", "storage"},
     "plan": BASE | {"memory.tier"},
     "offload": OFFLOAD,
     "kernels": {"errors"},
-    "fusion": {"errors"},
     "models": TRAIN,
     "train": TRAIN | {"models"},
     "report": ALL,
@@ -46,6 +46,7 @@ MAY_IMPORT = {
 WITHOUT_TORCH = [
     "errors",
     "sizes",
+    "paths",
     "memory.tier",
     "plan.forecast",
     "plan.machine",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,9 +114,27 @@ def test_a_file_of_something_else_is_not_overwritten(text: str, tmp_path: Path) 
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    run = results(tmp_path / "missing" / "rows.json")
-    with pytest.raises(StorageError, match="cannot be written"):
-        run.add(Row(shape="8x1", way="session"))
+    with pytest.raises(StorageError, match="cannot be written"):  # before anything is measured
+        results(tmp_path / "missing" / "rows.json")
+    run = results(Path("/dev/full"))
+    run.add(Row(shape="8x1", way="session"))
+    with pytest.raises(StorageError, match="--json /dev/full cannot be written: No space left on device"):
+        run.write()
+
+
+def test_a_fifo_is_not_read_and_gets_one_document_at_the_end(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    run = results(fifo)  # where nobody writes, a read would wait for ever
+    run.add(Row(shape="8x1", way="unlimited", step_s=2.0))
+    run.add(Row(shape="8x1", way="session", step_s=3.0, against="unlimited"))
+    run.against("8x1", "unlimited", 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(fifo.read_text)
+        run.write()
+        rows = json.loads(reader.result(timeout=30))["rows"]
+    assert [(row["way"], row["over_unlimited"]) for row in rows] == [("unlimited", None), ("session", 1.5)]
+    assert fifo.is_fifo()
 
 
 def test_times_relate_to_what_they_compare_with() -> None:

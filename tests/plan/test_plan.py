@@ -272,7 +272,9 @@ def test_a_saved_plan_is_the_same_after_loading(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"missing/plan.json: No such file .* Give a path in a folder"):
+    with pytest.raises(
+        StorageError, match=r"missing/plan.json cannot be written: No such file .* Give a path in a folder"
+    ):
         example().save(tmp_path / "missing" / "plan.json")
 
 

@@ -51,6 +51,7 @@ def bench_chunks(device: str | None, *, steps: int, json_path: Path | None, cons
     results.say(case.title + ", with AdamW")
     results.say(HEADER)
     results.add(run_chunks(case, target, steps=steps))
+    results.write()
 
 
 def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:

@@ -17,6 +17,7 @@ from rich.console import Console
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.record import environment
 from torchstorm.models.families import SIZES
+from torchstorm.paths import check_output
 from torchstorm.report.losses import Curve, draw_losses
 from torchstorm.report.picture import check_picture
 from torchstorm.train.config import TrainConfig
@@ -96,6 +97,8 @@ def bench_learn(
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if picture is not None:
         check_picture(picture, "--png")
+    if json_path is not None:
+        check_output(json_path, name="--json")
     found: list[Learned] = []
     for name in names:
         config = TrainConfig(

@@ -77,6 +77,7 @@ def bench_mlstm(
             row = replace(row, over_first=_over_first(row, ladder, record.all_rows()))
             _relate_to_peer(record, record.add(row))
         clean(target)
+    record.write()
     if plot is not None:
         shown = [row for row in record.all_rows() if row.dtype == dtype]
         _draw(shown, plot, title=f"mLSTM, {dtype}, {record.device}")

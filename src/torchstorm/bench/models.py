@@ -67,6 +67,7 @@ def bench_models(
             if case.name in chosen:
                 run_model(case, target, results, disk=disk or spill, steps=steps)
                 clean(target)
+    results.write()
     return results.rows
 
 

@@ -68,6 +68,7 @@ def bench_offload(
             results.say(case.title)
             results.say(HEADER)
             run_case(case, target, results, ways_chosen=chosen, disk=disk or spill, steps=steps)
+    results.write()
     return results.rows
 
 

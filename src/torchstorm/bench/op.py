@@ -86,6 +86,7 @@ def bench_op(
         say(HEADER)
         run_case(case, target, picked, ceilings, record)
         clean(target)
+    record.write()
     if plot is not None:
         _draw([row for row in record.all_rows() if row.dtype == dtype], plot, title=f"{op}, {dtype}, {record.device}")
     others = {REFERENCE, *(name for case in cases for name in case.peers)}

@@ -1,6 +1,7 @@
 """A bench's JSON file: machine and versions, and rows, whole after each of them.
 
-A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts.
+A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts. What is no
+regular file (a FIFO, /dev/stdout) gets one document, at the end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from torchstorm.errors import StorageError
 from torchstorm.offload.measure import cpu_name
+from torchstorm.paths import check_output, is_replaceable
 from torchstorm.train.result import write_json
 
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -52,11 +54,12 @@ class Record(Generic[R]):
         row_type: of the rows.
         form: a row as a line of text.
         path: JSON file; None for none. Rows in it of the same machine and versions stay, unless they are made anew.
+            What is no regular file is not read, and gets its rows by `write` alone.
         say: told every line.
         merge: whether rows of an existing file stay; else it is replaced.
 
     Raises:
-        StorageError: `path` exists and is not a bench's record.
+        StorageError: `path` exists and is not a bench's record, or cannot be written.
     """
 
     def __init__(
@@ -74,9 +77,10 @@ class Record(Generic[R]):
         self._record = {"op": op, **environment(device)}
         self._row_type = row_type
         self._form = form
-        self._path = path
+        self._path = None if path is None else check_output(path, name="--json")
+        self._row_by_row = self._path is not None and is_replaceable(self._path)
         self._say = say
-        older = self._read() if path is not None and path.exists() else []
+        older = self._read() if self._path is not None and self._row_by_row and self._path.exists() else []
         self.older = older if merge else []
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -97,26 +101,31 @@ class Record(Generic[R]):
         row = replace(row, commit=str(self._record["commit"]))
         self.rows.append(row)
         self._say(self._form(row))
-        self.write()
+        self._keep()
         return row
 
     def change(self, function: Callable[[R], R]) -> None:
         """Puts function(row) in the place of every row of this run; writes."""
         self.rows[:] = [function(row) for row in self.rows]
-        self.write()
+        self._keep()
 
     def all_rows(self) -> list[R]:
         """This run's rows, and those of the file that it did not make anew."""
         return list({row.key: row for row in self.older + self.rows}.values())
 
     def write(self) -> None:
-        """Writes all rows.
+        """Writes all rows; a bench's last act.
 
         Raises:
             StorageError: the file cannot be written.
         """
         if self._path is not None:
             write_json(self._path, {**self._record, "rows": [_as_json(row) for row in self.all_rows()]})
+
+    def _keep(self) -> None:
+        """Writes what there is by now, where that takes the place of what was written before."""
+        if self._row_by_row:
+            self.write()
 
     def _read(self) -> list[R]:
         assert self._path is not None

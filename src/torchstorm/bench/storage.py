@@ -129,6 +129,7 @@ def bench_storage(
         if _LOAD in chosen:
             for fields in bench_loading(path, target, size_bytes=size_bytes):
                 record.add(StorageRow(**fields))
+    record.write()
     return record.rows
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from torchstorm.errors import PlanError, StorageError
+from torchstorm.errors import PlanError
+from torchstorm.paths import user_path, write_document
 from torchstorm.plan.describe import describe
 from torchstorm.plan.forecast import KEEP, Figures, Placement
 from torchstorm.plan.machine import Machine
@@ -136,43 +135,32 @@ class Plan:
         """Writes the plan, so that whoever reads `path` at any moment finds a whole file: this one or the one before.
 
         Raises:
+            ConfigError: `path` is no path.
             StorageError: the file cannot be written.
         """
-        target = Path(path)
-        written = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            with written.open("w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            written.replace(target)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
-            raise StorageError(
-                f"The plan cannot be written to {target}: {error.strerror or error}. Give a path in a folder that "
-                "exists and can be written to."
-            ) from error
+        write_document(path, self.to_json(), name="The plan")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Reads what `save` wrote.
 
         Raises:
+            ConfigError: `path` is no path.
             PlanError: there is no such file, or it is not a plan.
         """
+        path = user_path(path, name="plan")
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"The plan {os.fspath(path)} cannot be read: {error}. Give a file that Plan.save() wrote, or make one "
+                f"The plan {path} cannot be read: {error}. Give a file that Plan.save() wrote, or make one "
                 "with torchstorm.plan(...) or `torchstorm plan --json FILE`."
             ) from error
         try:
             return Plan.from_json(text)
         except PlanError as error:
             raise PlanError(
-                f"{os.fspath(path)}: {str(error).rstrip(chr(46))}. Make it anew with torchstorm.plan(...).save(...)."
+                f"{path}: {str(error).rstrip(chr(46))}. Make it anew with torchstorm.plan(...).save(...)."
             ) from error
 
     @staticmethod

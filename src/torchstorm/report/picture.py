@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchstorm.errors import ConfigError, StorageError
+from torchstorm.errors import ConfigError
+from torchstorm.paths import check_output, write_document
 
 INK, GRID = "#333333", "#dddddd"
 
@@ -38,6 +40,7 @@ def check_picture(path: Path, option: str) -> None:
 
     Raises:
         ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+        StorageError: the file cannot be written, as far as that can be told before.
     """
     require_matplotlib(option)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -48,6 +51,7 @@ def check_picture(path: Path, option: str) -> None:
         raise ConfigError(
             f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
         )
+    check_output(path, name=option)
 
 
 def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
@@ -80,9 +84,6 @@ def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
 
 def save(figure: Any, path: Path, option: str) -> None:
     """Writes a figure, whatever is drawn in it. Raises StorageError where that cannot be."""
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise StorageError(
-            f"{option} {path} cannot be written: {error.strerror or error}. Give a path in a folder that exists."
-        ) from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.removeprefix("."))
+    write_document(path, drawn.getvalue(), name=option)

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchstorm.errors import StorageError
+from torchstorm.paths import write_document
 from torchstorm.plan.forecast import Figures
 from torchstorm.sizes import format_size
-from torchstorm.train.checkpoint import sync
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import RunState
 
@@ -119,23 +118,13 @@ def first_difference(run: RunState, other: RunState) -> int | None:
     return min((step for (step, a), (_, b) in zip(mine, theirs, strict=True) if a != b), default=None)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes JSON so that whoever reads `path` at any moment finds a whole file: this one or the one before.
+def write_json(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Writes what --json asks for, as `write_document` does.
 
     Raises:
-        StorageError: the file cannot be written.
+        StorageError: it cannot be written.
     """
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with written.open("w") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-        sync(written)
-        written.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        raise StorageError(f"--json {path} cannot be written: {error}.") from error
+    write_document(path, json.dumps(content, indent=1) + "\n", name="--json")
 
 
 def device_name(device: torch.device) -> str:
