@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,12 +11,28 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
+from torch import nn
 
-from torchstorm.errors import ConfigError, StorageError
+import torchstorm
+from torchstorm.bench.bars import Panel, draw_bars
+from torchstorm.errors import ConfigError, SizeError, StorageError
+from torchstorm.memory.spill import remove_stale
+from torchstorm.offload.stack import parse_disk
 from torchstorm.paths import check_output, descriptor_of, is_replaceable, user_path, write_document
+from torchstorm.report.doctor import examine
+from torchstorm.storage.choice import open_file
+from torchstorm.storage.layout import Kind
+from torchstorm.storage.measure import measure_disk
+from torchstorm.storage.ops import read_tensor
+from torchstorm.train.forecast import plan_training
+from torchstorm.train.job import train
+from torchstorm.train.pack import pack
 
 
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -263,3 +280,163 @@ def test_a_failed_write_leaves_the_file_from_before(tmp_path: Path, monkeypatch:
         write_document(tmp_path / "a.json", "two", name="--json")
     assert (tmp_path / "a.json").read_text() == "one"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+KINDS = {"x": Kind(dtype=torch.uint8, shape=(4096,), length=2)}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory that is not the working directory."""
+    found = tmp_path / "home"
+    found.mkdir()
+    monkeypatch.setenv("HOME", str(found))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return found
+
+
+def step(storm: torchstorm.Session, model: nn.Module) -> None:
+    with storm.step():
+        model(torch.ones(64, 256)).square().sum().backward()
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(256, 256), nn.GELU())))
+
+
+@pytest.mark.parametrize("disk", ["~/spill", "~/spill:1GiB", Path("~/spill"), Path("~/spill:1GiB")], ids=repr)
+def test_a_session_spills_to_a_path_in_the_home_directory(disk: str | Path, home: Path) -> None:
+    model = layers()
+    with torchstorm.Session(model, ram="4MiB", disk=disk) as storm:
+        assert [entry.name.startswith("torchstorm-spill-") for entry in (home / "spill").iterdir()] == [True]
+        step(storm, model)
+        if "GiB" in str(disk):
+            assert storm._stack.budget.disk == 2**30
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("disk", "directory", "nbytes"),
+    [
+        (Path("/nvme:400GiB"), "/nvme", 400 * 2**30),
+        ("~:1KiB", "{home}", 1024),
+        (Path("~:1KiB"), "{home}", 1024),
+        ("~root:1KiB", "/root", 1024),
+        ("~/a:b:1KiB", "{home}/a:b", 1024),
+        ("~/there:1KiB", "{home}/there:1KiB", None),
+        ("./a/", "a", None),
+    ],
+)
+def test_a_disk_is_a_directory_with_or_without_a_size(
+    disk: str | Path, directory: str, nbytes: int | None, home: Path
+) -> None:
+    (home / "there:1KiB").mkdir()
+    assert parse_disk(disk) == (directory.format(home=home), nbytes)
+
+
+@pytest.mark.parametrize(
+    ("disk", "error", "said"),
+    [
+        (":1KiB", SizeError, "names no directory"),
+        (Path(":1KiB"), SizeError, "names no directory"),
+        ("~/a:", SizeError, "the size"),
+        ("~/a:soon", SizeError, "the size"),
+        ("~no-such-user:1KiB", ConfigError, "no such user"),
+        ("", ConfigError, "is empty"),
+        (7, ConfigError, "is of type int"),
+    ],
+)
+def test_what_is_no_disk_is_told(disk: object, error: type[Exception], said: str, home: Path) -> None:
+    with pytest.raises(error, match=f"disk=.*{said}"):
+        torchstorm.Session(layers(), ram="4MiB", disk=disk)  # type: ignore[arg-type]
+    assert os.listdir() == os.listdir(home) == []
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_plans_go_to_and_come_from_the_home_directory(kind: type, home: Path) -> None:
+    model, x = layers(), torch.ones(64, 256)
+    plan = torchstorm.plan(model, x, lambda model, x: model(x).square().sum(), ram="4MiB", disk=kind("~/spill:1GiB"))
+    plan.save(kind("~/plan.json"))
+    assert (home / "plan.json").is_file()
+    assert torchstorm.Plan.load(kind("~/plan.json")) == plan
+    with torchstorm.Session(model, ram="4MiB", disk=kind("~/spill:1GiB"), plan=kind("~/plan.json")) as storm:
+        step(storm, model)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_volumes_and_files_lie_in_the_home_directory(kind: type, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchstorm.storage.ops._open", {})  # what is opened there is closed at the end
+    path = kind("~/a.storm")
+    with torchstorm.Volume.create(path, KINDS) as volume:
+        volume["x"].write(0, torch.ones(2, 4096, dtype=torch.uint8))
+        volume.flush()
+        start_bytes = volume["x"].kind.start_bytes
+    assert os.listdir(home) == ["a.storm"]
+    with pytest.raises(StorageError, match="exists"):
+        torchstorm.Volume.create(path, KINDS)
+    with torchstorm.Volume.open(path) as volume:
+        assert volume["x"].read(1).sum() == 4096
+    by_hand = {"x": Kind(dtype=torch.uint8, shape=(4096,), length=2, start_bytes=start_bytes)}
+    with torchstorm.Volume.describe(path, by_hand) as volume:
+        assert volume["x"].read(1).sum() == 4096
+    with torchstorm.NVMe(path) as drive:
+        assert drive.path == str(home / "a.storm")
+    open_file(path).close()
+    assert read_tensor(str(path), start_bytes, [4096], torch.uint8, torch.device("cpu")).sum() == 4096
+    with torchstorm.Volume.create(path, KINDS, replace=True):
+        pass
+    assert os.listdir(home) == ["a.storm"]
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_run_reads_and_writes_in_the_home_directory(kind: type, home: Path) -> None:
+    (home / "text").write_text("a text to learn from, again and again. " * 40)
+    console = Console(file=StringIO())
+    packed = pack([kind("~/text")], kind("~/text.storm"), seq=16, console=console)
+    assert packed.path == home / "text.storm"
+    small = {"layers": 1, "heads": 1, "width": 16, "batch": 2, "seq": 16, "device": "cpu", "sample_chars": 0}
+    disk = kind("~/spill:1GiB")
+    plan_training({**small, "ram": "8MiB", "disk": disk, "json": kind("~/plan.json")}, console=console)
+    assert (home / "plan.json").is_file()
+    for data in (kind("~/text"), kind("~/text.storm")):
+        out = kind(f"~/runs-{Path(data).suffix}")
+        options = {**small, "data": data, "out": out, "json": kind("~/run.json"), "ram": "8MiB", "disk": disk}
+        run = train({**options, "steps": 1}, console=console)
+        assert (home / "run.json").is_file()
+        assert run.checkpoint_dir == home / f"runs-{Path(data).suffix}"
+        more = train({"val_every": 0}, resume=out, console=console)
+        assert more.run.losses == run.run.losses
+        assert more.checkpoint_dir == run.checkpoint_dir
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_disk_is_measured_and_swept_in_the_home_directory(
+    kind: type, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr("torchstorm.report.doctor.measure_disk", lambda path: measured.append(path) or (1.0, 1.0))
+    assert examine(kind("~")).disk.directory == str(home)
+    assert measured == [str(home)]
+    assert min(measure_disk(kind("~"), nbytes=4096)) > 0
+    (home / "torchstorm-spill-1-left").mkdir()
+    assert remove_stale(kind("~")) == [str(home / "torchstorm-spill-1-left")]
+    with pytest.raises(StorageError, match=re.escape(f"{home}/missing")):
+        measure_disk(kind("~/missing"), nbytes=4096)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_pictures_go_to_the_home_directory_and_into_a_fifo(kind: type, home: Path) -> None:
+    panels = [Panel(title="1x1", bars=[("ours", (1.0, 3.0))])]
+    draw_bars(panels, kind("~/a.PNG"), title="a", legend="b")
+    assert (home / "a.PNG").read_bytes().startswith(b"\x89PNG")
+    reader = Reader(home / "fifo")
+    draw_bars(panels, kind("~/fifo"), title="a", legend="b")
+    assert reader.all().startswith(b"\x89PNG")
+    with pytest.raises(StorageError, match="--plot /dev/full cannot be written: No space left"):
+        draw_bars(panels, kind("/dev/full"), title="a", legend="b")
+    with pytest.raises(ConfigError, match="'no ending' is not one of"):
+        draw_bars(panels, kind("~/a"), title="a", legend="b")

@@ -26,12 +26,7 @@ def user_path(path: str | os.PathLike[str], *, name: str) -> Path:
     Raises:
         ConfigError: it is no path, is empty, or begins with a `~user` that has no home directory here.
     """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
-    if not isinstance(text, str):
-        raise ConfigError(f"{name}={path!r} is of type {type(path).__name__}: give a path, as str or pathlib.Path.")
-    if not text or "\0" in text:
-        what = "has a null byte in it" if text else "is empty"
-        raise ConfigError(f"{name}={path!r} {what}: give a path, as in results/a or ~/a.")
+    text = path_text(path, name=name)
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise ConfigError(
@@ -40,6 +35,17 @@ def user_path(path: str | os.PathLike[str], *, name: str) -> Path:
         )
     found = Path(expanded)
     return found.absolute() if str(found).startswith("~") else found  # "./~a", which a Path would make "~a" of
+
+
+def path_text(path: str | os.PathLike[str], *, name: str) -> str:
+    """A path as it was written, for what is more than a path: "DIR:SIZE". Raises ConfigError as `user_path` does."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str):
+        raise ConfigError(f"{name}={path!r} is of type {type(path).__name__}: give a path, as str or pathlib.Path.")
+    if not text or "\0" in text:
+        what = "has a null byte in it" if text else "is empty"
+        raise ConfigError(f"{name}={path!r} {what}: give a path, as in results/a or ~/a.")
+    return text
 
 
 def descriptor_of(path: Path) -> int | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchstorm.report.picture import GRID, save
@@ -28,7 +28,7 @@ class Panel:
     lines: Sequence[float] = ()
 
 
-def draw_bars(panels: Sequence[Panel], path: Path, *, title: str, legend: str) -> None:
+def draw_bars(panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str, legend: str) -> None:
     """Draws panels below each other; names without any time are left out.
 
     Args:

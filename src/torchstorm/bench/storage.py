@@ -25,6 +25,7 @@ from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.loading import bench_loading, drop_cache
 from torchstorm.bench.record import Record
 from torchstorm.errors import ConfigError, StorageError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend
@@ -150,8 +151,9 @@ def format_row(row: StorageRow) -> str:
 
 @contextmanager
 def _room(directory: str | None, size_bytes: int) -> Iterator[Path]:
+    within = None if directory is None else user_path(directory, name="--directory")
     try:
-        folder = Path(tempfile.mkdtemp(prefix="torchstorm-bench-", dir=directory))
+        folder = Path(tempfile.mkdtemp(prefix="torchstorm-bench-", dir=within))
     except OSError as error:
         raise StorageError(f"{directory} cannot be used: {error.strerror}. Name one that is writable.") from error
     try:

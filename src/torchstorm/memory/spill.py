@@ -15,6 +15,7 @@ import os
 import secrets
 
 from torchstorm.errors import StorageError
+from torchstorm.paths import user_path
 
 _PREFIX = "torchstorm-spill-"
 _LOCK = "lock"
@@ -50,7 +51,7 @@ class SpillDirectory:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._pid = os.getpid()
         self._removed = False
-        directory = os.path.abspath(directory)
+        directory = os.path.abspath(user_path(directory, name="disk"))
         way_out = "Name a directory with disk= that this user can write and whose parent exists."
         try:
             with contextlib.suppress(FileExistsError):
@@ -84,7 +85,7 @@ def remove_stale(directory: str | os.PathLike[str]) -> list[str]:
         Paths of those removed.
     """
     removed = []
-    with os.scandir(directory) as entries:
+    with os.scandir(user_path(directory, name="disk")) as entries:
         spills = [entry for entry in entries if entry.name.startswith(_PREFIX)]
     for path in [entry.path for entry in spills if entry.is_dir(follow_symlinks=False)]:
         try:

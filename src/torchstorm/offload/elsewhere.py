@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -38,7 +39,7 @@ def plan_elsewhere(
     *,
     vram: int | str | None,
     ram: int | str | None,
-    disk: str | None,
+    disk: str | os.PathLike[str] | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> Plan:
     """Plans a step for a machine that is not here; see `torchstorm.plan`.
@@ -74,7 +75,7 @@ def with_micro_batch(
     *,
     vram: int | str | None,
     ram: int | str | None,
-    disk: str | None,
+    disk: str | os.PathLike[str] | None,
 ) -> BudgetError:
     """The same error, with the micro-batch that would fit where that can be told from the model's shapes."""
     machine = replace(named_machine(_ANY_GPU), disk_write_bytes_per_s=1e9, disk_read_bytes_per_s=1e9)
@@ -115,7 +116,9 @@ def _told(
     return error.with_micro_batch(hint, most)
 
 
-def _budget_elsewhere(machine: Machine, vram: int | str | None, ram: int | str | None, disk: str | None) -> Budget:
+def _budget_elsewhere(
+    machine: Machine, vram: int | str | None, ram: int | str | None, disk: str | os.PathLike[str] | None
+) -> Budget:
     if not machine.vram_bytes or not machine.memory_bytes_per_s or not machine.half_flops:
         raise BudgetError(
             f"machine {machine.name!r} says vram_bytes={machine.vram_bytes}, half_flops={machine.half_flops:g} and "

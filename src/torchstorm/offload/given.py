@@ -22,7 +22,7 @@ class Sizes:
 
     vram: int | str | None
     ram: int | str | None
-    disk: str | None
+    disk: str | os.PathLike[str] | None
 
     def with_those_of(self, plan: Plan | None) -> Sizes:
         """Those of a plan in place of what was left out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ def plan(
     *,
     vram: int | str | None = None,
     ram: int | str | None = None,
-    disk: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     machine: str | Machine | None = None,
 ) -> Plan:

@@ -53,7 +53,7 @@ class Session:
         model: any nn.Module; it is not modified.
         vram: budget for allocated device memory, int bytes or "24GiB". Default: 90 % of what is free. Only on CUDA.
         ram: budget for host memory. Default: 50 % of what the machine (its cgroup) leaves.
-        disk: "DIR" or "DIR:SIZE"; spill files go into a directory of their own below DIR. Default: no disk.
+        disk: "DIR" or "DIR:SIZE", str or Path; spill files go into a directory of their own below DIR. Default: none.
         optimizer: if given, room for its state is kept free before it exists; else twice the parameters' bytes.
         plan: what steps like the first one follow, from the first one on: a `Plan`, or a file that `Plan.save` wrote.
             Budgets that are left out are then its own.
@@ -62,7 +62,7 @@ class Session:
         unlimited: keep everything, and only count, by the same means.
 
     Raises:
-        SizeError: a size cannot be read.
+        SizeError, ConfigError: a size or a path cannot be read.
         DeviceError: `vram` for a model that is not on a GPU, or a model spread over several devices.
         BudgetError: the weights alone do not fit, or what the plan needs does not.
         PlanError: the plan cannot be read, or is for another model or device.
@@ -76,7 +76,7 @@ class Session:
         *,
         vram: int | str | None = None,
         ram: int | str | None = None,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         plan: Plan | str | os.PathLike[str] | None = None,
         recompute: bool = True,

@@ -15,6 +15,7 @@ from torchstorm.memory.limits import available_ram_bytes
 from torchstorm.memory.staged import StagedDiskTier
 from torchstorm.memory.tier import Tier, TierSpec
 from torchstorm.offload.measure import measure_machine
+from torchstorm.paths import path_text, user_path
 from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
@@ -147,7 +148,7 @@ def build_stack(
     *,
     vram: int | str | None,
     ram: int | str | None,
-    disk: str | None,
+    disk: str | os.PathLike[str] | None,
     check: bool,
     unlimited: bool,
 ) -> Stack:
@@ -253,17 +254,19 @@ def model_device(model: torch.nn.Module) -> torch.device:
     return devices.pop()
 
 
-def parse_disk(disk: str | None) -> tuple[str | None, int | None]:
-    """Splits "DIR" or "DIR:SIZE" into directory and bytes.
+def parse_disk(disk: str | os.PathLike[str] | None) -> tuple[str | None, int | None]:
+    """Splits "DIR" or "DIR:SIZE" into directory and bytes. A Path is taken as what it is written as.
 
     Raises:
+        ConfigError: it is no path; see `user_path`.
         SizeError: the part after the last colon is neither a size nor part of an existing directory's name.
     """
     if disk is None:
         return None, None
-    directory, colon, size = disk.rpartition(":")
-    if not colon or os.path.isdir(disk):
-        return disk, None
+    text = path_text(disk, name="disk")
+    directory, colon, size = text.rpartition(":")
+    if not colon or os.path.isdir(os.path.expanduser(text)):
+        return str(user_path(text, name="disk")), None
     if not directory:
-        raise SizeError(f"disk={disk!r} names no directory: write DIR or DIR:SIZE.")
-    return directory, parse_size(size, name=f"disk={disk!r}: the size")
+        raise SizeError(f"disk={text!r} names no directory: write DIR or DIR:SIZE.")
+    return str(user_path(directory, name="disk")), parse_size(size, name=f"disk={text!r}: the size")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from torchstorm.plan.curve import Curve, Point, curve
@@ -15,7 +15,9 @@ _PLAN, _UNLIMITED, _CHECKPOINT = "#1f5fa8", "#2e7d32", "#c2571a"
 _OPTION = "--curve"
 
 
-def write_curve(plan: Plan, path: Path, *, json_path: Path | None = None, title: str = "") -> Curve:
+def write_curve(
+    plan: Plan, path: str | os.PathLike[str], *, json_path: str | os.PathLike[str] | None = None, title: str = ""
+) -> Curve:
     """Computes the frontier of a planned step, and writes its picture.
 
     Args:
@@ -37,7 +39,7 @@ def write_curve(plan: Plan, path: Path, *, json_path: Path | None = None, title:
     return found
 
 
-def draw_curve(found: Curve, path: Path, *, title: str = "", simulated: bool = False) -> None:
+def draw_curve(found: Curve, path: str | os.PathLike[str], *, title: str = "", simulated: bool = False) -> None:
     """Draws a frontier.
 
     Args:

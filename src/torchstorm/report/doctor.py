@@ -24,6 +24,7 @@ from rich.table import Table
 from torchstorm.errors import StorageError
 from torchstorm.memory.limits import available_ram_bytes, cgroup_limit_bytes, total_ram_bytes
 from torchstorm.offload.measure import LinkSpeed, cpu_name, measure_link
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
@@ -179,7 +180,7 @@ def examine(directory: str | os.PathLike[str] = ".") -> DoctorReport:
     """Measures this machine: the link to every GPU, and the disk of a directory. What fails is told in the report."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_examine_gpu(index) for index in range(num_gpus))
-    disk = _examine_disk(os.path.realpath(directory))
+    disk = _examine_disk(os.path.realpath(user_path(directory, name="--directory")))
     return DoctorReport(
         versions=_versions(),
         cpu=f"{cpu_name()}, {os.cpu_count()} cores; PyTorch uses {torch.get_num_threads()} threads",

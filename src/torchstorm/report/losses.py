@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from torchstorm.report.picture import INK, draw
@@ -29,7 +29,9 @@ class Curve:
     val_losses: Sequence[tuple[int, float]]
 
 
-def draw_losses(curves: Sequence[Curve], path: Path, *, tokens_per_step: int, title: str, option: str) -> None:
+def draw_losses(
+    curves: Sequence[Curve], path: str | os.PathLike[str], *, tokens_per_step: int, title: str, option: str
+) -> None:
     """Draws every run: its training loss, smoothed over about ten steps, and its validations.
 
     Args:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchstorm.errors import ConfigError
-from torchstorm.paths import check_output, write_document
+from torchstorm.paths import check_output, is_replaceable, user_path, write_document
 
 INK, GRID = "#333333", "#dddddd"
 
@@ -31,11 +32,11 @@ def require_matplotlib(option: str) -> None:
         ) from error
 
 
-def check_picture(path: Path, option: str) -> None:
+def check_picture(path: str | os.PathLike[str], option: str) -> None:
     """Makes sure that this picture can be drawn.
 
     Args:
-        path: of the picture; its ending says the format.
+        path: of the picture; its ending says the format. A device or FIFO without one gets PNG.
         option: what asked for it.
 
     Raises:
@@ -46,15 +47,15 @@ def check_picture(path: Path, option: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    path = check_output(path, name=option)
     formats = FigureCanvasAgg(Figure()).get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
+    if _format(path) not in formats:
         raise ConfigError(
             f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
         )
-    check_output(path, name=option)
 
 
-def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
+def draw(path: str | os.PathLike[str], fill: Callable[[Any], None], *, option: str) -> None:
     """Draws and writes a picture.
 
     Args:
@@ -82,8 +83,14 @@ def draw(path: Path, fill: Callable[[Any], None], *, option: str) -> None:
     save(figure, path, option)
 
 
-def save(figure: Any, path: Path, option: str) -> None:
-    """Writes a figure, whatever is drawn in it. Raises StorageError where that cannot be."""
+def save(figure: Any, path: str | os.PathLike[str], option: str) -> None:
+    """Writes a figure, whatever is drawn in it. Raises as `check_picture` does."""
+    check_picture(path, option)
     drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.removeprefix("."))
+    figure.savefig(drawn, format=_format(user_path(path, name=option)))
     write_document(path, drawn.getvalue(), name=option)
+
+
+def _format(path: Path) -> str:
+    """What the ending says; PNG for a device or FIFO without one."""
+    return path.suffix.removeprefix(".").lower() or ("" if is_replaceable(path) else "png")

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from torchstorm.errors import ConfigError, DeviceError, StorageError, UnsupportedError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.backend import Backend
 from torchstorm.storage.direct import DirectFile
@@ -57,6 +58,7 @@ def open_file(
         DeviceError: the device is not there.
         StorageError: the file cannot be opened, or not by the path that is required.
     """
+    path = user_path(path, name="path")
     target = device_of(device)
     if require is not None and require not in get_args(Path):
         raise ConfigError(f"require={require!r}, but the paths are {', '.join(get_args(Path))}.")
@@ -66,8 +68,8 @@ def open_file(
         raise ConfigError(f"require={require!r} is a path to {wanted}, but device={str(target)!r}.")
     if require == "xnvme":
         if create or size_bytes is not None:
-            raise ConfigError(f"require='xnvme' takes a device that is there; {os.fspath(path)} cannot be made.")
-        return XnvmeDevice(os.fspath(path), read_only=read_only)
+            raise ConfigError(f"require='xnvme' takes a device that is there; {path} cannot be made.")
+        return XnvmeDevice(str(path), read_only=read_only)
     file = DirectFile(
         path,
         size_bytes=size_bytes,

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from torchstorm.errors import StorageError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
 from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
@@ -75,7 +76,7 @@ class DirectFile(Backend):
         read_only: bool = False,
         direct: bool = True,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = str(user_path(path, name="path"))
         self.device = torch.device("cpu")
         flags = os.O_RDONLY if read_only else os.O_RDWR
         try:

@@ -9,6 +9,7 @@ import time
 import torch
 
 from torchstorm.errors import StorageError
+from torchstorm.paths import user_path
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
 
@@ -26,13 +27,14 @@ def measure_disk(directory: str | os.PathLike[str], *, nbytes: int = 64 * 2**20)
     Raises:
         StorageError: the directory cannot be written, or is full.
     """
+    directory = user_path(directory, name="directory")
     buffer = aligned_empty(nbytes)
     buffer.random_(generator=torch.Generator().manual_seed(0))  # some disks compress
     try:
         descriptor, path = tempfile.mkstemp(prefix="torchstorm-measure-", dir=directory)
     except OSError as error:
         raise StorageError(
-            f"{os.fspath(directory)} cannot be measured: {error.strerror}. Name one that exists and is writable."
+            f"{directory} cannot be measured: {error.strerror}. Name one that exists and is writable."
         ) from error
     try:
         file = DirectFile(path)

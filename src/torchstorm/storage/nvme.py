@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from torchstorm.errors import ConfigError, StorageError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, BackendInfo
@@ -59,7 +60,7 @@ class NVMe:
         device: torch.device | str | None = None,
         require: str | None = None,
     ) -> None:
-        self.path, self.read_only = os.fspath(path), read_only
+        self.path, self.read_only = str(user_path(path, name="path")), read_only
         if require != "xnvme" and is_block_device(self.path) and not read_only and not allow_mounted:
             check_unused(self.path)  # xNVMe looks for itself
         self._file = open_file(self.path, device=device, require=require, read_only=read_only)

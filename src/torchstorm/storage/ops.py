@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from torchstorm.errors import ConfigError, StorageError
+from torchstorm.paths import user_path
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
 
@@ -85,7 +86,7 @@ def _read(path: str, offset: int, nbytes: int) -> torch.Tensor:
 
 def _file(path: str) -> DirectFile:
     try:
-        status = os.stat(path)
+        status = os.stat(user_path(path, name="path"))
     except OSError as error:
         raise StorageError(f"{path} cannot be opened: {error.strerror}. Name a file that exists.") from error
     key = (os.getpid(), status.st_dev, status.st_ino)

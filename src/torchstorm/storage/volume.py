@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 from torchstorm.errors import ConfigError, StorageError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy
@@ -89,10 +90,11 @@ class Volume:
             ConfigError: a kind cannot be placed.
             StorageError: the file exists, or cannot be made.
         """
+        path = user_path(path, name="path")
         layout = Layout.place(kinds, checks=checks)
         if not replace and os.path.lexists(path):
             raise StorageError(
-                f"{os.fspath(path)} exists. Give another path, replace=True to overwrite it, or Volume.open to use it."
+                f"{path} exists. Give another path, replace=True to overwrite it, or Volume.open to use it."
             )
         if replace and os.path.isfile(path):
             os.truncate(path, 0)  # what lay there would look like records

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from torchstorm.errors import StorageError
+from torchstorm.paths import user_path
 
 VERSION = (0, 7)
 FLUSH = 0x00  # NVM command set, opcode
@@ -128,7 +129,9 @@ def load_library(path: str | os.PathLike[str] | None = None) -> tuple[ctypes.CDL
     """
     named = path if path is not None else os.environ.get("XNVME_LIBRARY_PATH")
     built = Path(__file__).parents[3] / ".xnvme" / "lib" / "libxnvme.so"
-    candidates = [os.fspath(named)] if named else [str(built), "libxnvme.so.0", "libxnvme.so"]
+    candidates = (
+        [str(user_path(named, name="XNVME_LIBRARY_PATH"))] if named else [str(built), "libxnvme.so.0", "libxnvme.so"]
+    )
     tried = []
     for candidate in candidates:
         try:

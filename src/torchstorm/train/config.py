@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torchstorm.errors import CheckpointError, ConfigError
+from torchstorm.paths import path_text, user_path
 from torchstorm.sizes import parse_size
 
 DTYPES = ("float32", "bfloat16")
@@ -42,7 +43,7 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run.
+    """A training run. Paths may be given as os.PathLike, and become strings with `~` expanded.
 
     Attributes:
         model: a named size of `torchstorm.models.families.SIZES`.
@@ -74,7 +75,7 @@ class TrainConfig:
         json: file for the results; None for none.
 
     Raises:
-        ConfigError: a value is out of range, or two contradict each other.
+        ConfigError: a value is out of range or no path, or two contradict each other.
         SizeError: `vram` or `ram` cannot be read.
     """
 
@@ -111,6 +112,11 @@ class TrainConfig:
     json: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("data", "plan", "out", "json"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, str(user_path(given, name=f"--{name}")))
+        if self.disk is not None:
+            object.__setattr__(self, "disk", path_text(self.disk, name="--disk"))
         for name, (least, meaning) in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not value >= least:

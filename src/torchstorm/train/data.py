@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import DataError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.layout import MAGIC
 from torchstorm.train.seeds import derive_seed
@@ -170,7 +171,7 @@ def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Co
     Raises:
         DataError: the text is missing, empty, cannot be read, is not UTF-8 (for "chars"), or is too short.
     """
-    files = _standard_library() if path is None else files_of(Path(path))
+    files = _standard_library() if path is None else files_of(user_path(path, name="--data"))
     source = "the Python standard library's source" if path is None else str(path)
     cap_bytes = _DEFAULT_TEXT_CAP_BYTES if path is None else None
     text = _join(files, cap_bytes, must_decode=tokenizer == "chars", skip_undecodable=path is None)

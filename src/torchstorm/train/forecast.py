@@ -4,7 +4,6 @@ or none at all, for a machine that is not here."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from rich.console import Console
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import LanguageModel, make_model
 from torchstorm.offload.planning import plan
+from torchstorm.paths import check_output
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine
 from torchstorm.train.config import TrainConfig
@@ -37,10 +37,12 @@ def plan_training(options: Mapping[str, Any], *, console: Console, machine: str 
         TorchstormError: as the message says; see `torchstorm.errors`.
     """
     config = TrainConfig(**options)
+    if config.json is not None:
+        check_output(config.json, name="--json")
     found = _plan_here(config) if machine is None else _plan_elsewhere(config, machine)
     console.print(str(found), markup=False, highlight=False, soft_wrap=True)
     if config.json is not None:
-        write_json(Path(config.json), found.to_dict())
+        write_json(config.json, found.to_dict())
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from torchstorm.errors import BudgetError, CheckpointError, ConfigError, OutOfVRAMError, StorageError, TorchstormError
+from torchstorm.paths import check_output, user_path
 from torchstorm.train.checkpoint import Checkpoint, find_checkpoint, has_checkpoint, save_checkpoint
 from torchstorm.train.config import TrainConfig, resumed_config
 from torchstorm.train.data import Tokens
@@ -25,7 +27,9 @@ from torchstorm.train.result import TrainResult, device_name, write_json
 from torchstorm.train.stop import Stopped, StopRequest
 
 
-def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Console | None = None) -> TrainResult:
+def train(
+    options: Mapping[str, Any], *, resume: str | os.PathLike[str] | None = None, console: Console | None = None
+) -> TrainResult:
     """Trains, saves, compares and prints.
 
     Args:
@@ -41,6 +45,7 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
         Stopped: SIGINT or SIGTERM came; the run is saved.
     """
     console = console or Console()
+    resume = None if resume is None else user_path(resume, name="--resume")
     start = None if resume is None else find_checkpoint(resume)
     if start is None:
         config = TrainConfig(**{**packed_tokenizer(options.get("data")), **options})
@@ -50,6 +55,7 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
     out = _out_folder(config, options, resume)
     if config.json is not None:
         _make_folder(Path(config.json).parent, "--json")
+        check_output(config.json, name="--json")
     with StopRequest() as stop, opened_data(config) as corpus:
         if start is not None:
             _check_same_text(start, corpus)
@@ -77,7 +83,7 @@ def train(options: Mapping[str, Any], *, resume: Path | None = None, console: Co
     )
     result.print_to(console)
     if config.json is not None:
-        write_json(Path(config.json), result.to_json())
+        write_json(config.json, result.to_json())
     return result
 
 

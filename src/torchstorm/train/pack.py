@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.errors import ConfigError, DataError, StorageError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.layout import Kind, Layout
@@ -93,8 +94,8 @@ class _Source(Protocol):
 
 
 def pack(
-    sources: Sequence[Path],
-    out: Path,
+    sources: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
     *,
     records: str | None = None,
     tokenizer: str | None = None,
@@ -127,13 +128,14 @@ def pack(
         Interrupted: SIGINT or SIGTERM came; nothing was made.
     """
     console = console or Console()
+    out = user_path(out, name="OUT")
     _check_place(out, replace=replace)
     text_options: dict[str, Any] = {
         name: value for name, value in (("tokenizer", tokenizer), ("seq", seq)) if value is not None
     }
     config = TrainConfig(**text_options)
     place = Path(os.path.realpath(out))  # a link stays, and what it leads to is made
-    files = _files(sources, place)
+    files = _files([user_path(source, name="SOURCE") for source in sources], place)
     is_text = files[0].suffix != ARRAY_SUFFIX
     if not is_text and text_options:
         raise ConfigError(f"--{next(iter(text_options))} is for text, but {files[0]} is an array: leave it out.")
@@ -290,6 +292,8 @@ def _check_place(out: Path, *, replace: bool) -> None:
         raise StorageError(f"{out} is a folder: name the file to make, as in {out / ('data' + SUFFIX)}.")
     if not replace:
         _refuse_existing(out)
+    if os.path.exists(out) and not os.path.isfile(out):
+        raise StorageError(f"{out} is a device or FIFO, and a volume takes a file: give another name.")
     if not os.path.isdir(os.path.dirname(os.path.realpath(out))):
         raise StorageError(f"{out} cannot be made: {out.parent} is no folder. Make it first.")
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import CheckpointError, ConfigError, DataError
+from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.layout import MAGIC
@@ -102,7 +103,7 @@ def is_volume(path: str | os.PathLike[str]) -> bool:
 
 def packed_tokenizer(data: str | None) -> dict[str, str]:
     """The option that a volume brings along: {"tokenizer": its kind}; {} where `data` is none. Raises as `About.of`."""
-    if data is None or not is_volume(data):
+    if data is None or not is_volume(data := str(user_path(data, name="--data"))):
         return {}
     with Volume.open(data, read_only=True) as volume:
         return {"tokenizer": About.of(volume).tokenizer.to_json()["kind"]}
