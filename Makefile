@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # What tests and tools run with. `make test-gpu RUN=python3` uses an interpreter that already has what they need.
 RUN ?= $(VENV)/bin/python
+# Processes that test the GPU at once; each takes a core, and 1 to 15 GiB of the GPU's memory.
+GPU_WORKERS ?= 14
 TRAIN ?= train --compare --ram 120MiB --disk torchstorm-runs/spill
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -42,8 +44,14 @@ train: $(VENV)/.package
 test: $(NEEDS_TEST)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --cov --cov-report=term
 
+# One process on a GPU's host spends its time on compiling and launching, so GPU_WORKERS of them share the GPU. They share
+# what Triton and NVRTC compile, too, by the caches on disk. Tests marked `alone` follow in one process.
 test-gpu: $(NEEDS_TEST)
-	$(RUN) -m pytest -m gpu --fail-on-skip
+	failed=0; \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "gpu and not alone" --fail-on-skip --numprocesses $(GPU_WORKERS) \
+		--dist worksteal || failed=1; \
+	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip || failed=1; \
+	exit $$failed
 
 # Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.
 xnvme:

@@ -48,7 +48,12 @@ def _same_start() -> Iterator[None]:
     torch.set_grad_enabled(grad)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > _CACHE_BYTES:
+        torch.cuda.empty_cache()
 
+
+_CACHE_BYTES = 1 << 30
+"""Of a GPU's memory, that a process may hold for its next test: many processes share the GPU."""
 
 _num_modules_spared = 0
 

@@ -9,7 +9,7 @@ import torch
 
 from torchstorm.bench.intervals import profile_step
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def timed_products(copies: bool) -> float:

@@ -30,6 +30,7 @@ def test_the_same_bits_as_a_cpu() -> None:
     assert torch.equal(dropout(x.cuda(), 0.3, seed=11).cpu(), dropout(x, 0.3, seed=11, variant="torch"))
 
 
+@pytest.mark.alone  # tens of GiB
 def test_places_beyond_32_bits() -> None:
     num = (1 << 32) + 8192
     x = torch.ones(num, dtype=torch.bfloat16, device="cuda")

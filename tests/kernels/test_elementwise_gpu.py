@@ -48,6 +48,7 @@ def test_pairs(name: str, dtype: torch.dtype, variant: str) -> None:
     check_strided_pair(name, variant, dtype, "cuda")
 
 
+@pytest.mark.alone  # tens of GiB
 @pytest.mark.parametrize("variant", ["naive", "vectorised", "persistent"])
 def test_more_numbers_than_32_bits_count(variant: str) -> None:
     num = (1 << 31) + 4099

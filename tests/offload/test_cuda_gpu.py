@@ -20,7 +20,7 @@ from plan import naive
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 # Read when the first cuBLAS handle is made, so set before any test runs. Deterministic algorithms ask for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,7 +15,7 @@ from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 OTHER_BYTES = 48 * MIB
 

@@ -11,7 +11,7 @@ from offload.test_heads import Model, soft_capped
 from torchstorm.offload.session import Session
 from torchstorm.plan.recompute import RECOMPUTE
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 TOKENS, WIDTH, VOCABULARY = 4096, 512, 2**15
 LOGITS_BYTES = TOKENS * VOCABULARY * 4

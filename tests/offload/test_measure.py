@@ -58,6 +58,7 @@ def test_a_processor_without_a_name_is_called_by_its_architecture(monkeypatch: p
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_link_to_the_gpu_is_measured_and_pinned_memory_is_faster_than_a_slow_bus() -> None:
     machine = measure_machine(torch.device("cuda:0"), None)
     assert machine.name == torch.cuda.get_device_name(0)
@@ -67,6 +68,7 @@ def test_the_link_to_the_gpu_is_measured_and_pinned_memory_is_faster_than_a_slow
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_measuring_the_link_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda:0")
     before = torch.cuda.memory_allocated(device)
@@ -83,6 +85,7 @@ def test_measuring_the_link_gives_back_what_it_took(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_link_of_a_device_that_is_nearly_full_is_measured_with_what_is_left() -> None:
     device = torch.device("cuda:0")
     torch.cuda.empty_cache()

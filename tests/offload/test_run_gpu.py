@@ -14,7 +14,7 @@ from torch import nn
 from torchstorm.errors import BudgetError, OutOfVRAMError
 from torchstorm.offload.session import Session
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 # Read when the first cuBLAS handle is made, so set before any test runs. Deterministic algorithms ask for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -9,7 +9,7 @@ from torchstorm.storage.aligned import aligned_empty
 from torchstorm.transfer.engine import CudaCopy, Engine, StreamClock
 from torchstorm.transfer.pinned import PinnedArena, pin_memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB = 2**20
 LONG = 400_000_000  # cycles: about 0.2 s
