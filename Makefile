@@ -48,9 +48,9 @@ test: $(NEEDS_TEST)
 # what Triton and NVRTC compile, too, by the caches on disk. Tests marked `alone` follow in one process.
 test-gpu: $(NEEDS_TEST)
 	failed=0; \
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "gpu and not alone" --fail-on-skip --numprocesses $(GPU_WORKERS) \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "gpu and not alone" --fail-on-skip --durations 20 --numprocesses $(GPU_WORKERS) \
 		--dist worksteal || failed=1; \
-	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip || failed=1; \
+	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip --durations 20 || failed=1; \
 	exit $$failed
 
 # Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.

@@ -15,6 +15,7 @@ from torchstorm.kernels.linear_cross_entropy import chunks
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((1, 1, 1), (0, 8, 16), (37, 24, 97), (1500, 64, 50257), (2600, 128, 4096))
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "sum"},
@@ -31,9 +32,12 @@ def _poisoned_and_cut_like_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "LEAST_OPERATIONS", {"cpu": 0, "cuda": 0})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype != torch.float16 or shape in SHAPES[2:4]],
+    ids=str,
+)
 @pytest.mark.parametrize("variant", ["naive", "chunked", "fused"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 8, 16), (37, 24, 97), (1500, 64, 50257), (2600, 128, 4096)], ids=str)
 def test_no_worse_than_pytorch(shape: tuple[int, int, int], variant: str, dtype: torch.dtype) -> None:
     tensors, target = draw(*shape, dtype, bias=True, ignored=7 if shape[0] != 1 else 2)
     if shape[0] == 1:

@@ -73,7 +73,7 @@ def test_long_rows(op: str, variant: str) -> None:
 
 
 @POISONED
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("op", "variant"), [way for way in WAYS if way[0].endswith("norm")])
 def test_rows_whose_first_number_is_far_from_all_others(op: str, variant: str, dtype: torch.dtype) -> None:
     for N in (1024, 8192, 16384):
@@ -91,7 +91,7 @@ def test_rows_whose_ends_are_far_from_all_others(variant: str, dtype: torch.dtyp
 
 
 @POISONED
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("op", "variant"), [way for way in WAYS if way[0].endswith("softmax") and way[1] != "cluster"])
 def test_masks(op: str, variant: str, dtype: torch.dtype) -> None:
     for mask in ((2, 1, 1, 333), (70, 333), (2, 1, 70, 1), (2, 3, 70, 333), (1, 3, 1, 333), (1,)):
