@@ -71,7 +71,7 @@ _HOMES = {
 
 
 class _Callable(ModuleType):
-    """`torchstorm.plan` is the planning room and the function: importing the one must not hide the other."""
+    """Makes the package `torchstorm.plan` callable, since `torchstorm.plan()` is a public function, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return import_module("torchstorm.offload.planning").plan(*args, **options)
@@ -82,7 +82,7 @@ sys.modules["torchstorm.plan"].__class__ = _Callable
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first asked for: what plans has no need of torch, and must not wait for it.
+    # Imported on first use: the planning modules run without torch, so importing them must not import torch.
     if name not in __all__:
         raise AttributeError(f"module 'torchstorm' has no attribute {name!r}")
     value = getattr(import_module(_HOMES.get(name, "torchstorm.errors")), name)

@@ -1,49 +1,48 @@
-"""Every error that torchstorm raises on purpose.
+"""The exceptions that torchstorm raises.
 
-Each message says what was asked, what was found, the limit and the way out, with the numbers.
+Each message names the request, the value found, the limit and a remedy, with numbers.
 
     TorchstormError
-    ├── SizeError          (ValueError)           a size that cannot be read: "24 GB?"
-    ├── DeviceError        (ValueError)           a device that is not there, or a budget for one that is not used
-    ├── BudgetError        (ValueError)           a budget below what the model needs at once
+    ├── SizeError          (ValueError)           a size that cannot be parsed: "24 GB?"
+    ├── DeviceError        (ValueError)           a device that does not exist, or a budget for an unused device
+    ├── BudgetError        (ValueError)           a budget below the model's minimum
     ├── DataError          (ValueError)           training text that is missing, empty, unreadable or too short
-    ├── ConfigError        (ValueError)           options that contradict each other or name something unknown
-    ├── CheckpointError    (ValueError)           a checkpoint that is missing, incomplete or of another model
-    ├── ShapeError         (ValueError)           tensors whose sizes, dtypes or devices do not fit together
-    ├── PlanError          (ValueError)           a plan or trace that cannot be read or does not fit
-    ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory within a step, which must be repeated
+    ├── ConfigError        (ValueError)           contradictory options, or an unknown option value
+    ├── CheckpointError    (ValueError)           a checkpoint that is missing, incomplete or from another model
+    ├── ShapeError         (ValueError)           tensors with incompatible sizes, dtypes or devices
+    ├── PlanError          (ValueError)           a plan or trace that cannot be read, or does not match the model
+    ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory; repeat the step
     ├── KernelError        (RuntimeError)         a GPU kernel that cannot be compiled, loaded or launched
-    ├── UnsupportedError   (NotImplementedError)  something that cannot be done exactly, so it is not done
-    └── StorageError       (OSError)              a disk that is full, not writable, or failed
-        └── CorruptionError                       bytes that came back other than they left
+    ├── UnsupportedError   (NotImplementedError)  a request that cannot be computed exactly
+    └── StorageError       (OSError)              a disk that is full, not writable or failing
+        └── CorruptionError                       bytes read differ from the bytes written
 """
 
 from __future__ import annotations
 
 
 class TorchstormError(Exception):
-    """Base of all errors that torchstorm raises on purpose."""
+    """Base class of torchstorm's exceptions."""
 
 
 class SizeError(TorchstormError, ValueError):
-    """A size is neither a positive number of bytes nor a number with a unit."""
+    """A size is not a positive number of bytes, or not a number with a known unit."""
 
 
 class DeviceError(TorchstormError, ValueError):
-    """The named device does not exist here, or does not fit the model or the budget."""
+    """The named device does not exist, or does not match the model or the budget."""
 
 
 class BudgetError(TorchstormError, ValueError):
-    """The budget is below what the model needs at once.
+    """The budget is below the model's minimum.
 
     Attributes:
         tier: the tier whose budget is too small: "vram", "ram" or "disk".
-        budget_bytes: what was given.
-        needed_bytes: what is needed at the worst moment.
-        smallest_bytes: the smallest budget for this tier that would do, or None where it is not known.
-        block: the module that needs it, "" where it is not known.
-        micro_batch: the most samples of the batch that would fit at once, 0 where not even one does, None where that
-            is not known.
+        budget_bytes: the given budget.
+        needed_bytes: the peak that the model needs.
+        smallest_bytes: the smallest sufficient budget for this tier; None if unknown.
+        block: name of the module with that peak; "" if unknown.
+        micro_batch: the largest number of samples that would fit; 0 if a single sample does not fit; None if unknown.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class BudgetError(TorchstormError, ValueError):
         micro_batch: int | None = None,
     ) -> None:
         super().__init__(message)
-        self._message = message  # without a micro-batch
+        self._message = message  # without the micro-batch hint
         self.micro_batch = micro_batch
         self.tier = tier
         self.budget_bytes = budget_bytes
@@ -67,7 +66,7 @@ class BudgetError(TorchstormError, ValueError):
         self.block = block
 
     def with_micro_batch(self, hint: str, micro_batch: int) -> BudgetError:
-        """The same error, which also says what micro-batch would fit, in place of what it may have said of that."""
+        """Returns a copy of this error whose message ends with `hint`. An earlier hint is replaced."""
         found = BudgetError(
             f"{self._message} {hint}",
             tier=self.tier,
@@ -86,34 +85,34 @@ class DataError(TorchstormError, ValueError):
 
 
 class ConfigError(TorchstormError, ValueError):
-    """Options contradict each other or name something that does not exist."""
+    """Options contradict each other, or have an unknown value."""
 
 
 class CheckpointError(TorchstormError, ValueError):
-    """A checkpoint is missing, incomplete, damaged or belongs to another model."""
+    """A checkpoint is missing, incomplete, damaged or from another model."""
 
 
 class ShapeError(TorchstormError, ValueError):
-    """Tensors do not fit an operation or each other in their sizes, dtypes or devices."""
+    """Tensors have sizes, dtypes or devices that the operation does not accept."""
 
 
 class PlanError(TorchstormError, ValueError):
-    """A plan or trace cannot be read, or does not fit the model."""
+    """A plan or trace cannot be read, or does not match the model."""
 
 
 class OutOfVRAMError(TorchstormError, RuntimeError):
-    """The device ran out of memory within a step; the step was dropped, and must be repeated.
+    """The device ran out of memory during a step. The step had no effect: repeat it.
 
-    A RuntimeError, as torch.OutOfMemoryError is, from which it is raised.
+    It is raised from torch.OutOfMemoryError, and is a RuntimeError like that one.
 
     Attributes:
-        allocated_bytes: in tensors, when it was noticed. On a CPU, of saved tensors.
-        reserved_bytes: what PyTorch's allocator held of the device, those included.
-        free_bytes: of the device, held by nobody.
-        asked_bytes: of the allocation that failed; 0 where that is not known.
-        budget_bytes: what the Session may fill; 0 without a budget.
-        planned_anew: whether the plan for such steps now keeps more of the budget free.
-        lost_gradients: names of parameters whose gradients existed before the step and hold a part of it now.
+        allocated_bytes: bytes of tensors at the failure. On a CPU: bytes of saved tensors.
+        reserved_bytes: memory that PyTorch's allocator had reserved on the device, `allocated_bytes` included.
+        free_bytes: free memory of the device.
+        asked_bytes: size of the failed allocation; 0 if unknown.
+        budget_bytes: the Session's budget; 0 without a budget.
+        planned_anew: whether the Session has a new plan, which leaves more of the budget free.
+        lost_gradients: parameters whose earlier gradients now also contain a part of the failed step.
     """
 
     def __init__(
@@ -139,22 +138,22 @@ class OutOfVRAMError(TorchstormError, RuntimeError):
 
 
 class KernelError(TorchstormError, RuntimeError):
-    """A GPU kernel cannot be compiled, loaded or launched; says what compiler or driver said."""
+    """A GPU kernel cannot be compiled, loaded or launched. The message quotes the compiler or the driver."""
 
 
 class UnsupportedError(TorchstormError, NotImplementedError):
-    """What was asked cannot be done exactly, so it is not done."""
+    """The request cannot be computed exactly."""
 
 
 class StorageError(TorchstormError, OSError):
-    """A file or disk is full, not writable or failed.
+    """A file or disk is full, not writable or failing.
 
     Attributes:
-        extent: (start, stop) of the file's bytes that could not be read or written; None where that is not known.
+        extent: (start, stop) of the bytes of the file that could not be read or written; None if unknown.
     """
 
     extent: tuple[int, int] | None = None
 
 
 class CorruptionError(StorageError):
-    """Bytes came back from a tier other than they left."""
+    """The bytes read from a tier differ from the bytes written."""

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them: "24GiB" <-> 25769803776."""
+"""Conversion between sizes as text and bytes: "24GiB" <-> 25769803776."""
 
 import re
 from fractions import Fraction
@@ -21,18 +21,18 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: int | str, *, name: str = "size") -> int:
-    """Reads a size.
+    """Parses a size.
 
     Args:
-        value: bytes as an int (12000000), or a string: digits alone are bytes, or a number with a unit of
-            B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), in any letter case.
-        name: what the size is for, named in the error.
+        value: bytes as an int (12000000), or a string. Digits alone are bytes. The units are B, KB, MB, GB, TB
+            (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024), in any letter case.
+        name: name of the option or argument, for the error message.
 
     Returns:
-        The size in bytes, at least 1; a fraction of a byte is dropped.
+        The size in bytes, at least 1. A fraction of a byte is rounded down.
 
     Raises:
-        SizeError: the value cannot be read, or is not positive.
+        SizeError: the value cannot be parsed, or is not positive.
     """
     way_out = f'write bytes (12000000) or a number with a unit ("24GiB", "800MB"; units: {", ".join(_display_units())})'
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -50,7 +50,7 @@ def parse_size(value: int | str, *, name: str = "size") -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Writes a size for people: 25769803776 -> "24.00 GiB"; below 1 KiB in whole bytes."""
+    """Formats a size: 25769803776 -> "24.00 GiB". Below 1 KiB it is in whole bytes."""
     sign, rest = ("-", -size_bytes) if size_bytes < 0 else ("", size_bytes)
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if rest >= factor:

@@ -1,9 +1,8 @@
-"""The only owner of copy streams and their events: device to host on one stream, host to device on another.
+"""Copies between device and host on two CUDA streams, one for each direction.
 
-A copy is queued behind what the caller's stream has been given so far, and answers with the event to wait for. Waiting
-is the compute stream's affair, not the host's: giving memory back means making the compute stream wait for the copy
-and only then dropping the tensor. So peaks follow from program order, however far the host runs ahead, and neither
-polling nor record_stream is needed.
+No other module creates CUDA streams. A copy starts after the work queued so far on the caller's stream, and returns an
+event. To free a copied tensor, the compute stream waits for that event, then the tensor is dropped. So the peak of
+allocated memory follows from program order, however far the host runs ahead. Polling and record_stream are not needed.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 
 class StreamCopy(Protocol):
-    """A copy that other streams can be ordered after."""
+    """A copy that streams and the host can wait for."""
 
     def wait(self) -> None:
         """Makes the current stream wait for the copy."""
@@ -28,14 +27,14 @@ class StreamCopy(Protocol):
 
 
 class CudaCopy:  # pragma: gpu
-    """One copy queued on a copy stream."""
+    """A copy queued on a copy stream."""
 
     def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
         self._device = device
         self._event = event
 
     def wait(self) -> None:
-        """Makes the device's current stream wait for the copy; the host goes on."""
+        """Makes the device's current stream wait for the copy. Does not block the host."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
@@ -56,11 +55,11 @@ class Engine:  # pragma: gpu
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out = torch.cuda.Stream(device)
-        self._back = torch.cuda.Stream(device)
+        self._to_host = torch.cuda.Stream(device)
+        self._to_device = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        """The current stream's work so far, for copies that another thread will queue."""
+        """Records an event on the current stream, for copies that another thread queues."""
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
         return ready
@@ -73,11 +72,11 @@ class Engine:  # pragma: gpu
         after: Sequence[StreamCopy] = (),
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
-        """Queues device -> host behind the current stream's work so far (or `ready`) and the copies named in `after`.
+        """Queues a device-to-host copy after the current stream's work so far (or `ready`) and the copies in `after`.
 
-        The source must stay allocated until a stream that would reuse its memory has waited for the copy.
+        `source` must stay allocated until the stream that may reuse its memory has waited for the copy.
         """
-        return self._queue(self._out, host, source, after, ready)
+        return self._queue(self._to_host, host, source, after, ready)
 
     def copy_in(
         self,
@@ -87,8 +86,8 @@ class Engine:  # pragma: gpu
         after: Sequence[StreamCopy] = (),
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
-        """Queues host -> device likewise; the current stream's work so far may still use `out`'s memory."""
-        return self._queue(self._back, out, host, after, ready)
+        """Queues a host-to-device copy. Earlier work on the current stream may still use the memory of `out`."""
+        return self._queue(self._to_device, out, host, after, ready)
 
     def _queue(
         self,
@@ -109,18 +108,18 @@ class Engine:  # pragma: gpu
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies."""
-        self._out.synchronize()
-        self._back.synchronize()
+        self._to_host.synchronize()
+        self._to_device.synchronize()
 
 
 class StreamClock:  # pragma: gpu
-    """Marks on the compute stream whose distances are device milliseconds."""
+    """Timing events on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """A point in the current stream's work."""
+        """Records a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

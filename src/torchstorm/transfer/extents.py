@@ -1,14 +1,14 @@
-"""Room in a linear space (a pinned segment, a spill file), handed out and taken back."""
+"""A best-fit allocator of extents in a linear address space (a pinned segment, a spill file)."""
 
 from bisect import bisect_left
 
 
 class Extents:
-    """A best-fit allocator over [0, capacity) that joins neighbouring free extents. Not thread-safe.
+    """A best-fit allocator over [0, capacity) that merges neighbouring free extents. Not thread-safe.
 
     Args:
         capacity_bytes: size of the space.
-        alignment_bytes: every extent starts at a multiple of this and is rounded up to one.
+        alignment_bytes: starts and sizes of extents are multiples of this.
     """
 
     def __init__(self, capacity_bytes: int, *, alignment_bytes: int = 4096) -> None:
@@ -19,11 +19,11 @@ class Extents:
         self.used_bytes = 0
 
     def rounded(self, nbytes: int) -> int:
-        """What an extent of `nbytes` takes."""
+        """`nbytes` rounded up to the alignment."""
         return -(-nbytes // self._alignment) * self._alignment
 
     def allocate(self, nbytes: int) -> int | None:
-        """Takes `nbytes`, rounded up. Returns the start, or None where no free extent is large enough."""
+        """Allocates `nbytes`, rounded up. Returns the start, or None if no free extent is large enough."""
         size = self.rounded(nbytes)
         if size == 0:
             return 0
@@ -40,7 +40,7 @@ class Extents:
         return start
 
     def free(self, start: int, nbytes: int) -> None:
-        """Gives back what `allocate(nbytes)` returned as `start`."""
+        """Frees the extent that `allocate(nbytes)` returned as `start`."""
         size = self.rounded(nbytes)
         if size == 0:
             return
@@ -55,5 +55,5 @@ class Extents:
         self._free.insert(index, (start, stop))
 
     def largest_free_bytes(self) -> int:
-        """The largest extent that `allocate` could give now."""
+        """The size of the largest free extent."""
         return max((stop - start for start, stop in self._free), default=0)

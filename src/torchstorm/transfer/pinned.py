@@ -1,8 +1,8 @@
-"""Pinned host memory in exact sizes.
+"""An allocator of pinned host memory that does not round sizes to powers of two.
 
-PyTorch's own pinned allocator rounds to powers of two and gives back late; pinning costs about a second for 2 GiB. So
-the arena pins segments with cudaHostRegister as they are first needed and keeps them, and hands out extents of them. A
-slot may lie in several pieces, so that what the sum has room for always fits.
+PyTorch's pinned allocator rounds to powers of two and frees memory late. Pinning 2 GiB takes about a second. So the
+arena pins a segment with cudaHostRegister when it is first needed, keeps it, and allocates extents in it. A slot may
+consist of several pieces, so an allocation succeeds whenever the free extents together are large enough.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ class _Segment:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self.busy: list[tuple[int, int, StreamCopy]] = []  # (start, stop, copy) of freed extents still being copied
-        # Memory must not go back to the system while it is pinned, not even where nobody closed the arena: what undoes
-        # the pinning keeps the memory alive.
-        self.release = weakref.finalize(self, pin(self.buffer) if pin else _nothing)
+        # Pinned memory must not be unmapped, even if nobody closes the arena: the unpin function keeps it alive.
+        self.release = weakref.finalize(self, pin(self.buffer) if pin else _no_unpin)
 
 
 @dataclass(eq=False)
 class Slot:
-    """Room in the arena.
+    """An allocation in the arena.
 
     Attributes:
-        pieces: uint8 tensors on the host, in order; one, unless free room was scattered.
-        after: copies that still touch this memory for its previous owners; new ones must follow them.
+        pieces: uint8 tensors on the host, in order. There is one, unless the free memory was fragmented.
+        after: copies of previous owners that still use this memory. New copies must wait for them.
     """
 
     pieces: list[torch.Tensor]
@@ -52,18 +51,19 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces."""
+        """Total bytes of the pieces."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
 class PinnedArena:
-    """Host memory that the copy streams can reach directly, up to a budget. Safe to call from several threads.
+    """Pinned host memory up to a budget. Thread-safe.
 
     Args:
-        capacity_bytes: the budget; segments are added until their sum would pass it.
-        pin: pins a tensor's memory and returns what undoes it; raises RuntimeError where it cannot. None: pageable.
-        available_bytes: what the machine (its cgroup) still has, asked before a segment is added.
-        segment_bytes: size of a segment; an extent larger than that gets a segment of its own.
+        capacity_bytes: the budget, an upper limit for the sum of all segments.
+        pin: pins a tensor's memory and returns the function that unpins it; raises RuntimeError if it cannot. None
+            leaves the memory pageable.
+        available_bytes: returns the free memory of the machine or cgroup; called before a segment is added.
+        segment_bytes: size of a segment. A larger extent gets a segment of its own.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class PinnedArena:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all segments: what the arena takes from the machine."""
+        """Total bytes of the segments, used or free."""
         return sum(segment.extents.capacity_bytes for segment in self._segments)
 
     def allocate(self, nbytes: int) -> Slot:
-        """Takes room, adding a segment where no free extent is large enough.
+        """Allocates memory, and adds a segment if no free extent is large enough.
 
         Raises:
-            BudgetError: the budget or the machine has no room for it.
+            BudgetError: the budget or the machine's memory is too small.
         """
         with self._lock:
-            extents = self._whole(nbytes) or self._grown(nbytes) or self._scattered(nbytes)
+            extents = self._in_one_segment(nbytes) or self._in_new_segment(nbytes) or self._in_pieces(nbytes)
             pieces, after, left = [], [], nbytes
             for segment, start, size in extents:
                 pieces.append(segment.buffer[start : start + min(size, left)])
@@ -108,7 +108,7 @@ class PinnedArena:
             return Slot(pieces, after, extents)
 
     def free(self, slot: Slot, *, after: list[StreamCopy]) -> None:
-        """Gives room back; `after` are copies that may still be touching it."""
+        """Frees a slot. `after` are copies that may still use its memory."""
         with self._lock:
             for segment, start, size in slot.extents:
                 segment.extents.free(start, size)
@@ -116,7 +116,7 @@ class PinnedArena:
                 segment.busy += [(start, start + size, copy) for copy in after]
 
     def trim(self, keep_bytes: int) -> None:
-        """Gives empty segments back to the machine, large ones first, while at least `keep_bytes` remain."""
+        """Frees empty segments, the largest first, while at least `keep_bytes` remain."""
         with self._lock:
             for segment in sorted(self._segments, key=lambda one: one.extents.capacity_bytes, reverse=True):
                 size = segment.extents.capacity_bytes
@@ -124,24 +124,24 @@ class PinnedArena:
                     self._release(segment)
 
     def close(self) -> None:
-        """Unpins and gives back every segment. Closing twice does nothing."""
+        """Unpins and frees every segment. A second call does nothing."""
         with self._lock:
             for segment in list(self._segments):
                 self._release(segment)
 
-    def _whole(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
+    def _in_one_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         for segment in self._segments:
             start = segment.extents.allocate(nbytes)
             if start is not None:
                 return [(segment, start, segment.extents.rounded(nbytes))]
         return []
 
-    def _grown(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        """A new segment's extent, if budget and machine have room for one."""
-        return self._whole(nbytes) if self._grow(nbytes) else []
+    def _in_new_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
+        """An extent of a new segment, if the budget and the machine's memory allow one."""
+        return self._in_one_segment(nbytes) if self._add_segment(nbytes) else []
 
-    def _grow(self, nbytes: int) -> bool:
-        """Adds a segment of `nbytes` or more, if budget and machine have room for one."""
+    def _add_segment(self, nbytes: int) -> bool:
+        """Adds a segment of `nbytes` or more, if the budget and the machine's memory allow one."""
         page = mmap.PAGESIZE
         wanted = max(-(-nbytes // page), 1) * page
         available = self._available_bytes()
@@ -161,11 +161,11 @@ class PinnedArena:
         self._segments.append(segment)
         return True
 
-    def _scattered(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        """Extents that together have room, the largest first; what is missing is added."""
+    def _in_pieces(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
+        """Several free extents, the largest first. If they are too small together, a segment is added."""
         page = mmap.PAGESIZE
         free = sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
-        if nbytes > free and not self._grow(nbytes - free):
+        if nbytes > free and not self._add_segment(nbytes - free):
             raise BudgetError(
                 f"ram={format_size(self.capacity_bytes)}, but {format_size(nbytes)} more is needed with "
                 f"{format_size(self.held_bytes)} already held ({format_size(self.used_bytes)} of it in use) and "
@@ -192,25 +192,25 @@ class PinnedArena:
         self._segments.remove(segment)
 
 
-def _nothing() -> None:
-    """Undoes no pinning."""
+def _no_unpin() -> None:
+    """Stands for the unpin function of pageable memory."""
 
 
 def pin_memory(buffer: torch.Tensor) -> Callable[[], None]:  # pragma: gpu
     """Pins a host tensor's memory for every CUDA context.
 
     Returns:
-        What unpins it.
+        The function that unpins it.
 
     Raises:
-        RuntimeError: the driver refuses (a limit on locked memory, say); the memory stays pageable.
+        RuntimeError: the driver refuses, for example at the limit on locked memory. The memory stays pageable.
     """
-    # Touching the pages first, in parallel, is quicker than letting the driver fault them in one by one.
+    # Faulting the pages in first, in parallel, is faster than in the driver, which does it one by one.
     buffer.zero_()
     runtime = torch.cuda.cudart()
     status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(status) != 0:
-        # The runtime keeps the error and would raise it from the next kernel's launch: let this one take it.
+        # The runtime would report this error at the next kernel launch, so launch one here and ignore the error.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(
