@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def run(
 ) -> tuple[bool, dict[tuple[str, str], dict[str, Any]], str]:
     monkeypatch.setattr(bench, "_cases", lambda op, sizes, device, dtype: cases)
     text, file = io.StringIO(), tmp_path / "rows.json"
-    passed = bench_op("square_plus", "cpu", json_path=file, console=Console(file=text, width=300), **options)
+    passed = bench_op("matmul", "cpu", json_path=file, console=Console(file=text, width=300), **options)
     rows = json.loads(file.read_text())["rows"]
     return passed, {(row["variant"], row["pass"]): row for row in rows}, text.getvalue()
 
@@ -82,7 +83,7 @@ def test_every_pass_of_every_way_is_checked_and_timed(monkeypatch: pytest.Monkey
         if variant == "other":
             continue
         assert row["checked"]
-        assert row["ms"] > 0
+        assert 0 < row["fastest_ms"] <= row["ms"] <= row["slowest_ms"]
         assert row["rate"] == pytest.approx(case().work[which] / row["ms"] * 1e3)  # type: ignore[index]
         assert row["share_of_ceiling"] == pytest.approx(row["rate"] / 1e9)
         assert row["over_pytorch"] == pytest.approx(rows["reference", which]["ms"] / row["ms"])
@@ -176,6 +177,23 @@ def test_times_are_taken_in_turn_and_what_fails_later_keeps_its_reason() -> None
     assert set(rounds) == {("a", "b"), ("b", "a")}  # not always one after the same other
     assert isinstance(found["a"], timing.Took)
     assert found["a"].host_ms is found["a"].extra_bytes is None
+
+
+def test_what_takes_long_runs_in_fewer_turns_and_still_has_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SECONDS_LONG", 0.01)
+    calls: list[str] = []
+
+    def slow() -> None:
+        calls.append("slow")
+        time.sleep(0.02 + 0.001 * len(calls))
+
+    prepare = {"slow": lambda: slow, "quick": lambda: lambda: calls.append("quick")}
+    found = timing.take_in_turn(prepare, torch.device("cpu"))
+    assert calls.count("slow") == 2 + 5
+    assert calls.count("quick") == 2 + timing._ROUNDS
+    took = found["slow"]
+    assert isinstance(took, timing.Took)
+    assert 20 < took.fastest_ms < took.ms < took.slowest_ms
 
 
 def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

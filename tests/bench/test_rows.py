@@ -9,11 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from torchstorm.bench import record
 from torchstorm.bench.rows import Results, Row, format_row
 from torchstorm.errors import StorageError
+from torchstorm.train.stamp import Stamp
 
 CPU = torch.device("cpu")
 
@@ -25,6 +28,12 @@ def ignore(line: str) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
     return rows
+
+
+def written(path: Path) -> str:
+    """A file with one row, as text."""
+    results(path).add(Row(shape="8x1", way="unlimited"))
+    return path.read_text()
 
 
 def results(path: Path | None, **options: Any) -> Results:
@@ -62,8 +71,9 @@ def test_the_file_has_every_row_as_soon_as_it_is_done(tmp_path: Path) -> None:
         assert [row["way"] for row in read(file)] == ["unlimited", "session"][:number]
     assert said == [format_row(row) for row in run.rows]
     record = json.loads(file.read_text())
-    assert {"op", "device", "driver", "python", "torch", "cuda", "commit", "time"} < set(record)
+    assert {"op", "device", "driver", "python", "torch", "cuda", "packages", "time"} < set(record)
     assert [Row(**row) for row in record["rows"]] == run.rows
+    assert {len(row.sources) for row in run.rows} == {12}
 
 
 def test_a_second_run_replaces_its_rows_and_keeps_the_others(tmp_path: Path) -> None:
@@ -86,6 +96,48 @@ def test_another_machines_rows_are_replaced_and_that_is_said(tmp_path: Path) -> 
     assert "torch '1.0'" in said[0]
     run.add(Row(shape="8x1", way="unlimited"))
     assert [row["way"] for row in read(file)] == ["unlimited"]
+
+
+def test_rows_stay_where_another_package_is_missing_and_go_where_it_is_another_version(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    results(file).add(Row(shape="8x1", way="trl"))
+    record = json.loads(file.read_text())
+    here = record["packages"]
+    assert here["numpy"] == np.__version__
+    file.write_text(json.dumps({**record, "packages": {**here, "some-peer": "1.0"}}))
+    results(file).add(Row(shape="8x1", way="session"))
+    record = json.loads(file.read_text())
+    assert [row["way"] for row in record["rows"]] == ["trl", "session"]
+    assert record["packages"] == {**here, "some-peer": "1.0"}
+    file.write_text(json.dumps({**record, "packages": {**here, "numpy": "0.1"}}))
+    said: list[str] = []
+    results(file, say=said.append).add(Row(shape="8x1", way="session"))
+    assert "numpy '0.1'" in said[0]
+    record = json.loads(file.read_text())
+    assert [row["way"] for row in record["rows"]] == ["session"]
+    assert record["packages"] == here
+
+
+def test_a_row_says_of_which_sources_it_is_and_keeps_that_beside_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.json"
+    older = [{"shape": "8x1", "way": "trl", "commit": "abc"}]
+    file.write_text(json.dumps({**json.loads(written(file)), "rows": older}))
+    for way, digits in (("checkpoint", "1" * 12), ("session", "2" * 12)):
+        monkeypatch.setattr(record, "stamp", lambda names, digits=digits: Stamp(sources=digits, dirty=True))
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", way)
+        results(file).add(Row(shape="8x1", way=way))
+    assert [(row["way"], row["sources"], row["commit"], row["dirty"], row["allocator"]) for row in read(file)] == [
+        ("trl", "", "abc", None, None),
+        ("checkpoint", "1" * 12, "", True, "checkpoint"),
+        ("session", "2" * 12, "", True, "session"),
+    ]
+
+
+def test_the_steps_of_a_row_have_a_median_and_a_range() -> None:
+    row = Row(shape="8x1", way="session").timed([3.0, 1.0, 2.0, 9.0, 2.5])
+    assert (row.fastest_s, row.step_s, row.slowest_s) == (1.0, 2.5, 9.0)
 
 
 def test_rows_of_an_older_form_go(tmp_path: Path) -> None:

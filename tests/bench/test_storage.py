@@ -74,6 +74,7 @@ def test_rows_are_checked_set_against_fio_and_written(tmp_path: Path, monkeypatc
         else:
             assert row.checked
             assert row.bytes_per_s
+            assert row.slowest_bytes_per_s <= row.bytes_per_s <= row.fastest_bytes_per_s
             assert (row.over is None) == (row.block_bytes != MIB)
     assert "checked" in text
 

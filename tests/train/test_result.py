@@ -15,6 +15,7 @@ from torchstorm.plan.forecast import Figures
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import RunState
 from torchstorm.train.result import TrainResult, first_difference, write_json
+from torchstorm.train.stamp import Stamp
 
 MIB = 2**20
 
@@ -122,7 +123,10 @@ def test_the_first_difference_is_found_in_losses_validations_lengths_and_nan() -
 
 
 def test_the_json_has_what_was_measured(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", result(SAME).to_json())
+    budgeted = result(SAME)
+    run = replace(budgeted.run, step_seconds=[99.0] * 5 + [2.0, 3.0, 9.0, 2.0])
+    stamp = Stamp(sources="abc", commit="def", dirty=False)
+    write_json(tmp_path / "a.json", replace(budgeted, run=run, stamp=stamp).to_json())
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["forecast"] == content["measured"]
     assert content["measured"] == {
@@ -137,6 +141,9 @@ def test_the_json_has_what_was_measured(tmp_path: Path) -> None:
     assert content["val_losses"] == [[3, 1.5]]
     assert content["config"]["ram"] == "50MiB"
     assert set(content["versions"]) == {"torchstorm", "torch", "python"}
+    assert content["step_seconds"] == {"steps": 4, "min": 2.0, "median": 2.5, "max": 9.0}
+    assert content["unlimited_step_seconds"] == {}
+    assert (content["sources"], content["commit"], content["dirty"]) == ("abc", "def", False)
     without = result(None).to_json()
     assert without["unlimited"] is without["unlimited_losses"] is without["bit_identical"] is None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -88,14 +87,11 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
             seconds.append(took + time.perf_counter() - start)
             del batch
         usage, report = storm.usage(), storm.report()
-    timed = sorted(seconds[2:])
     num_parts = _last(calls, case.batch)
     row = Row(
         shape=case.shape,
         way="session-run",
         budget_gib=(report.budget.vram if on_gpu else report.budget.ram) / GIB,
-        step_s=timed[len(timed) // 2],
-        slowest_s=timed[-1],
         peak_gib=(usage.vram_bytes if on_gpu else usage.ram_bytes) / GIB,
         ram_gib=usage.ram_bytes / GIB,
         moved_gib=report.moved_bytes * num_parts / GIB,
@@ -107,7 +103,7 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
             f"gradients within {error:.1%} of checkpointing in as many",
         ),
     )
-    return row if row.checked else replace(row, step_s=None, slowest_s=None)
+    return row.timed(seconds[2:]) if row.checked else row
 
 
 def _last(calls: list[int], num_rows: int) -> int:

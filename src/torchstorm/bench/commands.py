@@ -18,7 +18,7 @@ bench_app = typer.Typer(help="Time an op's ways side by side, each checked in th
 
 BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
 BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
-BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row.")]
+BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row; a record needs five.")]
 BenchJson = Annotated[
     Path | None,
     typer.Option(help="Write each row here as it is done; a file of the same machine keeps its other rows."),
@@ -72,7 +72,7 @@ def wall(
 @bench_app.command()
 def chunks(
     device: BenchDevice = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 2,
+    steps: BenchSteps = 5,
     json: BenchJson = None,
 ) -> None:
     """Train on a batch that no GPU holds: Session.run splits it, on a GPU 128 x 8192 tokens at hidden 8192."""

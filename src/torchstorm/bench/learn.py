@@ -16,6 +16,7 @@ from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.record import environment
+from torchstorm.bench.sources import SOURCES
 from torchstorm.models.families import SIZES
 from torchstorm.paths import check_output
 from torchstorm.report.losses import Curve, draw_losses
@@ -24,6 +25,7 @@ from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import run_training
 from torchstorm.train.packed import opened_data
 from torchstorm.train.result import write_json
+from torchstorm.train.stamp import Stamp, stamp
 
 MOST_ABOVE = 0.05
 _VALIDATIONS = 20
@@ -99,6 +101,7 @@ def bench_learn(
         check_picture(picture, "--png")
     if json_path is not None:
         check_output(json_path, name="--json")
+    code = stamp(SOURCES["learn"])
     found: list[Learned] = []
     for name in names:
         config = TrainConfig(
@@ -121,7 +124,7 @@ def bench_learn(
         title = f"{steps} steps of {batch} x {seq} tokens, {_source(data)}"
         draw_losses(curves, picture, tokens_per_step=batch * seq, title=title, option="--png")
     if json_path is not None:
-        write_json(json_path, _record(found, config, target))
+        write_json(json_path, _record(found, config, target, code))
     return all(one.near for one in found)
 
 
@@ -144,8 +147,8 @@ def _source(data: str | None) -> str:
     return "source of Python's standard library" if data is None else Path(data).name
 
 
-def _record(found: list[Learned], config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def _record(found: list[Learned], config: TrainConfig, device: torch.device, code: Stamp) -> dict[str, Any]:
     options = {name: value for name, value in config.to_json().items() if name != "model"}
     runs = [{**asdict(one), "near": one.near} for one in found]
     tokens = config.tokens_per_step * config.steps
-    return {"op": "learn", **environment(device), "config": options, "tokens": tokens, "runs": runs}
+    return {"op": "learn", **environment(device), **vars(code), "config": options, "tokens": tokens, "runs": runs}

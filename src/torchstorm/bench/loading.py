@@ -26,7 +26,7 @@ _BATCH_BYTES = 8 * 2**20
 _DEPTH = 8
 _WORKERS = (0, 1, 2)
 _NUMBERS = 8  # bytes at the start of a record, which say which one it is
-_TURNS = 3
+_TURNS = 5
 
 
 class _Mapped(Dataset[torch.Tensor]):
@@ -55,7 +55,7 @@ def bench_loading(path: Path, device: torch.device, *, size_bytes: int) -> Itera
         size_bytes: of all records.
 
     Yields:
-        The fields of a `StorageRow`: for each way the median of three epochs. On a GPU also "disk", the same records
+        The fields of a `StorageRow`: for each way the median of five epochs. On a GPU also "disk", the same records
         read in random order into host memory and no further, and "loader-training", which is set against that.
     """
     for record_bytes in _RECORDS:
@@ -102,7 +102,7 @@ def _rows(
             times[way].append(seconds)
             if not is_right:
                 wrong.add(way)
-    rate = {way: num_records / sorted(seconds)[len(seconds) // 2] for way, seconds in times.items()}
+    rate = {way: num_records / statistics.median(seconds) for way, seconds in times.items()}
     best = max(rate[way] for way in ways if way.startswith("torch"))
     for way in ways:
         yield {
@@ -110,11 +110,20 @@ def _rows(
             "block_bytes": record_bytes,
             "depth": 0 if way.startswith("torch") else _DEPTH,
             "way": way,
-            "bytes_per_s": None if way in wrong else rate[way] * record_bytes,
+            **({"bytes_per_s": None} if way in wrong else _rates(times[way], num_records * record_bytes)),
             "over": None if way in wrong else rate[way] / best,
             "checked": way not in wrong,
             "note": f"{rate[way]:.0f} samples/s",
         }
+
+
+def _rates(seconds: list[float], nbytes: int) -> dict[str, float]:
+    """The median rate of epochs and the range, by the names of a row's fields."""
+    return {
+        "bytes_per_s": nbytes / statistics.median(seconds),
+        "slowest_bytes_per_s": nbytes / max(seconds),
+        "fastest_bytes_per_s": nbytes / min(seconds),
+    }
 
 
 def _beside_training(  # pragma: gpu
@@ -157,17 +166,20 @@ def _beside_training(  # pragma: gpu
         training_s.append(seconds)
         is_right &= came
     fields = {"pattern": "load", "block_bytes": record_bytes}
-    disk_rate, rate = (num_records * record_bytes / statistics.median(each) for each in (disk_s, training_s))
-    yield fields | {"depth": 0, "way": "disk", "bytes_per_s": disk_rate, "checked": True}
+    disk, training = (_rates(each, num_records * record_bytes) for each in (disk_s, training_s))
+    yield fields | disk | {"depth": 0, "way": "disk", "checked": True}
     busy = num_records * record_bytes // _BATCH_BYTES * steps * step_s / statistics.median(training_s)
-    yield fields | {
-        "depth": _DEPTH,
-        "way": "loader-training",
-        "bytes_per_s": rate if is_right else None,
-        "over": rate / disk_rate if is_right else None,
-        "checked": is_right,
-        "note": f"the GPU trains for {busy:.0%} of the time",
-    }
+    yield (
+        fields
+        | (training if is_right else {"bytes_per_s": None})
+        | {
+            "depth": _DEPTH,
+            "way": "loader-training",
+            "over": training["bytes_per_s"] / disk["bytes_per_s"] if is_right else None,
+            "checked": is_right,
+            "note": f"the GPU trains for {busy:.0%} of the time",
+        }
+    )
 
 
 def read_rows(path: Path, start_bytes: int, num_records: int, record_bytes: int) -> float:

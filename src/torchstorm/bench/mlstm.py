@@ -25,7 +25,7 @@ from torchstorm.bench.mlstm_rows import HEADER, MLSTMRow, format_row
 from torchstorm.bench.mlstm_ways import Way, peers, ways_for
 from torchstorm.bench.record import Record
 from torchstorm.bench.side_by_side import failure
-from torchstorm.bench.timing import median_ms
+from torchstorm.bench.timing import take_alone
 from torchstorm.report.picture import check_picture
 
 
@@ -167,8 +167,9 @@ def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth
     def forward_backward(inputs: Inputs) -> None:
         outputs_and_gradients(way.function, inputs)
 
-    fwd_ms = median_ms(forward, sets, device)
-    fwdbwd_ms = median_ms(forward_backward, sets, device) if way.has_backward else None
+    forward_took = take_alone(forward, sets, device)
+    both_took = take_alone(forward_backward, sets, device) if way.has_backward else None
+    fwd_ms, fwdbwd_ms = forward_took.ms, None if both_took is None else both_took.ms
     row = replace(row, peer=(fwd_ms, fwdbwd_ms)) if not way.is_ours else row
     if check.wrong:
         took = f"took {fwd_ms:.4g} ms forward, {fwdbwd_ms:.4g} ms with backward"
@@ -178,6 +179,8 @@ def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth
         row,
         fwd_ms=fwd_ms,
         fwdbwd_ms=fwdbwd_ms,
+        fwd_range_ms=(forward_took.fastest_ms, forward_took.slowest_ms),
+        fwdbwd_range_ms=None if both_took is None else (both_took.fastest_ms, both_took.slowest_ms),
         tflops=case.flops(way.work, backward=way.has_backward) / longer_s / 1e12,
         gb_per_s=case.least_bytes(way.work, dtype, backward=way.has_backward) / longer_s / 1e9,
     )

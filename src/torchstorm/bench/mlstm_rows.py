@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchstorm.bench.record import RecordRow
+
 
 @dataclass(frozen=True, kw_only=True)
-class MLSTMRow:
+class MLSTMRow(RecordRow):
     """One way at one shape. A field is None where it was not measured, or where its check failed; `note` says why.
 
     Attributes:
@@ -14,6 +16,7 @@ class MLSTMRow:
         variant: of `mlstm`, a rung of the ladder on the way there, or the peer.
         dtype: of inputs and outputs.
         fwd_ms, fwdbwd_ms: median milliseconds of forward without gradients, and of forward and backward.
+        fwd_range_ms, fwdbwd_range_ms: the fastest and the slowest of the same runs, at least five.
         tflops: 1e12 floating-point operations a second of the form's matrix products, in the longer of the two.
         gb_per_s: 1e9 bytes a second, had all inputs and results been moved once, in the longer of the two.
         error: of the outputs, against float64; None where they are not finite.
@@ -24,7 +27,6 @@ class MLSTMRow:
         peer: the same two of the peer, in this run, whatever its check said.
         checked: whether nothing was further off than allowed.
         note: what else is to be said.
-        commit: of the code that was measured.
     """
 
     shape: str
@@ -32,6 +34,8 @@ class MLSTMRow:
     dtype: str
     fwd_ms: float | None = None
     fwdbwd_ms: float | None = None
+    fwd_range_ms: tuple[float, float] | None = None
+    fwdbwd_range_ms: tuple[float, float] | None = None
     tflops: float | None = None
     gb_per_s: float | None = None
     error: float | None = None
@@ -44,7 +48,6 @@ class MLSTMRow:
     peer: tuple[float | None, float | None] | None = None
     checked: bool = False
     note: str = ""
-    commit: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

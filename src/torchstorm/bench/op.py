@@ -246,6 +246,8 @@ def _timed(row: OpRow, case: OpCase, took: Took | TorchstormError | RuntimeError
     return replace(
         row,
         ms=took.ms,
+        fastest_ms=took.fastest_ms,
+        slowest_ms=took.slowest_ms,
         host_ms=took.host_ms,
         extra_bytes=took.extra_bytes,
         rate=rate,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchstorm.bench.op_cases import Pass
+from torchstorm.bench.record import RecordRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpRow:
+class OpRow(RecordRow):
     """One pass of one way. A field is None where it was not measured, or where its check failed; `note` says why.
 
     Attributes:
         op, shape, dtype: of its case.
         variant: of ours, "reference" for plain PyTorch, or a peer's name.
         pass_: "forward", "backward" or "both"; "pass" in a file.
-        ms: median milliseconds of the device.
+        ms, fastest_ms, slowest_ms: milliseconds of the device: the median of at least five runs, and their range.
         host_ms: of the host, to ask for it; None on a CPU.
         extra_bytes: most device memory in use beside the inputs, and before backward what forward kept; None on a CPU.
         rate: operations or bytes a second, as `unit` says, each byte counted once.
@@ -28,7 +29,6 @@ class OpRow:
         allowed: what that may be.
         checked: whether nothing was further off than allowed.
         note: what else is to be said.
-        commit: of the code that was measured.
     """
 
     op: str
@@ -37,6 +37,8 @@ class OpRow:
     variant: str
     pass_: Pass
     ms: float | None = None
+    fastest_ms: float | None = None
+    slowest_ms: float | None = None
     host_ms: float | None = None
     extra_bytes: int | None = None
     rate: float | None = None
@@ -49,7 +51,6 @@ class OpRow:
     allowed: float | None = None
     checked: bool = False
     note: str = ""
-    commit: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:

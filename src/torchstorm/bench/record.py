@@ -1,7 +1,8 @@
 """A bench's JSON file: machine and versions, and rows, whole after each of them.
 
-A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts. What is no
-regular file (a FIFO, /dev/stdout) gets one document, at the end.
+A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts. So each
+row says of which sources it is. Nobody changes such a file but by a run. What is no regular file (a FIFO, /dev/stdout)
+gets one document, at the end.
 """
 
 from __future__ import annotations
@@ -13,33 +14,40 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Hashable
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
+from torchstorm.bench.sources import SOURCES
 from torchstorm.errors import StorageError
 from torchstorm.offload.measure import cpu_name
 from torchstorm.paths import check_output, is_replaceable
 from torchstorm.train.result import write_json
+from torchstorm.train.stamp import Stamp, stamp
 
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _SAME = ("op", "device", "driver", "python", "torch", "cuda")
+# Beside PyTorch, what others' ways and our kernels are made of.
+_PACKAGES = ("numpy", "numba", "triton", "transformers", "trl", "liger-kernel", "mlstm-kernels")
 
 
-class RecordRow(Protocol):
-    """A dataclass that can stand in a file."""
+@dataclass(frozen=True, kw_only=True)
+class RecordRow(Stamp):
+    """What can stand in a file: a row, and which code it measured.
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    Attributes:
+        allocator: settings of PyTorch's allocator in the run that made the row; None in a record of before.
+    """
 
-    @property
-    def commit(self) -> str:
-        """Of the code that was measured."""
+    allocator: str | None = None
 
     @property
     def key(self) -> Hashable:
         """What there is one row for in a file."""
+        raise NotImplementedError
 
 
 R = TypeVar("R", bound=RecordRow)
@@ -75,6 +83,7 @@ class Record(Generic[R]):
     ) -> None:
         self.rows: list[R] = []
         self._record = {"op": op, **environment(device)}
+        self._stamp = {**vars(stamp(SOURCES[op])), "allocator": _allocator()}
         self._row_type = row_type
         self._form = form
         self._path = None if path is None else check_output(path, name="--json")
@@ -98,7 +107,7 @@ class Record(Generic[R]):
 
     def add(self, row: R) -> R:
         """Adds, prints and writes a row."""
-        row = replace(row, commit=str(self._record["commit"]))
+        row = replace(row, **self._stamp)
         self.rows.append(row)
         self._say(self._form(row))
         self._keep()
@@ -140,9 +149,12 @@ class Record(Generic[R]):
         if op != self._record["op"]:
             raise StorageError(f"--json {self._path} holds the rows of `torchstorm bench {op}`: name another file.")
         others = [f"{name} {record.get(name)!r}" for name in _SAME if record.get(name) != self._record[name]]
+        here, there = self._record["packages"], record.get("packages", {})
+        others += [f"{name} {of!r}" for name, of in there.items() if here.get(name, of) != of]
         if others:
             self._say(f"{self._path} is of another machine or versions ({', '.join(others)}): its rows are replaced.")
             return []
+        self._record["packages"] = {**there, **here}  # of ways that this run has not installed, rows stay
         known = {field.name.rstrip("_"): field for field in fields(self._row_type)}
         needed = {name for name, field in known.items() if field.default is MISSING}
         whole = [row for row in rows if isinstance(row, dict) and needed <= row.keys() <= known.keys()]
@@ -155,22 +167,32 @@ def _as_json(row: RecordRow) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on besides the code: machine and versions, and the commit where git knows it."""
+    """What a figure depends on besides the code: machine and versions."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "driver": _told_by(*_DRIVER) if device.type == "cuda" else "",
+        "driver": _driver() if device.type == "cuda" else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "",
-        "commit": _told_by("git", "rev-parse", "HEAD"),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def _told_by(*command: str) -> str:
-    """The first word that a command prints, "" where there is none or it fails."""
+def _allocator() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _version(package: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """Of the GPU; "" where the command that knows it fails."""
+    try:
+        return subprocess.run(_DRIVER, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return ""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from torchstorm.bench.record import Record
+from torchstorm.bench.record import Record, RecordRow
 from torchstorm.sizes import format_size
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(RecordRow):
     """One way's result. A field is None where it was not measured; `note` says why.
 
     Attributes:
@@ -23,7 +24,7 @@ class Row:
         way: how, as in "unlimited" or "session".
         budget_gib: GiB that a Session was given on the fast tier.
         step_s: median seconds of one step; None where the gradients were not those they must be.
-        slowest_s: of the timed steps.
+        fastest_s, slowest_s: of the timed steps.
         peak_gib: most GiB of allocated device memory in a timed step; on a CPU, of saved storages.
         over_unlimited: step_s by the time of the way in `against`.
         against: "unlimited", or "compile" for compiled ways.
@@ -37,13 +38,13 @@ class Row:
         checked: whether the gradients are those they must be.
         note: what else is to be said.
         steps: timed steps.
-        commit: of the code that was measured.
     """
 
     shape: str
     way: str
     budget_gib: float | None = None
     step_s: float | None = None
+    fastest_s: float | None = None
     slowest_s: float | None = None
     peak_gib: float | None = None
     over_unlimited: float | None = None
@@ -59,7 +60,10 @@ class Row:
     checked: bool = False
     note: str = ""
     steps: int = 0
-    commit: str = ""
+
+    def timed(self, seconds: Sequence[float]) -> Row:
+        """The row with what those steps took."""
+        return replace(self, step_s=statistics.median(seconds), fastest_s=min(seconds), slowest_s=max(seconds))
 
     @property
     def key(self) -> tuple[str, str, float | None]:

@@ -92,7 +92,7 @@ def measure_session(
             )
     if wrong:
         return replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown"))
-    return replace(row, checked=True, step_s=timing.median_s, slowest_s=max(timing.seconds))
+    return replace(row.timed(timing.seconds), checked=True)
 
 
 def compiled_reference(meter: Meter, *, steps: int) -> Reference:

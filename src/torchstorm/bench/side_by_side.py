@@ -15,7 +15,7 @@ from torchstorm.bench.sessions import CHECKED_STEPS, joined, measure_session
 from torchstorm.errors import TorchstormError
 from torchstorm.offload.session import Session
 
-_SLOW_STEPS = 3
+_SLOW_STEPS = 5
 
 
 class SideBySide:
@@ -82,7 +82,7 @@ class SideBySide:
         row = replace(row, peak_gib=peak_bytes / GIB, gpu_busy=busy.gpu_busy, overlap=busy.overlap, steps=steps)
         if wrong:
             return self.finish(replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown")))
-        return self.finish(replace(row, checked=True, step_s=timing.median_s, slowest_s=max(timing.seconds)))
+        return self.finish(replace(row.timed(timing.seconds), checked=True))
 
     def add_session(self, budget_gib: float, *, note: str = "", compiled: Reference | None = None) -> Row:
         """Checks and times Session at a budget on the fast tier.

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.loading import bench_loading, drop_cache
-from torchstorm.bench.record import Record
+from torchstorm.bench.record import Record, RecordRow
 from torchstorm.errors import ConfigError, StorageError
 from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
@@ -38,12 +38,12 @@ _LOAD = "load"
 _SIZES = (4096, 64 * 1024, MIB, 4 * MIB)
 _DEPTHS = (1, 8)
 _BATCH_BYTES = 64 * MIB
-_TURNS = 3
+_TURNS = 5
 _MOST_REQUESTS = 512  # of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageRow:
+class StorageRow(RecordRow):
     """One way's result.
 
     Attributes:
@@ -51,13 +51,13 @@ class StorageRow:
         block_bytes: of one request; of one record for a loader.
         depth: requests under way at once; batches for a loader; 0 for its peers.
         way: "fio", "direct", "buffered", "staged", "loader", "torch-0" (workers), ...
-        bytes_per_s: moved; None where that was not what it must be.
+        bytes_per_s: moved, the median of five turns; None where that was not what it must be.
+        slowest_bytes_per_s, fastest_bytes_per_s: of the same turns.
         cpu_s_per_gb: seconds of all cores of this process (for fio: of fio) per 1e9 bytes; None where others work too.
         over: rate by that of the peer: fio's of the same row, the fastest of torch's DataLoaders, or, for
             "loader-training", the disk's own ("disk").
         checked: whether the bytes are what they must be.
         note: what else is to be said.
-        commit: of the code that was measured.
     """
 
     pattern: str
@@ -65,11 +65,12 @@ class StorageRow:
     depth: int
     way: str
     bytes_per_s: float | None = None
+    slowest_bytes_per_s: float | None = None
+    fastest_bytes_per_s: float | None = None
     cpu_s_per_gb: float | None = None
     over: float | None = None
     checked: bool = False
     note: str = ""
-    commit: str = ""
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -95,7 +96,7 @@ def bench_storage(
         patterns: some of "read", "write", "randread", "randwrite" and "load" (the loader), with commas between; None
             for all.
         size_bytes: of the file, at least 64 MiB. It should be larger than the disk's own cache.
-        seconds: a row takes three times as long, in turns with the other ways.
+        seconds: a row takes five times as long, in turns with the other ways.
         json_path: where the rows go.
         console: where they are printed.
 
@@ -203,8 +204,15 @@ def _in_turns(
     for rows in turns.values():
         # One that failed, or was wrong, is what is to be seen.
         wrong = [row for row in rows if row.bytes_per_s is None]
-        medians.append(wrong[0] if wrong else sorted(rows, key=lambda row: row.bytes_per_s or 0)[len(rows) // 2])
+        medians.append(wrong[0] if wrong else _median(rows))
     return medians
+
+
+def _median(rows: list[StorageRow]) -> StorageRow:
+    """The one of median rate, with the slowest and the fastest rate beside."""
+    inorder = sorted(rows, key=lambda row: row.bytes_per_s or 0)
+    slowest, fastest = inorder[0].bytes_per_s, inorder[-1].bytes_per_s
+    return replace(inorder[len(rows) // 2], slowest_bytes_per_s=slowest, fastest_bytes_per_s=fastest)
 
 
 def _time(
@@ -295,7 +303,8 @@ class _Fio:
         )
         row = StorageRow(pattern=pattern, block_bytes=block_bytes, depth=depth, way="fio")
         try:
-            job = json.loads(found.stdout[found.stdout.index("{") :])["jobs"][0]
+            told = json.loads(found.stdout[found.stdout.index("{") :])
+            job = told["jobs"][0]
             side = job["write" if pattern.endswith("write") else "read"]
             busy_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
             rate, moved = float(side["bw_bytes"]), float(side["io_bytes"])
@@ -303,4 +312,6 @@ class _Fio:
             return replace(row, note=f"fio failed: {(found.stderr or found.stdout).strip()[-200:]}")
         if found.returncode or not moved:
             return replace(row, note=f"fio failed: {found.stderr.strip()[-200:]}")
-        return replace(row, bytes_per_s=rate, cpu_s_per_gb=busy_s / (moved / 1e9), checked=True)
+        return replace(
+            row, bytes_per_s=rate, cpu_s_per_gb=busy_s / (moved / 1e9), checked=True, note=told.get("fio version", "")
+        )

@@ -25,8 +25,8 @@ from torchstorm.offload.clock import CpuClock, seconds_between
 from torchstorm.transfer.engine import StreamClock
 
 _SECONDS_A_TIME = 0.2  # how long a time is taken for, in all its bursts
-_SECONDS_ONCE = 0.4  # what takes longer is run once more after its first run, and no more
-_ROUNDS = 7  # bursts of each
+_SECONDS_LONG = 0.4  # what takes longer is run in as few rounds as tell a spread
+_ROUNDS, _FEW_ROUNDS = 7, 5  # bursts of each
 _MOST = 20  # runs of a burst
 _SPIN_HZ = 2e9  # cycles a second that a GPU counts at most
 
@@ -41,11 +41,14 @@ class Took:
 
     Attributes:
         ms: median milliseconds, of the device.
+        fastest_ms, slowest_ms: of the same runs, at least five.
         host_ms: median milliseconds of the host until it has asked for all of it; None on a CPU, where it is `ms`.
         extra_bytes: most device memory in use, beside what was before its preparation; None on a CPU.
     """
 
     ms: float
+    fastest_ms: float
+    slowest_ms: float
     host_ms: float | None
     extra_bytes: int | None
 
@@ -78,9 +81,11 @@ def take_in_turn(
             clean(device)
     device_s: dict[K, list[float]] = {key: [] for key in firsts}
     host_s: dict[K, list[float]] = {key: [] for key in firsts}
-    order = [key for key, first in firsts.items() if first.seconds <= _SECONDS_ONCE]
+    order = list(firsts)
     shuffle = random.Random(0).shuffle
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
+        if turn == _FEW_ROUNDS:
+            order = [key for key in order if firsts[key].seconds <= _SECONDS_LONG]
         shuffle(order)
         for key in order:
             taken, asked = _burst(prepare[key](), firsts[key], device)
@@ -89,15 +94,22 @@ def take_in_turn(
     for key, first in firsts.items():
         on_gpu = device.type == "cuda"
         found[key] = Took(
-            ms=statistics.median(device_s[key] or [first.seconds]) * 1e3,
-            host_ms=statistics.median(host_s[key] or [first.host_s]) * 1e3 if on_gpu else None,
+            ms=statistics.median(device_s[key]) * 1e3,
+            fastest_ms=min(device_s[key]) * 1e3,
+            slowest_ms=max(device_s[key]) * 1e3,
+            host_ms=statistics.median(host_s[key]) * 1e3 if on_gpu else None,
             extra_bytes=first.extra_bytes,
         )
     return found
 
 
 def median_ms(run: Callable[[T], object], sets: Sequence[T], device: torch.device) -> float:
-    """Milliseconds on the device of something that stands alone.
+    """Milliseconds on the device of something that stands alone; see `take_alone`."""
+    return take_alone(run, sets, device).ms
+
+
+def take_alone(run: Callable[[T], object], sets: Sequence[T], device: torch.device) -> Took:
+    """What something takes that stands alone.
 
     Args:
         run: what is timed.
@@ -110,7 +122,7 @@ def median_ms(run: Callable[[T], object], sets: Sequence[T], device: torch.devic
     took = take_in_turn({"": lambda: over(run, sets)}, device)[""]
     if not isinstance(took, Took):
         raise took
-    return took.ms
+    return took
 
 
 def over(run: Callable[[T], object], sets: Sequence[T]) -> Run:

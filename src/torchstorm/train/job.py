@@ -24,6 +24,7 @@ from torchstorm.train.loop import RunState, StepInfo, model_config, run_training
 from torchstorm.train.packed import opened_data, packed_tokenizer
 from torchstorm.train.progress import Display
 from torchstorm.train.result import TrainResult, device_name, write_json
+from torchstorm.train.stamp import TRAINING, Stamp, stamp
 from torchstorm.train.stop import Stopped, StopRequest
 
 
@@ -56,6 +57,7 @@ def train(
     if config.json is not None:
         _make_folder(Path(config.json).parent, "--json")
         check_output(config.json, name="--json")
+    code = Stamp() if config.json is None else stamp((*TRAINING, "train"))  # before anybody changes the files
     with StopRequest() as stop, opened_data(config) as corpus:
         if start is not None:
             _check_same_text(start, corpus)
@@ -80,6 +82,7 @@ def train(
         unlimited=unlimited,
         unlimited_error=unlimited_error,
         checkpoint_dir=out,
+        stamp=code,
     )
     result.print_to(console)
     if config.json is not None:

@@ -34,6 +34,7 @@ class RunState:
         losses: the training loss of each, in nats a token.
         val_losses: (steps done, loss on the validation part in nats a token).
         train_seconds: time spent in training steps, not in validations and checkpoints.
+        step_seconds: of each of those steps.
         forecast: of the session's plan; None where there was none, and before the last step.
         measured: over the steps that followed the plan (over all, without one); None before the last step.
         highest: the highest bytes of any step, the unplanned first one included, and the slowest step.
@@ -46,6 +47,7 @@ class RunState:
     losses: list[float] = field(default_factory=list)
     val_losses: list[tuple[int, float]] = field(default_factory=list)
     train_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
     forecast: Figures | None = None
     measured: Figures | None = None
     highest: Figures | None = None
@@ -165,6 +167,7 @@ def run_training(
             done, val_loss = step + 1, None
             state.losses.append(loss)
             state.step, state.train_seconds = done, state.train_seconds + seconds
+            state.step_seconds.append(seconds)
             if done == config.steps or (config.val_every and done % config.val_every == 0):
                 val_loss = evaluate(model, config, corpus, device)
                 state.val_losses.append((done, val_loss))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from torchstorm.plan.forecast import Figures
 from torchstorm.sizes import format_size
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import RunState
+from torchstorm.train.stamp import Stamp
 
 _TIERS = ("vram", "ram", "disk")
+_WARM_STEPS = 5  # a Session may take so many until its plan is in force
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,7 @@ class TrainResult:
         unlimited: the same run without a budget; None without --compare, or where it ran out of memory.
         unlimited_error: why there is none although it was asked for, else "".
         checkpoint_dir: the folder of checkpoints.
+        stamp: of the sources that ran.
     """
 
     config: TrainConfig
@@ -45,6 +49,7 @@ class TrainResult:
     unlimited: RunState | None
     unlimited_error: str
     checkpoint_dir: Path
+    stamp: Stamp = field(default_factory=Stamp)
 
     @property
     def bit_identical(self) -> bool | None:
@@ -71,6 +76,8 @@ class TrainResult:
             "unlimited_val_losses": unlimited and [list(point) for point in unlimited.val_losses],
             "weights_sha256": run.weights_sha256,
             "unlimited_weights_sha256": unlimited and unlimited.weights_sha256,
+            "step_seconds": _spread(run.step_seconds),
+            "unlimited_step_seconds": unlimited and _spread(unlimited.step_seconds),
             "train_seconds": run.train_seconds,
             "unlimited_train_seconds": unlimited and unlimited.train_seconds,
             "tokens": self.config.tokens_per_step * self.config.steps,
@@ -82,6 +89,7 @@ class TrainResult:
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
+            **vars(self.stamp),
         }
 
     def print_to(self, console: Console) -> None:
@@ -103,6 +111,14 @@ class TrainResult:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Of whole steps, the optimizer's part too, once a plan is in force; empty where no step came after."""
+    timed = seconds[_WARM_STEPS:]
+    if not timed:
+        return {}
+    return {"steps": len(timed), "min": min(timed), "median": statistics.median(timed), "max": max(timed)}
 
 
 def first_difference(run: RunState, other: RunState) -> int | None:
