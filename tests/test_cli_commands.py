@@ -95,11 +95,19 @@ def test_doctor_says_what_is_here(tmp_path: Path) -> None:
 def test_bench_offload_checks_times_and_writes_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
     code, text = run(
-        "bench", "offload", "--device", "cpu", "--steps", "2", "--disk", str(tmp_path), "--json", str(file)
+        "bench", "offload", "--device", "cpu", "--steps", "5", "--disk", str(tmp_path), "--json", str(file)
     )
     assert code == 0, text
     record = json.loads(file.read_text())
-    assert {row["way"] for row in record["rows"]} == {"unlimited", "checkpoint", "session", "unlimited-again"}
-    assert all(row["checked"] and row["step_s"] > 0 for row in record["rows"])
+    assert {row["way"] for row in record["rows"]} == {
+        "unlimited",
+        "checkpoint",
+        "selective",
+        "session",
+        "unlimited-again",
+    }
+    # On a CPU the peak of checkpointing, which counts saved tensors alone, is less than a Session can do with.
+    rows = [row for row in record["rows"] if row["budget_name"] != "peak of checkpoint"]
+    assert all(row["checked"] and row["steps"] == 5 and row["step_s"] > 0 for row in rows)
     assert record["torch"]
     assert record["device"]

@@ -176,6 +176,9 @@ def test_a_step_leaves_no_gradients_and_an_optimizer_changes_the_weights() -> No
         timing = Meter(subject).time(keep_everything, warm=0, steps=3)
         assert len(timing.seconds) == 3
         assert min(timing.seconds) <= timing.median_s <= max(timing.seconds)
+        assert len(timing.host_seconds) == 3
+        assert all(0 < host <= step for host, step in zip(timing.host_seconds, timing.seconds, strict=True))
+        assert timing.host_s in timing.host_seconds
         assert all(parameter.grad is None for parameter in subject.model.parameters())
         changed = [not torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True)]
         assert any(changed) == optimizer

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchstorm.bench import record
-from torchstorm.bench.rows import Results, Row, format_row
+from torchstorm.bench.rows import Results, Row, format_row, misses
 from torchstorm.errors import StorageError
 from torchstorm.train.stamp import Stamp
 
@@ -196,7 +196,38 @@ def test_times_relate_to_what_they_compare_with() -> None:
     failed = run.add(Row(shape="8x1", way="trl", against="unlimited"))
     elsewhere = run.add(Row(shape="4x1", way="session", step_s=3.0, against="unlimited"))
     run.against("8x1", "unlimited", 2.0)
-    assert run.rows == [replace(eager, over_unlimited=1.5), compiled, failed, elsewhere]
+    over = {"over_eager": 1.5}
+    assert run.rows == [replace(eager, over_unlimited=1.5, **over), replace(compiled, **over), failed, elsewhere]
+    run.against("8x1", "compile", 1.0)
+    assert run.rows[1] == replace(compiled, over_unlimited=3.0, **over)
+
+
+def test_a_budget_with_a_name_has_one_row_however_large_it_was_found(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    for gib in (1.0, 1.1):
+        results(file).add(Row(shape="8x1", way="session", budget_gib=gib, budget_name="peak of checkpoint"))
+    assert [row["budget_gib"] for row in read(file)] == [1.1]
+
+
+def test_forecasts_that_did_not_come_true_are_found() -> None:
+    row = Row(
+        shape="8x1",
+        way="session",
+        forward_backward_s=1.0,
+        forecast_step_s=1.04,
+        corrected_step_s=1.0,
+        peak_gib=2.0,
+        forecast_peak_gib=2.0,
+        corrected_peak_gib=2.0,
+    )
+    assert misses([Row(shape="8x1", way="unlimited", step_s=1.0, peak_gib=2.0), row]) == []
+    (slow,) = misses([replace(row, forecast_step_s=0.94)])
+    assert (slow.what, slow.forecast, slow.measured, slow.corrected) == ("step", 0.94, 1.0, 1.0)
+    assert slow.off == pytest.approx(-0.06)
+    (high,) = misses([replace(row, peak_gib=1.99)])
+    assert (high.what, high.measured) == ("peak", 1.99)
+    assert high.off > 0
+    assert misses([replace(row, forward_backward_s=None, forecast_peak_gib=None)]) == []
 
 
 def test_the_newest_row_with_a_peak_is_found(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_the_small_case_proves_what_applies_and_writes_it_down(tmp_path: Path) -
 def test_a_session_that_fails_is_a_verdict_and_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall, "_GIVEN", 0.01)
     file = tmp_path / "wall.json"
-    result = CliRunner().invoke(app, ["bench", "wall", "--device", "cpu", "--steps", "1", "--json", str(file)])
+    result = CliRunner().invoke(app, ["bench", "wall", "--device", "cpu", "--steps", "5", "--json", str(file)])
     assert result.exit_code == 1, result.output
     assert "BudgetError" in result.output
     record = json.loads(file.read_text())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from torchstorm.bench import ways
 from torchstorm.bench.measure import Subject
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.models.gpt import Block, GPTConfig
@@ -21,9 +25,7 @@ class OffloadCase:
         width, num_layers, num_heads: of the blocks.
         batch, seq: B sequences of T tokens.
         dtype: of weights and activations.
-        budgets_gib: GiB that a Session is given on the fast tier.
-        like_checkpoint_gib: one more budget: the peak of checkpointing, up to the next 0.1 GiB; this one where that was
-            not measured. 0 for none.
+        budgets_gib: GiB that a Session is given on the fast tier, besides the peaks of others.
         shares: more budgets, as shares of the unlimited run's peak.
     """
 
@@ -34,7 +36,6 @@ class OffloadCase:
     seq: int
     dtype: torch.dtype
     budgets_gib: tuple[float, ...] = ()
-    like_checkpoint_gib: float = 0.0
     shares: tuple[float, ...] = ()
 
     @property
@@ -47,19 +48,6 @@ class OffloadCase:
         """For people."""
         return f"{self.shape}: {self.num_layers} blocks, hidden {self.width}, {self.seq} tokens x {self.batch}"
 
-    def all_budgets_gib(self, *, unlimited_gib: float | None, checkpoint_gib: float | None) -> list[float]:
-        """Every budget in GiB, the largest first.
-
-        Args:
-            unlimited_gib, checkpoint_gib: measured peaks; None where there are none.
-        """
-        found = set(self.budgets_gib)
-        if self.like_checkpoint_gib:
-            found.add(self.like_checkpoint_gib if checkpoint_gib is None else math.ceil(checkpoint_gib * 10) / 10)
-        if unlimited_gib is not None:
-            found.update(share * unlimited_gib for share in self.shares)
-        return sorted(found, reverse=True)
-
 
 CASES = (
     OffloadCase(
@@ -70,7 +58,6 @@ CASES = (
         seq=32768,
         dtype=torch.bfloat16,
         budgets_gib=(27.6, 16.0),
-        like_checkpoint_gib=12.6,
     ),
     OffloadCase(
         width=4096, num_layers=10, num_heads=32, batch=4, seq=4096, dtype=torch.bfloat16, budgets_gib=(12.5, 10.0)
@@ -80,7 +67,7 @@ SMALL = OffloadCase(width=64, num_layers=3, num_heads=2, batch=4, seq=64, dtype=
 
 
 class Blocks(torch.nn.Module):
-    """Blocks of a GPT in a row; with `recompute`, each under torch.utils.checkpoint."""
+    """Blocks of a GPT in a row."""
 
     def __init__(self, case: OffloadCase) -> None:
         super().__init__()
@@ -93,13 +80,27 @@ class Blocks(torch.nn.Module):
             dropout=0.0,
         )
         self.blocks = torch.nn.ModuleList(Block(config) for _ in range(case.num_layers))
-        self.recompute = False
+        self._call: Callable[..., Any] | None = None
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         """Maps (B, T, C) to (B, T, C)."""
         for block in self.blocks:
-            x_BTC = checkpoint(block, x_BTC, use_reentrant=False) if self.recompute else block(x_BTC)
+            x_BTC = block(x_BTC) if self._call is None else self._call(block, x_BTC)
         return x_BTC
+
+    @contextlib.contextmanager
+    def checkpointing(self, contexts: ways.Contexts | None = None) -> Iterator[None]:
+        """Every block under torch.utils.checkpoint inside.
+
+        Args:
+            contexts: `context_fn` of it, for selective checkpointing.
+        """
+        options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self._call = partial(checkpoint, use_reentrant=False, **options)
+        try:
+            yield
+        finally:
+            self._call = None
 
 
 def make_subject(case: OffloadCase, device: torch.device) -> tuple[Subject, Blocks]:
@@ -168,6 +169,17 @@ def bench_dtype(name: str | None, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """As in "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def pick_ways(names: str | None, device: torch.device) -> tuple[str, ...]:
+    """Ways of training, as in "session,checkpoint"; for None all on a GPU, and on a CPU those that do not take long.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    if names is None:
+        return ways.WAYS if device.type == "cuda" else ways.ON_A_CPU
+    return pick(names, ways.WAYS, option="--way")
 
 
 def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:

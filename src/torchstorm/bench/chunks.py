@@ -120,11 +120,10 @@ def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: in
     named = dict(model.named_parameters())
     found = {name: p.grad.to("cpu", copy=True) for name, p in named.items() if p.grad is not None}
     model.zero_grad()
-    model.recompute = True
-    for part, _ in Work.of(batch).parts(num_parts):
-        loss = _loss(subject, part)
-        torch.autograd.backward(loss, torch.full_like(loss, 1 / len(batch)))
-    model.recompute = False
+    with model.checkpointing():
+        for part, _ in Work.of(batch).parts(num_parts):
+            loss = _loss(subject, part)
+            torch.autograd.backward(loss, torch.full_like(loss, 1 / len(batch)))
     error = relative_error({name: p.grad for name, p in named.items() if p.grad is not None}, found)
     for name, parameter in named.items():
         parameter.grad = found[name].to(parameter.device)

@@ -19,6 +19,9 @@ bench_app = typer.Typer(help="Time an op's ways side by side, each checked in th
 BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
 BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
 BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row; a record needs five.")]
+BenchWay = Annotated[
+    str | None, typer.Option(help="Only these and what they are compared with, as in session,checkpoint.")
+]
 BenchJson = Annotated[
     Path | None,
     typer.Option(help="Write each row here as it is done; a file of the same machine keeps its other rows."),
@@ -40,9 +43,7 @@ def offload(
     disk: BenchDisk = None,
     steps: BenchSteps = 8,
     shape: Annotated[str | None, typer.Option(help="Only these, as in 32768x1,4096x4 (default: all).")] = None,
-    way: Annotated[
-        str | None, typer.Option(help="Only these and what they are compared with, as in session,checkpoint.")
-    ] = None,
+    way: BenchWay = None,
     json: BenchJson = None,
 ) -> None:
     """Compare ways of training in less memory, in one run: checkpointing, torch.compile, TRL, save_on_cpu, Session."""
@@ -87,14 +88,17 @@ def models(
     device: BenchDevice = None,
     disk: BenchDisk = None,
     steps: BenchSteps = 6,
-    model: Annotated[str | None, typer.Option(help="Only these, as in vit-huge,resnet-50 (default: all).")] = None,
+    model: Annotated[str | None, typer.Option(help="Only these, as in llama-8b,gpt2-xl (default: all).")] = None,
+    way: BenchWay = None,
     json: BenchJson = None,
 ) -> None:
-    """Train Hugging Face models with random weights: unlimited, by their own checkpointing, by Session within less."""
+    """Train Hugging Face models with random weights and fused AdamW by every way, and by Session within less memory."""
     from torchstorm.bench.models import bench_models
 
     with told():
-        bench_models(device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model)
+        bench_models(
+            device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model, way_names=way
+        )
 
 
 @bench_app.command()

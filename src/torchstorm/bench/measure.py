@@ -60,16 +60,23 @@ class Timing:
 
     Attributes:
         seconds: of each.
+        host_seconds: of each, those until the host has asked for all of it.
         peak_bytes: most allocated device memory in any; 0 on a CPU.
     """
 
     seconds: tuple[float, ...]
+    host_seconds: tuple[float, ...]
     peak_bytes: int
 
     @property
     def median_s(self) -> float:
         """Median seconds."""
         return statistics.median(self.seconds)
+
+    @property
+    def host_s(self) -> float:
+        """Median seconds until the host has asked for all of a step."""
+        return statistics.median(self.host_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +138,11 @@ class Meter:
         if subject.optimizer is not None:
             subject.optimizer.step()
         subject.model.zero_grad(set_to_none=True)
+        host_s = time.perf_counter() - start
         synchronize(self.subject.device)
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated(subject.device) if subject.device.type == "cuda" else 0
-        return Timing(seconds=(seconds,), peak_bytes=peak)
+        return Timing(seconds=(seconds,), host_seconds=(host_s,), peak_bytes=peak)
 
     def _forward_backward(self, context: Context, batch: Any, seed: int) -> torch.Tensor:
         for _ in range(_TRIES - 1):
@@ -158,6 +166,7 @@ class Meter:
         timings = [self.step(context) for _ in range(steps)]
         return Timing(
             seconds=tuple(timing.seconds[0] for timing in timings),
+            host_seconds=tuple(timing.host_seconds[0] for timing in timings),
             peak_bytes=max(timing.peak_bytes for timing in timings),
         )
 

@@ -1,14 +1,17 @@
-"""Hugging Face models with random weights, and their batches: the recorded ones, and tiny ones for a CPU."""
+"""Hugging Face models with random weights, their batches and AdamW: the recorded ones, and tiny ones for a CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchstorm.bench.measure import Subject
+from torchstorm.bench.ways import Checkpointing, Contexts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +25,7 @@ class ModelCase:
         batch: samples.
         seq: tokens of a sample; 0 for images.
         image: pixels on a side.
+        shares: budgets of a Session, of the unlimited run's peak, besides those that all models have.
     """
 
     name: str
@@ -31,17 +35,19 @@ class ModelCase:
     batch: int
     seq: int = 0
     image: int = 224
+    shares: tuple[float, ...] = ()
 
     @property
     def shape(self) -> str:
-        """Name and batch, as in "tinyllama-1.1b 2048x4" or "resnet-50 224x256"."""
+        """Name and batch, as in "llama-1.1b 2048x4" or "resnet-50 224x256"."""
         return f"{self.name} {self.seq or self.image}x{self.batch}"
 
 
+_SHARES = (1 / 2, 1 / 3)
 ON_A_GPU = (
-    # Published as TinyLlama 1.1B, with a longer batch than its 2048 tokens.
+    # Published as TinyLlama 1.1B: eight heads of queries share one of keys and values.
     ModelCase(
-        name="tinyllama-1.1b",
+        name="llama-1.1b",
         cls="LlamaForCausalLM",
         config="LlamaConfig",
         options={
@@ -51,10 +57,80 @@ ON_A_GPU = (
             "num_hidden_layers": 22,
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
-            "max_position_embeddings": 2048,
+            "max_position_embeddings": 8192,
         },
         batch=4,
         seq=2048,
+    ),
+    # Llama 3's.
+    ModelCase(
+        name="llama-8b",
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options={
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+        },
+        batch=1,
+        seq=8192,
+    ),
+    ModelCase(
+        name="qwen2-1.5b",
+        cls="Qwen2ForCausalLM",
+        config="Qwen2Config",
+        options={
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 8192,
+        },
+        batch=4,
+        seq=4096,
+    ),
+    ModelCase(
+        name="vit-large",
+        cls="ViTForImageClassification",
+        config="ViTConfig",
+        options={
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 224,
+            "num_labels": 1000,
+        },
+        batch=128,
+    ),
+    # With its dropout of 0.1, as BERT below.
+    ModelCase(
+        name="gpt2-xl",
+        cls="GPT2LMHeadModel",
+        config="GPT2Config",
+        options={"n_embd": 1600, "n_layer": 48, "n_head": 25},
+        batch=8,
+        seq=1024,
+    ),
+    ModelCase(
+        name="bert-large",
+        cls="BertForMaskedLM",
+        config="BertConfig",
+        options={
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+        },
+        batch=64,
+        seq=512,
     ),
     # Of Qwen3-MoE's build, with 16 experts in 16 layers, 4 of them at work on a token: 2 billion parameters.
     ModelCase(
@@ -76,6 +152,7 @@ ON_A_GPU = (
         },
         batch=2,
         seq=4096,
+        shares=_SHARES,
     ),
     # ViT-H/14.
     ModelCase(
@@ -92,6 +169,7 @@ ON_A_GPU = (
             "num_labels": 1000,
         },
         batch=64,
+        shares=_SHARES,
     ),
     # The config's defaults are ResNet-50.
     ModelCase(
@@ -100,6 +178,7 @@ ON_A_GPU = (
         config="ResNetConfig",
         options={"num_labels": 1000},
         batch=256,
+        shares=_SHARES,
     ),
 )
 _TINY = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
@@ -109,6 +188,14 @@ ON_A_CPU = (
         cls="LlamaForCausalLM",
         config="LlamaConfig",
         options={**_TINY, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        batch=4,
+        seq=64,
+    ),
+    ModelCase(
+        name="gpt2-tiny",
+        cls="GPT2LMHeadModel",
+        config="GPT2Config",
+        options={"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64},
         batch=4,
         seq=64,
     ),
@@ -144,6 +231,7 @@ ON_A_CPU = (
         },
         batch=4,
         image=32,
+        shares=_SHARES,
     ),
     ModelCase(
         name="resnet-tiny",
@@ -152,12 +240,13 @@ ON_A_CPU = (
         options={"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": 4},
         batch=4,
         image=64,
+        shares=_SHARES,
     ),
 )
 
 
 def make_model(case: ModelCase, device: torch.device) -> Subject:
-    """The model with random weights, bf16 on a GPU and float32 on a CPU, and a batch of random data."""
+    """The model with random weights, bf16 on a GPU and float32 on a CPU, fused AdamW, and a batch of random data."""
     transformers = importlib.import_module("transformers")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     before = torch.get_default_dtype()
@@ -169,6 +258,8 @@ def make_model(case: ModelCase, device: torch.device) -> Subject:
     finally:
         torch.set_default_dtype(before)
     model = model.to(device=device, dtype=dtype).train()
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def data(seed: int) -> dict[str, Any]:
         generator = torch.Generator(device).manual_seed(seed)
@@ -177,8 +268,8 @@ def make_model(case: ModelCase, device: torch.device) -> Subject:
             return torch.randint(high, shape, device=device, generator=generator)
 
         if case.seq:
-            tokens = whole(case.options["vocab_size"], case.batch, case.seq)
-            return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+            tokens = whole(model.config.vocab_size, case.batch, case.seq)
+            return {"input_ids": tokens, "labels": tokens}
         pixels = torch.randn(case.batch, 3, case.image, case.image, device=device, generator=generator)
         return {"pixel_values": pixels.to(dtype), "labels": whole(case.options["num_labels"], case.batch)}
 
@@ -186,4 +277,22 @@ def make_model(case: ModelCase, device: torch.device) -> Subject:
         found: torch.Tensor = model(**batch).loss
         return found
 
-    return Subject(model=model, device=device, data=data, loss=loss)
+    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer)
+
+
+def checkpointing_of(model: Any) -> Checkpointing | None:
+    """The model's own gradient checkpointing, None where it has none."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return None
+    switch = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # the newer name
+
+    @contextlib.contextmanager
+    def checkpointing(contexts: Contexts | None) -> Iterator[None]:
+        options = {} if contexts is None else {"context_fn": contexts}
+        getattr(model, f"{switch}_checkpointing_enable")({"use_reentrant": False, **options})
+        try:
+            yield
+        finally:
+            getattr(model, f"{switch}_checkpointing_disable")()
+
+    return checkpointing

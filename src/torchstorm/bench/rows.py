@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from torchstorm.bench.record import Record, RecordRow
+from torchstorm.bench.ways import UNLIMITED
 from torchstorm.sizes import format_size
 
 GIB = 2**30
+_MOST_OFF = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +25,19 @@ class Row(RecordRow):
         shape: what was trained: "32768x1" is one sequence of 32768 tokens.
         way: how, as in "unlimited" or "session".
         budget_gib: GiB that a Session was given on the fast tier.
+        budget_name: what the budget is, as in "peak of checkpoint"; "" where it is the number itself.
         step_s: median seconds of one step; None where the gradients were not those they must be.
         fastest_s, slowest_s: of the timed steps.
+        host_s: median seconds until the host has asked for all of a step.
         peak_gib: most GiB of allocated device memory in a timed step; on a CPU, of saved storages.
         over_unlimited: step_s by the time of the way in `against`.
+        over_eager: step_s by the time of "unlimited", for compiled ways, too.
         against: "unlimited", or "compile" for compiled ways.
         forward_backward_s: median seconds of forward and backward alone, by a Session's own clock.
-        forecast_step_s, forecast_peak_gib: the Session's own, of `forward_backward_s` and `peak_gib`.
+        forecast_step_s, forecast_peak_gib: the Session's own, of `forward_backward_s` and `peak_gib`: those of its
+            first plan, before any step had followed one.
+        corrected_step_s, corrected_peak_gib: what it said after it had measured steps that followed its plans, before
+            the timed ones.
         gpu_busy: union of the intervals of kernels by wall time, in one profiled step.
         overlap: share of the time of host-device copies during which a kernel runs, in the same step.
         moved_gib: GiB that left the fast tier in a step.
@@ -43,15 +51,20 @@ class Row(RecordRow):
     shape: str
     way: str
     budget_gib: float | None = None
+    budget_name: str = ""
     step_s: float | None = None
     fastest_s: float | None = None
     slowest_s: float | None = None
+    host_s: float | None = None
     peak_gib: float | None = None
     over_unlimited: float | None = None
+    over_eager: float | None = None
     against: str = ""
     forward_backward_s: float | None = None
     forecast_step_s: float | None = None
     forecast_peak_gib: float | None = None
+    corrected_step_s: float | None = None
+    corrected_peak_gib: float | None = None
     gpu_busy: float | None = None
     overlap: float | None = None
     moved_gib: float | None = None
@@ -66,9 +79,9 @@ class Row(RecordRow):
         return replace(self, step_s=statistics.median(seconds), fastest_s=min(seconds), slowest_s=max(seconds))
 
     @property
-    def key(self) -> tuple[str, str, float | None]:
+    def key(self) -> tuple[str, str, float | str | None]:
         """What there is one row for in a file."""
-        return (self.shape, self.way, self.budget_gib)
+        return (self.shape, self.way, self.budget_name or self.budget_gib)
 
 
 HEADER = (
@@ -112,9 +125,12 @@ class Results(Record[Row]):
         """Relates the times of all rows of a shape that compare with that way to these seconds; writes."""
 
         def related(row: Row) -> Row:
-            if row.shape != shape or row.against != name or row.step_s is None:
+            if row.shape != shape or row.step_s is None:
                 return row
-            return replace(row, over_unlimited=row.step_s / seconds)
+            over = row.step_s / seconds
+            if name == UNLIMITED:
+                row = replace(row, over_eager=over)
+            return replace(row, over_unlimited=over) if row.against == name else row
 
         self.change(related)
 
@@ -124,3 +140,42 @@ class Results(Record[Row]):
             if (row.shape, row.way) == (shape, way) and row.peak_gib is not None:
                 return row
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Miss:
+    """A forecast that did not come true.
+
+    Attributes:
+        row: whose.
+        what: "step" or "peak".
+        forecast, measured: seconds of forward and backward, or GiB.
+        corrected: what was said before the timed steps.
+    """
+
+    row: Row
+    what: str
+    forecast: float
+    measured: float
+    corrected: float | None
+
+    @property
+    def off(self) -> float:
+        """By how much of what was measured the forecast was above it."""
+        return self.forecast / self.measured - 1
+
+
+def misses(rows: Iterable[Row]) -> list[Miss]:
+    """Forecasts of times that were off by more than 5 %, and forecasts of peaks that were off at all."""
+    found = []
+    for row in rows:
+        for what, forecast, measured, corrected, most in (
+            ("step", row.forecast_step_s, row.forward_backward_s, row.corrected_step_s, _MOST_OFF),
+            ("peak", row.forecast_peak_gib, row.peak_gib, row.corrected_peak_gib, 0.0),
+        ):
+            if forecast is None or not measured:
+                continue
+            miss = Miss(row=row, what=what, forecast=forecast, measured=measured, corrected=corrected)
+            if abs(miss.off) > most:
+                found.append(miss)
+    return found

@@ -14,6 +14,7 @@ from torchstorm.bench.rows import GIB, Row
 from torchstorm.errors import BudgetError
 from torchstorm.offload.report import Report
 from torchstorm.offload.session import Session
+from torchstorm.plan.forecast import Figures
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.sizes import format_size
 
@@ -55,10 +56,12 @@ def measure_session(
     wrong, checked_note = _check(meter, reference, make, budget_bytes, compiled=compiled)
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
-        warm = 0
+        warm, forecast = 0, None
         while session.report().num_in_force < _SETTLED and warm < _MOST_WARM:
             meter.step(session.step)
             warm += 1
+            if forecast is None and session.plan() is not None:
+                forecast = session.report().forecast  # of the first plan, and no step has followed it yet
         before = session.report()
         timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
@@ -75,6 +78,7 @@ def measure_session(
             gpu_busy=busy.gpu_busy,
             overlap=busy.overlap,
             steps=steps,
+            **_said(forecast, before.forecast, on_cpu=on_cpu),
             note=joined(
                 row.note,
                 _planned_note(before, report, steps),
@@ -83,16 +87,9 @@ def measure_session(
                 reference.note,
             ),
         )
-        if report.forecast is not None:
-            forecast = report.forecast
-            row = replace(
-                row,
-                forecast_step_s=forecast.step_ms / 1e3,
-                forecast_peak_gib=(forecast.ram_bytes if on_cpu else forecast.vram_bytes) / GIB,
-            )
     if wrong:
         return replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown"))
-    return replace(row.timed(timing.seconds), checked=True)
+    return replace(row.timed(timing.seconds), checked=True, host_s=timing.host_s)
 
 
 def compiled_reference(meter: Meter, *, steps: int) -> Reference:
@@ -137,6 +134,19 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
     finally:
         blocks.undo()
         torch._dynamo.reset()
+
+
+def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[str, Any]:
+    """A row's forecasts: of the first plan, and what the Session said later."""
+    return {
+        f"{name}_{what}": value
+        for name, figures in (("forecast", first), ("corrected", last))
+        if figures is not None
+        for what, value in (
+            ("step_s", figures.step_ms / 1e3),
+            ("peak_gib", (figures.ram_bytes if on_cpu else figures.vram_bytes) / GIB),
+        )
+    }
 
 
 def _recomputed_gib(session: Session, blocks: Any) -> float | None:

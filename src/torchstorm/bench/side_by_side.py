@@ -82,18 +82,18 @@ class SideBySide:
         row = replace(row, peak_gib=peak_bytes / GIB, gpu_busy=busy.gpu_busy, overlap=busy.overlap, steps=steps)
         if wrong:
             return self.finish(replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown")))
-        return self.finish(replace(row.timed(timing.seconds), checked=True))
+        return self.finish(replace(row.timed(timing.seconds), checked=True, host_s=timing.host_s))
 
-    def add_session(self, budget_gib: float, *, note: str = "", compiled: Reference | None = None) -> Row:
+    def add_session(self, budget_gib: float, *, name: str = "", compiled: Reference | None = None) -> Row:
         """Checks and times Session at a budget on the fast tier.
 
         Args:
             budget_gib: in GiB.
-            note: of the row.
+            name: of the budget.
             compiled: what its compiled blocks must compute; None for a Session that compiles nothing.
         """
         way, against = (ways.SESSION_COMPILED, ways.COMPILE) if compiled else (ways.SESSION, ways.UNLIMITED)
-        row = self.row(way, budget_gib=budget_gib, against=against, note=note)
+        row = replace(self.row(way, budget_gib=budget_gib, against=against), budget_name=name)
         with self.kept(row):
             reference = compiled or self.reference
             assert reference is not None

@@ -21,9 +21,9 @@ def _file(function: str) -> str:
 
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "offload": (*_SIDE_BY_SIDE, "bench/cases.py", "bench/offload.py"),
+    "offload": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/cases.py", "bench/offload.py"),
     "wall": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/wall.py"),
-    "models": (*_SIDE_BY_SIDE, "bench/model_cases.py", "bench/models.py"),
+    "models": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/model_cases.py", "bench/models.py"),
     "xlstm": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/xlstm.py"),
     "chunks": (*_STEPS, "bench/cases.py", "bench/chunks.py"),
     "learn": (*TRAINING, "train", "bench/learn.py"),

@@ -161,7 +161,7 @@ def _run(case: ModelAt, device: torch.device, results: Results, *, disk: str | N
         results.add(Row(shape=case.shape, way=ways.UNLIMITED, note=failure(error)))
         return
     if unlimited.peak_gib is not None:
-        bench.add_session(_SHARE * unlimited.peak_gib, note=f"{_SHARE:.0%} of the unlimited peak")
+        bench.add_session(_SHARE * unlimited.peak_gib, name=f"{_SHARE:.0%} of the unlimited peak")
     bench.settle(ways.UNLIMITED, unlimited, bench.add(f"{ways.UNLIMITED}-again", ways.keep_everything, slow=True))
 
 
