@@ -280,6 +280,28 @@ def test_a_session_alone_takes_the_peaks_that_the_file_has(tmp_path: Path) -> No
     assert second[2].budget_gib == first[1].peak_gib
 
 
+def test_where_keeping_everything_does_not_run_the_others_are_compared_with_checkpointing(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)
+    model, found = bench.model, bench.meter.subject.loss
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if model._call is None:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return found(x)
+
+    bench.meter.subject = replace(bench.meter.subject, loss=loss)
+    bench.run((ways.CHECKPOINT, ways.SELECTIVE))
+    unlimited, full, selective, again = bench.results.rows
+    assert unlimited.note == (
+        "gradients are compared with those of checkpointing; OutOfMemoryError: CUDA out of memory."
+    )
+    assert full.checked
+    assert selective.checked
+    assert full.step_s is not None
+    assert full.over_unlimited is None
+    assert not again.checked
+
+
 def test_checkpointing_computes_again_and_the_selective_kind_no_products() -> None:
     """Backward of a block has two products for each of its forward; what is computed again comes on top."""
     from torch.utils._python_dispatch import TorchDispatchMode

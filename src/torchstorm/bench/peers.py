@@ -20,11 +20,12 @@ import torch
 from torchstorm.bench import ways
 from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.rows import Results, Row
-from torchstorm.bench.sessions import CHECKED_STEPS, compiled_reference
+from torchstorm.bench.sessions import CHECKED_STEPS, compiled_reference, joined
 from torchstorm.bench.side_by_side import SideBySide
 from torchstorm.offload.blocks import repeated_blocks
 
 NO_CHECKPOINTING = "this model has no gradient checkpointing of its own"
+INSTEAD = "gradients are compared with those of checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +96,9 @@ class Peers(SideBySide):
             note: of the row of the run that keeps everything.
         """
         compiles = not set(ways.COMPILED).isdisjoint(chosen)
-        unlimited = self.add_unlimited(
-            note=note, keep_gradients=compiles, checked_steps=CHECKED_STEPS if ways.SESSION in chosen else 2
-        )
+        unlimited = self._run_unlimited(note, chosen)
+        if self.reference is None:
+            return
         budgets = self._run_checkpointing(chosen)
         if ways.SESSION in chosen:
             for budget_gib, name in budgets:
@@ -110,6 +111,20 @@ class Peers(SideBySide):
             self.add(ways.SAVE_ON_CPU, lambda: ways.save_to_ram(self.device), slow=True)
         again = self.add(f"{ways.UNLIMITED}-again", ways.keep_everything, slow=True)
         self.settle(ways.UNLIMITED, unlimited, again)
+
+    def _run_unlimited(self, note: str, chosen: Collection[str]) -> Row:
+        """Keeps everything; where that cannot run, gradients are compared with those of checkpointing."""
+        checked_steps = CHECKED_STEPS if ways.SESSION in chosen else 2
+        keep_gradients = not set(ways.COMPILED).isdisjoint(chosen)
+        row = self.row(ways.UNLIMITED, note=note if self._checkpointing is None else joined(note, INSTEAD))
+        with self.kept(row):
+            return self.add_unlimited(note=note, keep_gradients=keep_gradients, checked_steps=checked_steps)
+        if self._checkpointing is not None:
+            with self._checkpointing(None):
+                self.reference = self.meter.reference(
+                    ways.keep_everything, steps=checked_steps, keep_gradients=keep_gradients
+                )
+        return self.results.rows[-1]
 
     def _run_checkpointing(self, chosen: Collection[str]) -> list[tuple[float, str]]:
         """Full and selective checkpointing; returns the budgets of Sessions, some of which are their peaks."""
