@@ -7,7 +7,9 @@ import importlib.util
 import io
 import json
 import os
+import sys
 import time
+import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +200,42 @@ def test_trl_that_is_missing_is_a_row_that_says_so(tmp_path: Path, monkeypatch: 
     rows, text = run(tmp_path, way_names="trl", steps=1)
     assert [(row.way, row.note) for row in rows[1:-1]] == [("trl", "trl is not installed")]
     assert "NOT CHECKED; trl is not installed" in text
+
+
+def test_trl_is_set_up_as_its_trainers_do_and_leaves_no_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    class Reusable:
+        def __enter__(self) -> None:
+            entered.append(1)
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def get_act_offloading_ctx_manager(model: Any, *, warn_if_no_head: bool) -> object:
+        head = model.blocks[-1]
+        head.register_forward_pre_hook(lambda *arguments: None)
+        head.register_forward_hook(lambda *arguments: None, always_call=True)
+        return Reusable()
+
+    offloading = types.ModuleType("trl.models.activation_offloading")
+    offloading.get_act_offloading_ctx_manager = get_act_offloading_ctx_manager  # type: ignore[attr-defined]
+    accelerate = types.ModuleType("accelerate")
+    accelerate.PartialState = object  # type: ignore[attr-defined]
+    for name, module in (("trl.models.activation_offloading", offloading), ("accelerate", accelerate)):
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("trl", "trl.models"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(ways, "has_trl", lambda: True)
+    bench = make_bench(tmp_path)
+    bench.run((ways.TRL,))
+    _, row, _ = bench.results.rows
+    assert row.checked, row.note
+    assert len(entered) == 2 + 1 + row.steps + 1  # compared, warm, timed, and once for its peak
+    for module in bench.model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks_always_called
 
 
 def test_a_way_whose_gradients_differ_shows_no_time(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import io
 import json
 import mmap
+import multiprocessing
 import os
 import stat
 from collections.abc import Sequence
@@ -128,8 +129,19 @@ def test_every_loader_gives_every_record_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(loading, "_TURNS", 1)
     rows = list(bench_loading(tmp_path / "x", torch.device("cpu"), size_bytes=8 * MIB))
     assert all(row["checked"] for row in rows)
-    assert {row["way"] for row in rows} == {"torch-0", "torch-1", "torch-2", "loader", "loader-unchecked"}
-    assert max(row["over"] for row in rows if row["way"].startswith("torch")) == 1.0
+    counts = loading.worker_counts()
+    assert {row["way"] for row in rows} == {*(f"torch-{count}" for count in counts), "loader", "loader-unchecked"}
+    (best,) = (row["way"] for row in rows if row["way"].startswith("torch") and row["over"] == 1.0)
+    assert all(row["note"].endswith(f"over {best}") for row in rows if row["way"].startswith("loader"))
+    assert multiprocessing.active_children() == [], "workers end with their bench"
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, [0, 1]), (2, [0, 1, 2]), (6, [0, 1, 2, 4]), (16, [0, 1, 2, 4, 8, 16])]
+)
+def test_torch_has_up_to_one_worker_a_core(cores: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert loading.worker_counts() == counts
 
 
 def test_what_cannot_be_benched_is_refused(tmp_path: Path) -> None:
@@ -145,23 +157,23 @@ def test_what_cannot_be_benched_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torchs_epoch_leaves_nothing_in_the_page_cache_for_the_next_way(workers: int, tmp_path: Path) -> None:
-    """Pages that a process has mapped stay, whatever it is told; and the next way would read them from memory."""
+    """Pages that a process has mapped would stay, whatever it is told; and the next way would read them from memory."""
     path = tmp_path / "rows"
     path.write_bytes(os.urandom(16 * MIB))
-    dataset = loading._Mapped(str(path), 0, 16, MIB)
+    dataset = loading._Records(str(path), 0, 16, MIB)
     numbers = torch.arange(16)
     with open(path, "r+b") as file:
         for number in range(16):
             file.seek(number * MIB)
             file.write(numbers[number].numpy().tobytes())
 
-    def epoch() -> DataLoader[torch.Tensor]:
-        return DataLoader(dataset, 4, num_workers=workers)
-
-    _, is_right = loading._epoch(epoch, path, torch.device("cpu"), 16)
-    assert is_right
-    loading.drop_cache(path)
-    assert resident_bytes(path) < MIB
+    loader = DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0)
+    next(iter(loader))
+    for _ in range(2):
+        _, is_right = loading._epoch(lambda: loader, path, torch.device("cpu"), 16)
+        assert is_right
+        loading.drop_cache(path)
+        assert resident_bytes(path) < MIB
 
 
 def resident_bytes(path: Path) -> int:

@@ -157,7 +157,7 @@ def storage(
         str | None, typer.Option(help="Where the file is made, and removed again (default: the temporary directory).")
     ] = None,
     size: Annotated[str, typer.Option(help="Of the file.")] = "1GiB",
-    seconds: Annotated[float, typer.Option(min=0.01, help="A row of reads or writes.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="A turn of a row of reads or writes, of five.")] = 0.6,
     pattern: Annotated[
         str | None, typer.Option(help="Only these of read, write, randread, randwrite and load, as in randread,load.")
     ] = None,

@@ -189,5 +189,5 @@ class Peers(SideBySide):
         if not ways.has_trl():
             self.results.add(self.row(ways.TRL, note=ways.NO_TRL))
             return
-        with self.kept(self.row(ways.TRL)), ways.offloading_by_trl(self.model) as context:  # pragma: gpu
+        with self.kept(self.row(ways.TRL)), ways.offloading_by_trl(self.model) as context:
             self.add(ways.TRL, context, slow=True)

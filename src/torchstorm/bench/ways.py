@@ -59,7 +59,7 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
 
 @contextlib.contextmanager
-def offloading_by_trl(model: torch.nn.Module) -> Iterator[Callable[[], AbstractContextManager[Any]]]:  # pragma: gpu
+def offloading_by_trl(model: torch.nn.Module) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
     """TRL's activation offloading as its trainers set it up: all but what the model's head saves."""
     from accelerate import PartialState  # type: ignore[import-not-found]
     from trl.models.activation_offloading import get_act_offloading_ctx_manager  # type: ignore[import-not-found]
