@@ -84,7 +84,8 @@ def train(
         with session.step() if session else contextlib.nullcontext():
             loss = loss_of(model, device, num_samples)
             loss.backward()
-        found += [loss.detach(), *(weight.grad.to_local().clone() for weight in model.parameters())]
+        # On the host: on a GPU they would count against the budget.
+        found += [loss.detach().cpu(), *(weight.grad.to_local().to("cpu", copy=True) for weight in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
     return found, session
@@ -125,7 +126,9 @@ def _compare(case: Case, device: torch.device, folder: str, num_samples: int) ->
             assert torch.equal(one, other), f"{label}: tensor {number} of {len(expected)} differs"
         assert session is not None
         report = session.report()
-        assert getattr(report.highest, f"{fast}_bytes") <= budget, label
+        assert getattr(report.highest, f"{fast}_bytes") <= budget, (
+            f"{label}: {budget} bytes given, base {base}\n{report}"
+        )
         moved = report.highest.ram_bytes if fast == "vram" else report.highest.disk_bytes
         assert moved > 0, f"{label}: nothing moved, so nothing was tested"
         assert report.num_planned, label
