@@ -103,7 +103,19 @@ def computed_again(trace: Trace, placements: Sequence[Placement]) -> dict[int, A
         value = storage_of[number].value
         if value < 0 or trace.values[value].op < 0:
             raise Impossible
+        if storage_of[number].freed == trace.num_moments and not _later(trace, lost, value):
+            raise Impossible
     return found
+
+
+def _later(trace: Trace, lost: set[int], value: int) -> bool:
+    """Whether a value can be computed once the step is over, from what autograd still holds."""
+    number = trace.values[value].storage
+    storage = trace.storages[number] if number >= 0 else None
+    if storage is not None and storage.freed == trace.num_moments and storage.parcel not in lost:
+        return True
+    op = trace.values[value].op
+    return op >= 0 and all(_later(trace, lost, other) for other in trace.ops[op].inputs)
 
 
 def fast_bytes(trace: Trace, placements: Sequence[Placement], again: dict[int, Again] | None = None) -> list[int]:

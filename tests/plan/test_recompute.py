@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,9 @@ from plan import naive
 from plan.traces import traces
 from torchstorm.plan.forecast import Placement
 from torchstorm.plan.recompute import Replayer, can_recompute, replays
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import PACK, Moment, Op, SavedStorage, Trace, Value, make_parcels
+
+MIB = 2**20
 
 
 def at_random(trace: Trace, rng: random.Random, share: float) -> list[Placement]:
@@ -62,3 +65,27 @@ def test_a_parcel_can_be_computed_again_where_the_naive_simulation_computes_it(t
             assert not can
         else:
             assert can
+
+
+@pytest.mark.parametrize("op_of_input", [-1, 0])
+def test_what_a_later_step_needs_must_be_computable_from_what_is_still_held(op_of_input: int) -> None:
+    """A step without a backward: nothing is needed in it, and all is held when it is over."""
+    made_by_nothing = Op(name="make", compute_s=1e-3, scratch_bytes=0, inputs=(), outputs=(0,))
+    product = Op(name="product", compute_s=1e-3, scratch_bytes=0, inputs=(0,), outputs=(1,))
+    ops = (made_by_nothing, product) if op_of_input == 0 else (product,)
+    storage = SavedStorage(nbytes=MIB, made=1, owned=1, needed=2, freed=2, parcel=0, block="", value=1)
+    trace = Trace(
+        device="cpu",
+        moments=tuple(
+            Moment(kind=kind, storage=number, nbytes=MIB, compute_s=1e-3, other_bytes=0, still_bytes=0)
+            for kind, number in (("enter", -1), (PACK, 0))
+        ),
+        storages=(storage,),
+        parcels=make_parcels((storage,), [MIB]),
+        base_bytes=0,
+        staging_bytes=0,
+        ops=ops,
+        values=(Value(nbytes=MIB, op=op_of_input, storage=-1), Value(nbytes=MIB, op=len(ops) - 1, storage=0)),
+    )
+    assert can_recompute(trace) == [op_of_input == 0]
+    assert (replays(trace, [Placement(tier="recompute")]) is None) == (op_of_input < 0)

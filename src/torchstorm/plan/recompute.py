@@ -84,9 +84,13 @@ class Replayer:
         self._storage_of = [value.storage for value in trace.values]
         self._ops = trace.ops
         self._made = [storage.made for storage in trace.storages]
-        self._freed = [storage.freed for storage in trace.storages]
+        # What autograd still holds when the step is over is at hand then, too: at a moment beyond the last one.
+        self._freed = [storage.freed + (storage.freed >= self.num) for storage in trace.storages]
         self._parcel_of = [storage.parcel for storage in trace.storages]
         self._needed = [parcel.needed for parcel in trace.parcels]
+        self._never_needed = {
+            number for number, parcel in enumerate(trace.parcels) if parcel.freed < self.num <= parcel.needed
+        }
         self._value_of = {
             storage.parcel: storage.value
             for storage in trace.storages
@@ -102,11 +106,12 @@ class Replayer:
         """How a parcel is computed again while all others stay; None where that cannot be."""
         if number not in self._value_of:
             return None
-        if self._needed[number] >= self.num:
+        if number in self._never_needed:
             return Replay()
         state = [_STAYS] * len(self._needed)
         state[number] = _GONE
-        return self._found(number, state)
+        replay = self._found(number, state)
+        return replay if replay is None or self._needed[number] < self.num else Replay()  # a later step computes it
 
     def play(self, recomputed: Iterable[int]) -> dict[int, Replay] | None:
         """What is computed again, by moment in rising order; None where something cannot be.
@@ -123,11 +128,13 @@ class Replayer:
         found: dict[int, Replay] = {}
         for number in order:
             moment = self._needed[number]
-            if state[number] != _GONE or moment >= self.num:
+            if state[number] != _GONE or number in self._never_needed:
                 continue
             replay = self._found(number, state)
             if replay is None:
                 return None
+            if moment >= self.num:
+                continue
             for made in replay.made:
                 state[made] = _BACK
             found[moment] = replay
