@@ -209,10 +209,11 @@ def test_a_budget_with_a_name_has_one_row_however_large_it_was_found(tmp_path: P
     assert [row["budget_gib"] for row in read(file)] == [1.1]
 
 
-def test_forecasts_that_did_not_come_true_are_found() -> None:
+def test_forecasts_that_did_not_come_true_are_found_and_written(tmp_path: Path) -> None:
     row = Row(
         shape="8x1",
         way="session",
+        budget_gib=2.0,
         forward_backward_s=1.0,
         forecast_step_s=1.04,
         corrected_step_s=1.0,
@@ -228,6 +229,17 @@ def test_forecasts_that_did_not_come_true_are_found() -> None:
     assert (high.what, high.measured) == ("peak", 1.99)
     assert high.off > 0
     assert misses([replace(row, forward_backward_s=None, forecast_peak_gib=None)]) == []
+    file = tmp_path / "rows.json"
+    first = results(file)
+    first.add(row)
+    assert json.loads(file.read_text())["misses"] == []
+    first.add(replace(row, shape="4x1", forecast_step_s=0.94))
+    results(file).add(replace(row, budget_gib=1.0, peak_gib=1.99))
+    found = json.loads(file.read_text())["misses"]
+    assert [(miss["shape"], miss["budget_gib"], miss["what"]) for miss in found] == [
+        ("4x1", 2.0, "step"),
+        ("8x1", 1.0, "peak"),
+    ]
 
 
 def test_the_newest_row_with_a_peak_is_found(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,12 +114,21 @@ def format_row(row: Row) -> str:
 
 
 class Results(Record[Row]):
-    """`Record` of `Row`s. Raises StorageError: `path` exists and is not a bench's record."""
+    """`Record` of `Row`s, and of the forecasts in them that did not come true.
+
+    Raises:
+        StorageError: `path` exists and is not a bench's record.
+    """
 
     def __init__(
         self, op: str, device: torch.device, *, path: Path | None, say: Callable[[str], None], merge: bool = True
     ) -> None:
         super().__init__(op, device, Row, format_row, path=path, say=say, merge=merge)
+
+    def write(self) -> None:
+        """As `Record` does, with the misses of all rows."""
+        self["misses"] = [asdict(miss) for miss in misses(self.all_rows())]
+        super().write()
 
     def against(self, shape: str, name: str, seconds: float) -> None:
         """Relates the times of all rows of a shape that compare with that way to these seconds; writes."""
@@ -144,25 +153,25 @@ class Results(Record[Row]):
 
 @dataclass(frozen=True, kw_only=True)
 class Miss:
-    """A forecast that did not come true.
+    """A Session's forecast that did not come true.
 
     Attributes:
-        row: whose.
-        what: "step" or "peak".
-        forecast, measured: seconds of forward and backward, or GiB.
+        shape, way, budget_gib, budget_name: of its row.
+        what: "step" for seconds of forward and backward, "peak" for GiB.
+        forecast, measured: of that.
+        off: by how much of what was measured the forecast was above it.
         corrected: what was said before the timed steps.
     """
 
-    row: Row
+    shape: str
+    way: str
+    budget_gib: float | None
+    budget_name: str
     what: str
     forecast: float
     measured: float
+    off: float
     corrected: float | None
-
-    @property
-    def off(self) -> float:
-        """By how much of what was measured the forecast was above it."""
-        return self.forecast / self.measured - 1
 
 
 def misses(rows: Iterable[Row]) -> list[Miss]:
@@ -173,9 +182,19 @@ def misses(rows: Iterable[Row]) -> list[Miss]:
             ("step", row.forecast_step_s, row.forward_backward_s, row.corrected_step_s, _MOST_OFF),
             ("peak", row.forecast_peak_gib, row.peak_gib, row.corrected_peak_gib, 0.0),
         ):
-            if forecast is None or not measured:
+            if forecast is None or not measured or abs(forecast / measured - 1) <= most:
                 continue
-            miss = Miss(row=row, what=what, forecast=forecast, measured=measured, corrected=corrected)
-            if abs(miss.off) > most:
-                found.append(miss)
+            found.append(
+                Miss(
+                    shape=row.shape,
+                    way=row.way,
+                    budget_gib=row.budget_gib,
+                    budget_name=row.budget_name,
+                    what=what,
+                    forecast=forecast,
+                    measured=measured,
+                    off=forecast / measured - 1,
+                    corrected=corrected,
+                )
+            )
     return found
