@@ -161,6 +161,34 @@ def test_compiled_ways_are_called_with_the_same_references_and_budgets(
     assert rows[5].budget_gib is not None
 
 
+def test_compiled_blocks_with_dropout_are_compared_by_eager_random_numbers_and_timed_by_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    @contextlib.contextmanager
+    def compiled(
+        blocks: list[torch.nn.Module], memory_budget: float | None = None, *, same_random: bool = False
+    ) -> Iterator[None]:
+        said.append("eager" if same_random else "own")
+        yield
+        said.append("undone")
+
+    monkeypatch.setattr(ways, "compiled", compiled)
+    bench = make_bench(tmp_path)
+    step = bench.meter.time
+
+    def time_steps(*arguments: Any, **options: Any) -> Any:
+        said.append("timed")
+        return step(*arguments, **options)
+
+    bench.add_unlimited(keep_gradients=True)
+    monkeypatch.setattr(bench.meter, "time", time_steps)
+    bench.model.dropout = torch.nn.Dropout(0.1)
+    assert bench.add_compiled(ways.COMPILE).checked
+    assert said == ["eager", "undone", "own", "timed", "undone"]
+
+
 def test_compiled_ways_that_cannot_be_are_rows_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AttributeError("there is no compiler here")
