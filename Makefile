@@ -24,7 +24,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-gpu test-nvme xnvme lint format docs wheel clean
+.PHONY: help train test test-gpu test-nvme xnvme lint format docs tables wheel clean
 
 help:
 	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
@@ -35,6 +35,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff put the files in shape"
 	@echo "make docs       docs/reference.md from the docstrings"
+	@echo "make tables     the figures of README and docs from benchmarks/results/"
 	@echo "make wheel      a wheel in dist/"
 	@echo "make clean      remove what these made"
 
@@ -64,6 +65,7 @@ lint: $(NEEDS_TEST)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy --strict
+	$(RUN) docs/generate_tables.py --check
 
 format: $(NEEDS_TEST)
 	$(RUN) -m ruff check --fix .
@@ -71,6 +73,9 @@ format: $(NEEDS_TEST)
 
 docs: $(NEEDS_TEST)
 	$(RUN) docs/generate_reference.py
+
+tables:
+	$(PYTHON) docs/generate_tables.py
 
 wheel: $(NEEDS_TEST)
 	$(RUN) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

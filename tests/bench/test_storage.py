@@ -76,6 +76,7 @@ def test_rows_are_checked_set_against_fio_and_written(tmp_path: Path, monkeypatc
             assert row.checked
             assert row.bytes_per_s
             assert row.slowest_bytes_per_s <= row.bytes_per_s <= row.fastest_bytes_per_s
+            assert row.file_bytes == 64 * MIB
             assert (row.over is None) == (row.block_bytes != MIB)
     assert "checked" in text
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from torchstorm.bench.ops import OPS
 from torchstorm.train.stamp import TRAINING
 
-_STEPS = (*TRAINING, "bench/measure.py", "bench/sessions.py", "bench/ways.py")
+_STEPS = (
+    *(*TRAINING, "bench/bits.py", "bench/cases.py", "bench/intervals.py", "bench/measure.py", "bench/sessions.py"),
+    "bench/ways.py",
+)
 _SIDE_BY_SIDE = (*_STEPS, "bench/side_by_side.py")
 _KERNELS = ("errors.py", "kernels", "transfer/engine.py", "offload/clock.py", "bench/accuracy.py", "bench/timing.py")
-_OPERATIONS = (*_KERNELS, "bench/ceilings.py", "bench/op.py")
+_OPERATIONS = (*_KERNELS, "bench/ceilings.py", "bench/op.py", "bench/op_cases.py")
 
 
 def _file(function: str) -> str:
@@ -21,11 +24,11 @@ def _file(function: str) -> str:
 
 
 SOURCES: dict[str, tuple[str, ...]] = {
-    "offload": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/cases.py", "bench/offload.py"),
+    "offload": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/offload.py"),
     "wall": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/wall.py"),
     "models": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/model_cases.py", "bench/models.py"),
     "xlstm": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/xlstm.py"),
-    "chunks": (*_STEPS, "bench/cases.py", "bench/chunks.py"),
+    "chunks": (*_STEPS, "bench/chunks.py"),
     "learn": (*TRAINING, "train", "bench/learn.py"),
     "storage": ("errors.py", "sizes.py", "transfer", "storage", "bench/loading.py", "bench/storage.py"),
     "mlstm": (

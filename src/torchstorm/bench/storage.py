@@ -56,6 +56,7 @@ class StorageRow(RecordRow):
         cpu_s_per_gb: seconds of all cores of this process (for fio: of fio) per 1e9 bytes; None where others work too.
         over: rate by that of the peer: fio's of the same row, the fastest of torch's DataLoaders, or, for
             "loader-training", the disk's own ("disk").
+        file_bytes: of the file, or of all records; 0 in a record of before.
         checked: whether the bytes are what they must be.
         note: what else is to be said.
     """
@@ -69,6 +70,7 @@ class StorageRow(RecordRow):
     fastest_bytes_per_s: float | None = None
     cpu_s_per_gb: float | None = None
     over: float | None = None
+    file_bytes: int = 0
     checked: bool = False
     note: str = ""
 
@@ -126,11 +128,11 @@ def bench_storage(
                         peer = row
                     elif row.bytes_per_s and peer is not None and peer.bytes_per_s:
                         row = replace(row, over=row.bytes_per_s / peer.bytes_per_s)
-                    record.add(row)
+                    record.add(replace(row, file_bytes=size_bytes))
             path.unlink()
         if _LOAD in chosen:
             for fields in bench_loading(path, target, size_bytes=size_bytes):
-                record.add(StorageRow(**fields))
+                record.add(StorageRow(**fields, file_bytes=size_bytes))
     record.write()
     return record.rows
 
