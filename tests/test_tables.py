@@ -20,10 +20,11 @@ RECORDS = sorted((REPOSITORY / "benchmarks" / "results").rglob("*.json"))
 # A number with a unit of something that is measured. "4096 x 4" is a shape.
 FIGURE = re.compile(
     r"(?<![\w.^-])\d[\d.,]*\s?(?:ms|us|s|[KMGT]i?B(?:/s)?|T?FLOP/s|%|times|W|MHz|k?\s?tokens/s|x(?!\s?\d))(?!\w)"
+    r"|(?<![\w.])\d+\.\d\d+(?![\w.]*\w)"  # bare, as in "1.03 to 1.08"
 )
 # What was chosen, not measured: sizes of inputs, limits, rules.
 CHOSEN = {
-    "README.md": {},
+    "README.md": {"3.11"},
     "CHANGELOG.md": {"64 MiB", "32 MiB"},
     "docs/benchmarks.md": {
         *("5 %", "10 %", "0.1 %"),  # how far gradients may be off
@@ -31,7 +32,7 @@ CHOSEN = {
         *("2 GiB", "128 MiB", "512 MiB", "1 MiB", "64 KB", "4 KiB"),  # of tensors and requests
     },
     "docs/tutorial.md": {"1 MiB", "512 KiB"},
-    "docs/architecture.md": {"90 %", "50 %", "1 MiB", "24GiB"},
+    "docs/architecture.md": {"90 %", "50 %", "1 MiB", "24GiB", "1.20"},
 }
 
 
@@ -57,7 +58,7 @@ def test_every_measured_figure_of_a_page_comes_from_a_record(page: str) -> None:
     [
         *("a step takes 1209 ms", "it takes 1.25x", "1.03 x the time", "| 46.4 GiB |", "at 52 GB/s, both ways"),
         *("busy for 99.6 % of it", "2.1 times as fast", "785 TFLOP/s", "finds in 75 s", "36.1k tokens/s", "0.9%."),
-        *("some 40 us", "12.6 GiB\nof it"),
+        *("some 40 us", "12.6 GiB\nof it", "GPT takes 1.03", "at 0.945."),
     ],
 )
 def test_a_figure_outside_of_a_table_would_be_noticed(line: str) -> None:
@@ -67,10 +68,27 @@ def test_a_figure_outside_of_a_table_would_be_noticed(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["4096 x 4 tokens", "10 blocks of hidden 4096", "2^36 products", "sm_90a", "8192x4", "at 1000."]
+    "line",
+    [
+        "4096 x 4 tokens",
+        "10 blocks of hidden 4096",
+        "2^36 products",
+        "sm_90a",
+        "8192x4",
+        "at 1000.",
+        "Triton 3.6",
+        "PyTorch 2.11.0",
+    ],
 )
 def test_what_is_no_figure_is_left_alone(line: str) -> None:
     assert unmarked_figures(line) == []
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs" / "decisions").glob("*.md")), ids=lambda page: page.stem)
+def test_a_log_with_figures_says_that_they_are_of_experiments(page: Path) -> None:
+    text = page.read_text()
+    found = [figure for figure in unmarked_figures(text) if figure not in ("1 MiB", "4 KiB")]  # what is small
+    assert not found or "Figures here are of experiments" in text.splitlines()[2]
 
 
 def test_the_pages_are_what_the_records_say_now() -> None:

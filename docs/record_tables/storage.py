@@ -24,7 +24,9 @@ def files(page: Path, name: str) -> str:
         over = f"{direct['over']:.2f}" if direct is not None and direct["over"] is not None else ""
         cells = [_cell(here.get(way), notes) for way in ways]
         lines.append([_PATTERNS[pattern], f"{_size(block_bytes)}, {depth}", _all_bytes(here.values()), *cells, over])
-    header = ["", "block, depth", "file", *ways, "direct over fio"]
+    versions = dict.fromkeys(row["note"] for row in rows if row["note"].startswith("fio-"))
+    named = [", ".join(versions) or way if way == "fio" else way for way in ways]
+    header = ["", "block, depth", "file", *named, "direct over fio"]
     return f"{table(header, lines)}\n\n{notes.under(page)}"
 
 
@@ -47,8 +49,8 @@ def loader(page: Path, name: str) -> str:
 def _cell(row: Row | None, notes: Notes) -> str:
     if row is None:
         return ""
-    says = [row["note"]] if row["bytes_per_s"] is None or "trains" in row["note"] or "buffered" in row["note"] else []
-    mark = notes.mark(row, *says)
+    says = "" if row["note"].endswith("samples/s") or row["note"].startswith("fio-") else row["note"]
+    mark = notes.mark(row, says)
     if row["bytes_per_s"] is None:
         return f"-{mark}"
     between = ""

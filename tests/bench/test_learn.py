@@ -52,6 +52,7 @@ def test_losses_are_compared_written_and_drawn(text_file: Path, tmp_path: Path) 
     assert record["tokens"] == 4 * 2 * 32
     assert record["config"]["seq"] == 32
     assert record["torch"]
+    assert len(record["sources"]) == 12
     assert "xlstm-nano" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -92,6 +92,7 @@ def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
     result = job.train(asked, console=console)
     assert result.bit_identical is True
     content = json.loads(file.read_text())
+    assert len(content["sources"]) == 12
     assert content["bit_identical"] is True
     assert len(content["losses"]) == 6
     assert content["losses"] == content["unlimited_losses"]
