@@ -150,7 +150,7 @@ def test_a_page_that_differs_from_its_record_is_told_and_put_right(
     assert generate_tables.main(["--check"]) == 1
     told = capsys.readouterr().out
     assert "-| 1209 ms |" in told
-    assert "+| everything kept | 1250 ms (1200 ms to 1300 ms) | 2.5 GiB |" in told
+    assert "+| everything kept | 1250 ms (1200 ms to 1300 ms) | 2.500 GiB |" in told
     assert page.read_text() == before
     assert generate_tables.main([]) == 0
     assert page.read_text().startswith("Before.\n\n<!-- table: steps x -->\n| way | step | peak |\n")
@@ -218,6 +218,22 @@ def test_a_table_without_any_hash_says_so_once(house: Path) -> None:
     notes = Notes(record, record.rows)
     assert [notes.mark(one) for one in record.rows] == ["", ""]
     assert notes.under(house / "page.md").endswith("No source hash; the record says commit `bbbbbbb`.")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7506.1, "7506"),
+        (13640.0, "13640"),
+        (5.1, "5.10"),
+        (0.00432, "0.00432"),
+        (99.96, "100.0"),
+        (0.0, "0"),
+        (-1.5, "-1.50"),
+    ],
+)
+def test_a_number_has_three_digits_that_count_and_no_exponent(value: float, text: str) -> None:
+    assert records.number(value) == text
 
 
 def test_models_that_lose_are_counted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from record_tables.records import Notes, Record, Row, table
+from record_tables.records import Notes, Record, Row, number, table
 
 _PYTORCH = "PyTorch"
 _NAMES = {"reference": _PYTORCH, "liger": "Liger"}
@@ -116,9 +116,9 @@ def gpu_beside_cpu(page: Path) -> str:
         "the best of each": (min(cpu.values()), min(gpu.values())),
         "the best of our own code": (min(ours[0].values()), min(ours[1].values())),
     }
-    lines = [[title, f"{a:.4g}", f"{b:.3g}", f"{a / b:.0f}"] for title, (a, b) in pairs.items()]
-    links = " and ".join(record.link(page) for record in records)
-    return f"{table(['', 'CPU, ms', 'H200, ms', 'times'], lines)}\n\nFrom {links}."
+    lines = [[title, f"{number(a)}", f"{number(b)}", f"{a / b:.0f}"] for title, (a, b) in pairs.items()]
+    under = [Notes(record, filter(_is_small_product, record.rows)).under(page) for record in records]
+    return "\n\n".join([table(["", "CPU, ms", "H200, ms", "times"], lines), *under])
 
 
 def _is_small_product(row: Row) -> bool:
@@ -130,16 +130,16 @@ def _times(rows: list[Row | None], more: str, notes: Notes) -> str:
     there = [row for row in rows if row is not None]
     if not any(row["ms"] for row in there):
         return "".join(dict.fromkeys("-" + notes.mark(row, row["note"]) for row in there))
-    times = " / ".join("-" if row is None or row["ms"] is None else f"{row['ms']:.3g}" for row in rows)
+    times = " / ".join("-" if row is None or row["ms"] is None else f"{number(row['ms'])}" for row in rows)
     last = there[-1]
     extra = ""
     if more == "rate":
-        extra = f" ({last['rate'] / 1e12:.3g})" if last["unit"] == "FLOP/s" else f" ({last['rate'] / 1e9:.4g})"
+        extra = f" ({number(last['rate'] / 1e12)})" if last["unit"] == "FLOP/s" else f" ({number(last['rate'] / 1e9)})"
     elif more == "memory" and last["extra_bytes"] is not None:
-        extra = f", {last['extra_bytes'] / 2**30:.3g} GiB"
+        extra = f", {number(last['extra_bytes'] / 2**30)} GiB"
     elif more == "over":
         over = " / ".join(
-            "-" if row is None or row["over_first"] is None else f"{row['over_first']:.3g}" for row in rows
+            "-" if row is None or row["over_first"] is None else f"{number(row['over_first'])}" for row in rows
         )
         extra = f" ({over})" if any(row["over_first"] for row in there) else ""
     return times + extra + "".join(dict.fromkeys(notes.mark(row) for row in there))
@@ -150,11 +150,11 @@ def _part(row: Row | None, unit: str, notes: Notes) -> str:
         return "-"
     if row["ms"] is None:
         return "-" + notes.mark(row, row["note"])
-    return (f"{row['share_of_ceiling']:.0%}" if unit == "%" else f"{row['ms'] * 1e3:.3g}") + notes.mark(row)
+    return (f"{row['share_of_ceiling']:.0%}" if unit == "%" else f"{number(row['ms'] * 1e3)}") + notes.mark(row)
 
 
 def _pair(values: list[float | None] | tuple[float | None, ...] | None) -> str:
-    return "-" if values is None else " / ".join("-" if value is None else f"{value:.3g}" for value in values)
+    return "-" if values is None else " / ".join("-" if value is None else f"{number(value)}" for value in values)
 
 
 def _errors(row: Row | None) -> str:

@@ -7,6 +7,7 @@ shown, and what they lack is said under the table.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,12 @@ def origin(row: Row) -> str:
     if not sources:
         return f"{_NO_HASH}; the record says commit `{commit[:7]}`" if commit else f"{_NO_HASH} and no commit"
     return f"Sources `{sources}`" + ("" if row["dirty"] else f", commit `{commit[:7]}`")
+
+
+def number(value: float, digits: int = 3) -> str:
+    """With so many digits that count, and never as 7.5e+03."""
+    before_point = math.floor(math.log10(abs(value))) + 1 if value else digits
+    return f"{value:.{max(0, digits - before_point)}f}"
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from record_tables.records import Notes, Record, Row, table
+from record_tables.records import Notes, Record, Row, number, table
 
 _NAMES = {
     "unlimited": "everything kept",
@@ -44,7 +44,7 @@ def steps(page: Path, name: str, shape: str = "") -> str:
 def front(page: Path) -> str:
     """README's first table: the ways of the first shape, two by two."""
     record = Record.read("h200/offload")
-    shape = record.rows[0]["shape"]
+    shape = "32768x1"
     budgets = sorted(row["budget_gib"] for row in record.rows if (row["shape"], row["way"]) == (shape, "session"))
     tightest = budgets[1::-1]
     named = " / ".join(f'`Session(vram="{gib:.4g}GiB")`' for gib in tightest)
@@ -80,10 +80,9 @@ def models(page: Path) -> str:
         rows = [row for row in record.rows if row["shape"] == shape and row["way"] != "unlimited-again"]
         full = next(row for row in rows if row["way"] == "unlimited")
         sessions = sorted((row for row in rows if row["way"] == "session"), key=lambda row: -row["budget_gib"])
-        theirs = next((row for row in rows if row["way"] == "checkpoint"), None)
+        theirs = [row for row in rows if row["way"] == "checkpoint"]
         cells = [
-            "; ".join(_share(row, full["peak_gib"]) + notes.mark(row) for row in ours)
-            for ours in ([theirs] * (theirs is not None), sessions)
+            "; ".join(_share(row, full["peak_gib"]) + notes.mark(row) for row in ours) for ours in (theirs, sessions)
         ]
         kept = f"{_of(full, 'step_s', _time, '-')}, {_of(full, 'peak_gib', _gib, '-')}"
         lines.append([f"{shape}{notes.mark(full)}", kept, *cells])
@@ -186,12 +185,12 @@ def _of(row: Row, key: str, form: Callable[[float], str], instead: str = "") -> 
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 10 else f"{_ms(seconds)} ms"
+    return f"{number(seconds, 4)} s" if seconds >= 10 else f"{_ms(seconds)} ms"
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g}"
+    return number(seconds * 1e3, 4)
 
 
 def _gib(gib: float) -> str:
-    return f"{gib:.4g} GiB"
+    return f"{number(gib, 4)} GiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from record_tables.records import Notes, Record, Row, table
+from record_tables.records import Notes, Record, Row, number, table
 
 _PATTERNS = {"read": "read", "write": "write", "randread": "random read", "randwrite": "random write"}
 
@@ -55,9 +55,9 @@ def _cell(row: Row | None, notes: Notes) -> str:
         return f"-{mark}"
     between = ""
     if row.get("slowest_bytes_per_s") is not None:
-        between = f" ({row['slowest_bytes_per_s'] / 1e9:.3g} to {row['fastest_bytes_per_s'] / 1e9:.3g})"
-    cpu = "" if row["cpu_s_per_gb"] is None else f", {row['cpu_s_per_gb']:.2g}"
-    return f"{row['bytes_per_s'] / 1e9:.3g}{between}{cpu}{mark}"
+        between = f" ({number(row['slowest_bytes_per_s'] / 1e9)} to {number(row['fastest_bytes_per_s'] / 1e9)})"
+    cpu = "" if row["cpu_s_per_gb"] is None else f", {number(row['cpu_s_per_gb'], 2)}"
+    return f"{number(row['bytes_per_s'] / 1e9)}{between}{cpu}{mark}"
 
 
 def _over(row: Row | None) -> str:

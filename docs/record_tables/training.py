@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from record_tables.records import Notes, Record, table
+from record_tables.records import Notes, Record, number, table
 
 _TIERS = ("vram", "ram", "disk")
 _MIB = 2**20
@@ -24,7 +24,9 @@ def trained(page: Path, name: str) -> str:
             # The disk's is a folder, with a size behind it or without.
             budget = asked if tier != "disk" else asked.partition(":")[2]
             lines.append([tier, budget, *("-" if size is None else _size(size) for size in sizes)])
-    lines.append(["forward and backward", "", *("-" if one is None else f"{one['step_ms']:.4g} ms" for one in columns)])
+    lines.append(
+        ["forward and backward", "", *("-" if one is None else f"{number(one['step_ms'], 4)} ms" for one in columns)]
+    )
     spreads = [of.get("step_seconds"), of.get("unlimited_step_seconds")]
     if any(spreads):
         lines.append(["whole step", "", "", _spread(spreads[0]), "", _spread(spreads[1])])
@@ -60,7 +62,7 @@ def _spread(seconds: dict[str, Any] | None) -> str:
     if not seconds:
         return "-"
     low, middle, high = (seconds[key] * 1e3 for key in ("min", "median", "max"))
-    return f"{middle:.4g} ms ({low:.4g} to {high:.4g})"
+    return f"{number(middle, 4)} ms ({number(low, 4)} to {number(high, 4)})"
 
 
 def _size(nbytes: int) -> str:
