@@ -184,6 +184,8 @@ def test_rows_of_other_sources_say_so_and_so_do_those_without_a_hash(house: Path
             for key, value in row(way="trl").items()
             if key not in ("sources", "dirty", "fastest_s", "allocator")
         },
+        row(way="session", budget_gib=2.0, forecast_step_s=1.2),
+        row(way="session", budget_gib=3.0, forecast_step_s=1.2, corrected_step_s=1.25),
         row(way="compile", steps=3, allocator="expandable_segments:True"),
         row(way="save_on_cpu", step_s=None, fastest_s=None, slowest_s=None, peak_gib=None, note="OutOf<Memory>"),
         row(way="unlimited-again", checked=False),
@@ -195,15 +197,18 @@ def test_rows_of_other_sources_say_so_and_so_do_those_without_a_hash(house: Path
         "`torch.utils.checkpoint`",
         "Session <sup>1</sup>",
         "TRL's `OffloadActivations` <sup>2</sup>",
-        "torch.compile, everything kept <sup>3, 4</sup>",
-        "PyTorch's `save_on_cpu` <sup>5</sup>",
-        "everything kept, again <sup>6</sup>",
+        "Session <sup>3</sup>",
+        "Session",
+        "torch.compile, everything kept <sup>4, 5</sup>",
+        "PyTorch's `save_on_cpu` <sup>6</sup>",
+        "everything kept, again <sup>7</sup>",
     ]
     assert f"a GPU, driver 5, PyTorch 2, Python 3. Sources `{'a' * 12}`, commit `bbbbbbb`.\n" in text
     notes = re.findall(r"^- <sup>\d</sup> (.*)$", text, re.MULTILINE)
     assert notes == [
         f"Sources `{'c' * 12}`.",
         "No source hash; the record says commit `bbbbbbb`.",
+        "The forecast is the last one, after steps by the plan had been measured; newer rows show the first.",
         "Of 3 steps, fewer than the 5 that a median needs.",
         "Allocator: `expandable_segments:True`.",
         "OutOf&lt;Memory>.",
@@ -238,11 +243,11 @@ def test_a_number_has_three_digits_that_count_and_no_exponent(value: float, text
 
 def test_models_that_lose_are_counted() -> None:
     rows = [
-        *(row(shape=shape, way="checkpoint", over_unlimited=1.3) for shape in ("a", "b")),
-        row(shape="a", way="session", over_unlimited=1.2),
-        row(shape="a", way="session", over_unlimited=1.4),
-        row(shape="b", way="session", over_unlimited=1.2),
-        row(shape="c", way="session", over_unlimited=None),
+        *(row(shape=shape, way="checkpoint", step_s=1.3) for shape in ("a", "b")),
+        row(shape="a", way="session", step_s=1.2),
+        row(shape="a", way="session", step_s=1.4),
+        row(shape="b", way="session", step_s=1.2),
+        row(shape="c", way="session", step_s=None),
     ]
     assert "on 1 of 3 models, and has no time at one of its budgets on 1." in steps.verdict(rows)
 

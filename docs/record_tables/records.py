@@ -80,6 +80,10 @@ class Notes:
         texts = [found] * (found != self._usual)
         if row.get("step_s") is not None and row["steps"] < LEAST_RUNS:
             texts.append(f"Of {row['steps']} steps, fewer than the {LEAST_RUNS} that a median needs")
+        if row.get("forecast_step_s") is not None and "corrected_step_s" not in row:
+            texts.append(
+                "The forecast is the last one, after steps by the plan had been measured; newer rows show the first"
+            )
         if row.get("allocator"):
             texts.append(f"Allocator: `{row['allocator']}`")
         texts += [" ".join(text.split()) for text in more if text]

@@ -10,10 +10,12 @@ from record_tables.records import Notes, Record, Row, number, table
 _NAMES = {
     "unlimited": "everything kept",
     "checkpoint": "`torch.utils.checkpoint`",
+    "selective": "`torch.utils.checkpoint`, selective",
     "session": "Session",
     "session-run": "`Session.run`",
     "session-compiled": "Session, `storm.compile`",
     "compile": "torch.compile, everything kept",
+    "compile-checkpoint": "torch.compile, `torch.utils.checkpoint`",
     "trl": "TRL's `OffloadActivations`",
     "save_on_cpu": "PyTorch's `save_on_cpu`",
 }
@@ -79,7 +81,7 @@ def models(page: Path) -> str:
     for shape in dict.fromkeys(row["shape"] for row in record.rows):
         rows = [row for row in record.rows if row["shape"] == shape and row["way"] != "unlimited-again"]
         full = next(row for row in rows if row["way"] == "unlimited")
-        sessions = sorted((row for row in rows if row["way"] == "session"), key=lambda row: -row["budget_gib"])
+        sessions = sorted((row for row in rows if row["way"] == "session"), key=lambda row: -(row["budget_gib"] or 0))
         theirs = [row for row in rows if row["way"] == "checkpoint"]
         cells = [
             "; ".join(_share(row, full["peak_gib"]) + notes.mark(row) for row in ours) for ours in (theirs, sessions)
@@ -95,9 +97,9 @@ def verdict(rows: list[Row]) -> str:
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     slower = failed = 0
     for shape in shapes:
-        over = {row["way"]: row["over_unlimited"] for row in rows if row["shape"] == shape}
-        sessions = [row["over_unlimited"] for row in rows if (row["shape"], row["way"]) == (shape, "session")]
-        theirs = over.get("checkpoint")
+        times = {row["way"]: row["step_s"] for row in rows if row["shape"] == shape}
+        sessions = [row["step_s"] for row in rows if (row["shape"], row["way"]) == (shape, "session")]
+        theirs = times.get("checkpoint")
         slower += theirs is not None and any(ours is not None and ours > theirs for ours in sessions)
         failed += None in sessions
     return (
@@ -166,11 +168,15 @@ def _cells(row: Row) -> list[str]:
 def _share(row: Row, full_gib: float | None) -> str:
     if row["step_s"] is None:
         return _reason(row["note"])
-    return f"{row['over_unlimited']:.2f} x, " + (f"{row['peak_gib'] / full_gib:.0%}" if full_gib else "-")
+    if row["over_unlimited"] is None or row["peak_gib"] is None or not full_gib:  # everything kept does not fit
+        return f"{_time(row['step_s'])}, {_of(row, 'peak_gib', _gib, '-')}"
+    return f"{row['over_unlimited']:.2f} x, {row['peak_gib'] / full_gib:.0%}"
 
 
 def _reason(note: str) -> str:
     """Why there is no time, in a few words."""
+    if "OutOf" in note:
+        return "out of memory"
     if "Smallest feasible" in note:
         return (
             "refused: smallest feasible " + note.partition("Smallest feasible: ")[2].partition("(")[2].partition(")")[0]
