@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "report": ALL,
     "bench": ALL,
     "cli": ALL,
+    "__main__": {"cli"},
     "__init__": ALL,
 }
 WITHOUT_TORCH = [

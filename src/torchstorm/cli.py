@@ -7,6 +7,7 @@ commands, so that --help is quick.
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +15,38 @@ import typer
 from rich.console import Console
 
 from torchstorm.bench.commands import bench_app
-from torchstorm.report.terminal import told
+from torchstorm.paths import check_output
+from torchstorm.report.terminal import console_beside, document_option, installed_version, told
 from torchstorm.train.config import TrainConfig, parse_betas
 
 app = typer.Typer(
     name="torchstorm",
     help="Name a memory budget and train PyTorch models as if you had more VRAM.",
+    epilog="Example: torchstorm train --ram 120MiB --disk spill:2GiB --compare",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below, too
 )
 
 _DEFAULT = TrainConfig()
 app.add_typer(bench_app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        torch, python = installed_version("torch"), platform.python_version()
+        print(f"torchstorm {installed_version('torchstorm')} (PyTorch {torch}, Python {python})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Tell the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 def _option(name: str, text: str) -> Any:
@@ -58,7 +78,7 @@ Dropout = Annotated[float | None, _option("dropout", "Dropout probability.")]
 Tokenizer = Annotated[str | None, _option("tokenizer", "bytes or chars.")]
 
 
-@app.command()
+@app.command(epilog="Example: torchstorm train --data texts --ram 120MiB --disk spill:2GiB")
 def train(
     model: Model = None,
     data: Annotated[
@@ -79,7 +99,7 @@ def train(
     seed: Annotated[int | None, _option("seed", "What weights, batches and dropout are drawn from.")] = None,
     out: Annotated[str | None, _option("out", "Folder for checkpoints; left out: torchstorm-runs/<time>.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.", show_default=False)] = None,
-    json: Annotated[str | None, _option("json", "Write the results here.")] = None,
+    json: Annotated[Path | None, document_option("Write the results here; -: to standard output.")] = None,
     layers: Layers = None,
     heads: Heads = None,
     width: Width = None,
@@ -106,10 +126,10 @@ def train(
     with told():
         if betas is not None:
             given["betas"] = parse_betas(betas)
-        run(given, resume=resume, console=Console())
+        run(given, resume=resume, console=console_beside(json))
 
 
-@app.command()
+@app.command(epilog="Example: torchstorm plan --model gpt2 --machine rtx4090 --vram 8GiB")
 def plan(
     model: Model = None,
     batch: Batch = None,
@@ -125,9 +145,13 @@ def plan(
         typer.Option(help="Plan for hardware that is not here: rtx4090, rtx3090, a100, h100, h200 or gb200."),
     ] = None,
     curve: Annotated[
-        Path | None, typer.Option(help="Draw step time against budget here, as in FILE.png; needs matplotlib.")
+        Path | None,
+        document_option("Draw step time against budget here, as in FILE.png; needs matplotlib."),
     ] = None,
-    json: Annotated[str | None, _option("json", "Write the plan here; with --curve, the curve.")] = None,
+    json: Annotated[
+        Path | None,
+        document_option("Write the plan here; with --curve, the curve; -: to standard output."),
+    ] = None,
     layers: Layers = None,
     heads: Heads = None,
     width: Width = None,
@@ -136,23 +160,26 @@ def plan(
     """Forecast a training without doing it: which tensors go where, peak per tier, step time."""
     given = {name: value for name, value in locals().items() if name not in ("machine", "curve") and value is not None}
     from torchstorm.report.curve import write_curve
-    from torchstorm.report.picture import require_matplotlib
+    from torchstorm.report.picture import check_picture
     from torchstorm.train.forecast import plan_training
 
+    console = console_beside(curve, json)
     with told():
         if curve is None:
-            plan_training(given, console=Console(), machine=machine)
+            plan_training(given, console=console, machine=machine)
             return
-        require_matplotlib("--curve")
-        curve_json = given.pop("json", None)
-        found = plan_training(given, console=Console(), machine=machine)
+        check_picture(curve, "--curve")
+        given.pop("json", None)  # for the curve
+        if json is not None:
+            check_output(json, name="--json")
+        found = plan_training(given, console=console, machine=machine)
         config = TrainConfig(**given)
         title = f"{config.model}, {config.batch} x {config.seq} tokens"
-        write_curve(found, curve, json_path=Path(curve_json) if curve_json else None, title=title)
-        Console().print(f"curve: {curve}", markup=False, highlight=False, soft_wrap=True)
+        write_curve(found, curve, json_path=json, title=title)
+        console.print(f"curve: {curve}", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(epilog="Example: torchstorm pack texts x.storm --tokenizer chars")
 def pack(
     sources: Annotated[list[Path], typer.Argument(metavar="SOURCE", help="Text files, .npy files, or folders.")],
     out: Annotated[Path, typer.Argument(metavar="OUT.storm", help="The volume to make.")],
@@ -182,7 +209,7 @@ def pack(
         )
 
 
-@app.command()
+@app.command(epilog="Example: torchstorm doctor --directory /nvme")
 def doctor(
     directory: Annotated[Path, typer.Option(help="Folder whose disk is measured; 64 MiB are written.")] = Path("."),
 ) -> None:
@@ -193,7 +220,7 @@ def doctor(
         examine(Console(), directory=str(directory))
 
 
-@app.command()
+@app.command(epilog="Example: torchstorm demo --device cpu")
 def demo(device: Device = None) -> None:
     """Take a short tour of this device: memory there and back, the ladder of matrix products, how exact they are."""
     from torchstorm.bench.demo import demo as tour
@@ -206,7 +233,3 @@ def demo(device: Device = None) -> None:
 def main() -> None:
     """Runs the command."""
     app()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from torchstorm.bench.ops import OPS, Op
-from torchstorm.report.terminal import told
+from torchstorm.report.terminal import console_beside, document_option, told
 
-bench_app = typer.Typer(help="Time an op's ways side by side, each checked in the same run.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Time an op's ways side by side, each checked in the same run.",
+    epilog="Example: torchstorm bench norms --device cpu --json norms.json",
+    no_args_is_help=True,
+)
 
 BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
 BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
@@ -24,7 +27,10 @@ BenchWay = Annotated[
 ]
 BenchJson = Annotated[
     Path | None,
-    typer.Option(help="Write each row here as it is done; a file of the same machine keeps its other rows."),
+    document_option(
+        "Write each row here as it is done; a file of the same machine keeps its other rows. "
+        "-: all rows at the end, to standard output."
+    ),
 ]
 
 
@@ -33,11 +39,12 @@ BenchDtype = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")
 ]
 BenchPlot = Annotated[
-    Path | None, typer.Option(help="Draw bars of milliseconds here, as in FILE.png; needs matplotlib.")
+    Path | None,
+    document_option("Draw bars of milliseconds here, as in FILE.png; needs matplotlib."),
 ]
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench offload --device cpu --json offload.json")
 def offload(
     device: BenchDevice = None,
     disk: BenchDisk = None,
@@ -51,26 +58,35 @@ def offload(
 
     with told():
         bench_offload(
-            device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape, way_names=way
+            device,
+            disk=disk,
+            steps=steps,
+            json_path=json,
+            console=console_beside(json),
+            shape_names=shape,
+            way_names=way,
         )
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench wall --json wall.json")
 def wall(
     device: BenchDevice = None,
     disk: BenchDisk = None,
     steps: BenchSteps = 8,
-    json: Annotated[Path | None, typer.Option(help="Write what was measured and every verdict here.")] = None,
+    json: Annotated[
+        Path | None,
+        document_option("Write what was measured and every verdict here; -: to standard output."),
+    ] = None,
 ) -> None:
     """Prove it: a training step that needs twice the VRAM allowed, at nearly full speed. Exit code 1 if it does not."""
     from torchstorm.bench.wall import bench_wall
 
     with told():
-        if not bench_wall(device, disk=disk, steps=steps, json_path=json, console=Console()):
+        if not bench_wall(device, disk=disk, steps=steps, json_path=json, console=console_beside(json)):
             raise typer.Exit(1)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench chunks --device cpu")
 def chunks(
     device: BenchDevice = None,
     steps: BenchSteps = 5,
@@ -80,10 +96,10 @@ def chunks(
     from torchstorm.bench.chunks import bench_chunks
 
     with told():
-        bench_chunks(device, steps=steps, json_path=json, console=Console())
+        bench_chunks(device, steps=steps, json_path=json, console=console_beside(json))
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench models --model gpt2-xl")
 def models(
     device: BenchDevice = None,
     disk: BenchDisk = None,
@@ -97,11 +113,17 @@ def models(
 
     with told():
         bench_models(
-            device, disk=disk, steps=steps, json_path=json, console=Console(), model_names=model, way_names=way
+            device,
+            disk=disk,
+            steps=steps,
+            json_path=json,
+            console=console_beside(json),
+            model_names=model,
+            way_names=way,
         )
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench xlstm --json xlstm.json")
 def xlstm(
     device: BenchDevice = None,
     disk: BenchDisk = None,
@@ -115,10 +137,10 @@ def xlstm(
     from torchstorm.bench.xlstm import bench_xlstm
 
     with told():
-        bench_xlstm(device, disk=disk, steps=steps, json_path=json, console=Console(), shape_names=shape)
+        bench_xlstm(device, disk=disk, steps=steps, json_path=json, console=console_beside(json), shape_names=shape)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench learn --steps 100 --png losses.png")
 def learn(
     device: BenchDevice = None,
     model: Annotated[
@@ -130,8 +152,11 @@ def learn(
     data: Annotated[
         str | None, typer.Option(help="Text file or folder; left out: the Python library's source.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the losses here; needs matplotlib.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the losses here.")] = None,
+    png: Annotated[Path | None, document_option("Draw the losses here; needs matplotlib.")] = None,
+    json: Annotated[
+        Path | None,
+        document_option("Write the losses here; -: to standard output."),
+    ] = None,
 ) -> None:
     """Train models on the same tokens and compare their losses. Exit code 1 where one ends 5 % above the first."""
     from torchstorm.bench.learn import bench_learn
@@ -146,12 +171,12 @@ def learn(
             data=data,
             picture=png,
             json_path=json,
-            console=Console(),
+            console=console_beside(json, png),
         ):
             raise typer.Exit(1)
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench storage --size 64MiB --seconds 0.1")
 def storage(
     directory: Annotated[
         str | None, typer.Option(help="Where the file is made, and removed again (default: the temporary directory).")
@@ -176,11 +201,11 @@ def storage(
             size_bytes=parse_size(size),
             seconds=seconds,
             json_path=json,
-            console=Console(),
+            console=console_beside(json),
         )
 
 
-@bench_app.command()
+@bench_app.command(epilog="Example: torchstorm bench mlstm --device cpu --json -")
 def mlstm(
     sizes: Annotated[
         str, typer.Option(help="small, target (those with times to beat; need a GPU) or all; or shapes, with commas.")
@@ -205,7 +230,7 @@ def mlstm(
             variant_names=variant,
             json_path=json,
             plot=plot,
-            console=Console(),
+            console=console_beside(json, plot),
         ):
             raise typer.Exit(1)
 
@@ -237,12 +262,13 @@ def _add(op: Op) -> None:
                 variant_names=variant,
                 json_path=json,
                 plot=plot,
-                console=Console(),
+                console=console_beside(json, plot),
             ):
                 raise typer.Exit(1)
 
     help_text = f"Time the ladder of {op.title} side by side, all of it checked. Exit code 1 if a check of ours fails."
-    bench_app.command(op.name, help=help_text)(command)
+    epilog = f"Example: torchstorm bench {op.name} --variant reference,auto"
+    bench_app.command(op.name, help=help_text, epilog=epilog)(command)
 
 
 for _op in OPS.values():

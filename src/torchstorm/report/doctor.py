@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torchstorm.errors import StorageError
 from torchstorm.memory.limits import available_ram_bytes, cgroup_limit_bytes, total_ram_bytes
 from torchstorm.offload.measure import LinkSpeed, cpu_name, measure_link
 from torchstorm.paths import user_path
+from torchstorm.report.terminal import installed_version
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
@@ -293,22 +293,15 @@ def _disk_path(directory: str) -> tuple[str, str]:
 
 def _versions() -> dict[str, str]:
     versions = {
-        "torchstorm": _installed("torchstorm"),
+        "torchstorm": installed_version("torchstorm"),
         "PyTorch": str(torch.__version__),
         "CUDA": torch.version.cuda or "not in this PyTorch",
         "Python": platform.python_version(),
-        "triton": _installed("triton"),
+        "triton": installed_version("triton"),
         "nvcc": _nvcc(),
         "C compiler": shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or "not found",
     }
     return versions
-
-
-def _installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _nvcc() -> str:

@@ -1,15 +1,40 @@
-"""How a command ends that cannot go on: a line for people, and an exit code."""
+"""What the commands share: where their lines and documents go, and how one ends that cannot go on."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from torchstorm.errors import TorchstormError
+from torchstorm.paths import descriptor_of
+
+_STANDARD_OUTPUT = 1
+
+
+def document_option(text: str) -> Any:
+    """An option that says where a document goes; `-` is standard output."""
+    return typer.Option(help=text, parser=lambda given: Path("/dev/stdout" if given == "-" else given), metavar="FILE")
+
+
+def console_beside(*documents: Path | None) -> Console:
+    """Where a command's lines go: to standard error where standard output is a document's, which is then all it has."""
+    taken = any(path is not None and descriptor_of(path) == _STANDARD_OUTPUT for path in documents)
+    return Console(stderr=taken)
+
+
+def installed_version(name: str) -> str:
+    """Of a distribution; "not installed" where there is none, as where this one is run from its sources."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @contextmanager
