@@ -14,6 +14,7 @@ import typer
 import typer.main
 
 import torchstorm
+from torchstorm import kernels
 from torchstorm.cli import app
 
 REPOSITORY = Path(__file__).parents[1]
@@ -148,7 +149,18 @@ def test_the_reference_is_what_the_docstrings_say_now() -> None:
     assert made == written, "run `make docs`"
 
 
-def test_every_public_name_stands_in_the_reference_with_what_it_is() -> None:
+def test_every_public_name_and_command_stands_in_the_reference_with_what_it_is() -> None:
     reference = (REPOSITORY / "docs" / "reference.md").read_text()
-    for name in torchstorm.__all__:
-        assert re.search(rf"^\| \[`torchstorm\.{name}`\]\(#\w+\) \| \S.* \|$", reference, re.MULTILINE), name
+    for module, names in (("torchstorm", torchstorm.__all__), ("torchstorm.kernels", kernels.__all__)):
+        (section,) = re.findall(rf"^## {re.escape(module)}\n(.*?)(?=^## |\Z)", reference, re.MULTILINE | re.DOTALL)
+        found = re.findall(r"^### (\w+)\n\n```python\n(?:def|class) \w.*?^```\n\n\S", section, re.MULTILINE | re.DOTALL)
+        assert found == list(names)
+    commands: Any = typer.main.get_command(app)
+    below = {f"{name} {sub}" for name, command in commands.commands.items() for sub in getattr(command, "commands", ())}
+    for name in {*commands.commands, *below} - {"bench"}:
+        assert re.search(rf"^\| `torchstorm {name}` \| \S.* \|$", reference, re.MULTILINE), name
+
+
+def test_the_reference_is_one_page_that_can_be_read() -> None:
+    lines = (REPOSITORY / "docs" / "reference.md").read_text().splitlines()
+    assert len(lines) < 1000
