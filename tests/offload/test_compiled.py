@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,11 @@ def num_compiled() -> int:
 
 
 def assert_variants_agree(
-    make: Callable[[], nn.Module],
-    step: Callable[[nn.Module, int], torch.Tensor],
-    variants: Sequence[str] = VARIANTS,
+    make: Callable[[], nn.Module], step: Callable[[nn.Module, int], torch.Tensor]
 ) -> CompiledBlocks:
-    """Runs fresh models in those variants; returns the blocks of the last."""
+    """Runs fresh models that save most and least; returns the blocks of the last."""
     expected = None
-    for variant in variants:
+    for variant in (SAVE, INPUTS):
         torch.manual_seed(1)
         model = make()
         compiled = CompiledBlocks(model, variant=variant)
@@ -151,6 +149,7 @@ def test_variants_and_a_mix_of_them_have_the_bits_of_torch_compile_with_dropout(
     assert num_compiled() == 2, "four blocks are alike: one compilation a variant"
 
 
+@pytest.mark.no_cover
 def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path: Path) -> None:
     free = gpt(4)
     with Session(free, unlimited=True) as session:
@@ -191,7 +190,7 @@ def test_low_precision_is_rounded_where_the_saved_value_was() -> None:
         loss.backward()
         return loss
 
-    assert_variants_agree(lambda: nn.Sequential(Mlp(), Mlp()).to(torch.bfloat16), step, (SAVE, INPUTS))
+    assert_variants_agree(lambda: nn.Sequential(Mlp(), Mlp()).to(torch.bfloat16), step)
 
 
 # ---------------------------------------------------------------------- what is saved
@@ -304,12 +303,6 @@ class Numbered(nn.Module):
         return x + self.inner(x) * len(self.place)
 
 
-def image_step(model: nn.Module, index: int) -> torch.Tensor:
-    loss: torch.Tensor = model(torch.randn(8, 4, 16, 16)).square().mean()
-    loss.backward()
-    return loss
-
-
 def row_step(model: nn.Module, index: int) -> torch.Tensor:
     loss: torch.Tensor = model(torch.randn(64, 32)).square().mean()
     loss.backward()
@@ -325,19 +318,13 @@ def autocast_step(model: nn.Module, index: int) -> torch.Tensor:
 
 @pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
-def test_convolutions_and_batch_norm_agree_and_its_statistics_count_once() -> None:
-    assert_variants_agree(lambda: nn.Sequential(*(Convolutional() for _ in range(2))), image_step)
-
-
-@pytest.mark.no_cover
-@pytest.mark.usefixtures("quickly")
 def test_under_autocast_the_variants_agree() -> None:
-    assert_variants_agree(gpt, autocast_step, (SAVE, INPUTS))
+    assert_variants_agree(gpt, autocast_step)
 
 
 @pytest.mark.usefixtures("quickly")
 def test_blocks_whose_graphs_break_agree_and_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    compiled = assert_variants_agree(lambda: nn.Sequential(Breaks(), Breaks()), row_step, (SAVE, INPUTS))
+    compiled = assert_variants_agree(lambda: nn.Sequential(Breaks(), Breaks()), row_step)
     assert capsys.readouterr().out.count("between") == 2 * 2 * 2
     assert len(compiled.tables()) == 2
     model = nn.Sequential(Breaks(), Breaks())
@@ -354,21 +341,21 @@ def test_blocks_whose_graphs_break_agree_and_are_planned(capsys: pytest.CaptureF
 @pytest.mark.usefixtures("quickly")
 def test_blocks_that_differ_in_a_constant_are_all_compiled() -> None:
     """More than Dynamo's own limit of eight, beyond which it would leave them uncompiled."""
-    model = nn.Sequential(*(Numbered(str(number)) for number in range(12)))
+    model = nn.Sequential(*(Numbered(str(number)) for number in range(10)))
     CompiledBlocks(model)
     model(torch.randn(4, 8)).sum().backward()
-    assert num_compiled() == 12
+    assert num_compiled() == 10
 
 
 @pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
-def test_another_batch_size_agrees() -> None:
+def test_convolutions_and_batch_norm_agree_for_another_batch_size_too_and_statistics_count_once() -> None:
     def step(model: nn.Module, index: int) -> torch.Tensor:
         loss: torch.Tensor = model(torch.randn((8, 5)[index], 4, 16, 16)).square().mean()
         loss.backward()
         return loss
 
-    assert_variants_agree(lambda: nn.Sequential(Convolutional(), Convolutional()), step, (SAVE, INPUTS))
+    assert_variants_agree(lambda: nn.Sequential(Convolutional(), Convolutional()), step)
 
 
 @pytest.mark.usefixtures("quickly")
@@ -498,7 +485,8 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("variant", [SAVE, CHEAP])  # what each of them saves is held to above
 def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views_of_it(variant: str) -> None:
     """Of q, k and v, three views of one storage, a graph saves each with a version counter of its own."""
     model = gpt(2)
