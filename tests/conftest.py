@@ -1,9 +1,11 @@
-"""For all tests: the same random numbers, torch's global switches put back, skips that fail where asked."""
+"""For all tests: the same random numbers, torch's global switches put back, skips that fail where asked, and which are
+quick, or measured by coverage."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
@@ -15,6 +17,60 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a test that skips has failed")
+
+
+# `pytest -m quick`: some tests of every room, in all about 30 s on one core. Files, and within some only these tests.
+QUICK = {
+    "bench/test_bits.py",
+    "bench/test_measure.py",
+    "bench/test_rows.py",
+    "kernels/test_autocast.py",
+    "kernels/test_linear.py::test_no_worse_than_pytorch",
+    "kernels/test_matmul.py::test_sizes",
+    "kernels/test_mlstm.py::test_any_length_in_any_chunks",
+    "kernels/test_mlstm_step.py",
+    "kernels/test_norms.py::test_no_worse_than_pytorch[torch",
+    "kernels/test_nvrtc.py",
+    "kernels/test_softmax.py::test_no_worse_than_pytorch[torch",
+    "memory/test_device.py",
+    "memory/test_limits.py",
+    "memory/test_simulated.py",
+    "models/test_gpt.py",
+    "offload/test_exact.py::test_a_session_changes_no_bit",
+    "offload/test_planning.py",
+    "plan/test_forecast.py",
+    "plan/test_plan.py",
+    "plan/test_solve.py::test_placements_follow_the_order_of_moments",
+    "plan/test_solve.py::test_the_smallest_budget_named_works_and_a_byte_less_does_not",
+    "report/test_curve.py",
+    "storage/test_aligned.py",
+    "storage/test_choice.py",
+    "storage/test_rows.py",
+    "storage/test_volume.py::test_every_dtype_and_shape_comes_back_to_the_bit",
+    "test_architecture.py::test_a_module_imports_only_what_its_room_may",
+    "test_cli_commands.py",
+    "train/test_config.py",
+    "train/test_texts.py",
+    "transfer/test_extents.py",
+}
+# Of a test's cases, so many are measured by coverage: the others reach the same lines, and being measured takes as long
+# again as most tests do.
+NUM_CASES_MEASURED = 2
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        test = name.split("[")[0]
+        file = test.split("::")[0]
+        is_quick = file in QUICK or any(name.startswith(each) for each in QUICK if each.startswith(f"{file}::"))
+        if is_quick and not any(item.get_closest_marker(needs) for needs in ("gpu", "nvme")):
+            item.add_marker("quick")
+        num_cases[test] += 1
+        if num_cases[test] > NUM_CASES_MEASURED:
+            item.add_marker("no_cover")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -118,7 +118,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 def check_operator() -> dict[str, Any]:
     """torch.library.opcheck of the operator: schema, fake implementation, autograd, and tracing with other sizes."""
     verdicts = {}
-    for name, cu in (("plain", None), ("packed", torch.tensor([0, 5, 20], dtype=torch.int32))):
+    packed = torch.tensor([0, 5, 20], dtype=torch.int32)
+    for name, cu, gate, num_given in (
+        ("with a state", None, "exp", 3),
+        ("packed, sigmoid", packed, "sigmoid", 1),
+        ("packed", packed, "exp", 0),
+    ):
         N = 1 if cu is None else 2
         sizes = (
             (1, 2, 20, 16),
@@ -131,9 +136,8 @@ def check_operator() -> dict[str, Any]:
             (N, 2),
         )
         given = [torch.randn(size, requires_grad=True) for size in sizes]
-        for gate, state in (("exp", given[5:]), ("sigmoid", [given[5], None, None]), ("exp", [None] * 3)):
-            arguments = *given[:5], *state, cu, 16, gate, "triton-chunkwise"
-            verdicts[f"{name}, {gate}, state {state[1] is not None}"] = torch.library.opcheck(mlstm_forward, arguments)
+        state = [*given[5 : 5 + num_given], None, None, None][:3]
+        verdicts[name] = torch.library.opcheck(mlstm_forward, (*given[:5], *state, cu, 16, gate, "triton-chunkwise"))
     return {"name": "operator", "verdicts": verdicts}
 
 

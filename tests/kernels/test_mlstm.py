@@ -50,9 +50,8 @@ def test_any_length_in_any_chunks(num_tokens: int, chunk: int | None) -> None:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
-def test_a_thousand_tokens(gate: str) -> None:
-    assert_as_exact(draw(len(GATES), 1, 1000, 16, 16, gates=GATES), gate=gate)
+def test_a_thousand_tokens() -> None:
+    assert_as_exact(draw(len(GATES), 1, 1000, 16, 16, gates=GATES))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_the_gradients_of_outputs_alone() -> None:
 @pytest.mark.no_cover
 def test_many_tokens_against_the_recurrence() -> None:
     # Without yardsticks: float32 is computed in float64, so rounding the results is all that is allowed.
-    inputs = draw(2, 1, 8192, 16, 16, gates=("remember", "wild"), state=False)
+    inputs = draw(2, 1, 2048, 16, 16, gates=("remember", "wild"), state=False)
     assert_all_close(by_row(results(by_op(), inputs)), by_row(truth(inputs)))
 
 
@@ -101,7 +100,7 @@ def outputs_in_numpy(inputs: Inputs) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.no_cover
-@settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_the_shape(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**31)))

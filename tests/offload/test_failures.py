@@ -86,8 +86,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torc
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("with_disk", [True, False], ids=["ram and disk", "ram alone"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "with_disk"),
+    [*((name, True) for name in MODELS), ("mlp", False), ("many small tensors", False)],
+)
 def test_the_smallest_feasible_budget_that_the_error_names_is_feasible(
     name: str, with_disk: bool, tmp_path: Path
 ) -> None:

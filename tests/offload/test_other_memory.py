@@ -136,12 +136,16 @@ def test_a_plan_that_is_given_gives_way_where_other_memory_is_more(monkeypatch: 
     assert again.peaks[1:] == again.forecasts[1:]
 
 
-@pytest.mark.parametrize("grows", [True, False], ids=["more", "less"])
 @pytest.mark.parametrize(
-    ("link_bytes_per_s", "share"), [(FAST_LINK, 0.7), (SLOW_LINK, 1.01)], ids=["moves", "computes again"]
+    ("link_bytes_per_s", "share", "grows"),
+    [
+        pytest.param(FAST_LINK, 0.7, True, id="moves-more"),
+        pytest.param(SLOW_LINK, 1.01, True, id="computes again-more"),
+        pytest.param(SLOW_LINK, 1.01, False, id="computes again-less"),
+    ],
 )
 def test_the_step_that_finds_other_memory_changed_follows_a_plan_for_it(
-    grows: bool, link_bytes_per_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+    link_bytes_per_s: float, share: float, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=link_bytes_per_s)
     others: list[torch.Tensor] = []

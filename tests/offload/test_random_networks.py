@@ -232,7 +232,7 @@ options = settings(
 )
 
 
-@settings(options, max_examples=30)
+@settings(options, max_examples=16)
 @given(
     names=networks,
     rows=st.sampled_from(ROWS),
@@ -247,14 +247,14 @@ def test_a_random_network_within_a_random_budget_is_exact_and_as_forecast(
     check(names, rows, ending, share, self_check)
 
 
-@settings(options, max_examples=6)
+@settings(options, max_examples=4)
 @given(names=networks, rows=st.sampled_from(ROWS[1:]), at=st.integers(0, 8), share=st.floats(0, 1))
 def test_chunks_changed_in_place_one_by_one_are_exact_too(names: list[str], rows: int, at: int, share: float) -> None:
     torch.set_num_threads(1)
     check([*names[:at], "gates", *names[at:]], rows, "once", share, False)
 
 
-@settings(options, max_examples=8)
+@settings(options, max_examples=5)
 @given(
     names=networks, rows=st.lists(st.sampled_from((100, 300, 2000)), min_size=4, max_size=6), share=st.floats(0.1, 1)
 )

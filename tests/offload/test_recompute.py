@@ -45,7 +45,7 @@ def test_everything_that_can_be_is_computed_again_to_the_same_bits(name: str, mo
 
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings(*THIRD_PARTY)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CASES)  # test_random_networks.py mixes other models at random
 def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -159,12 +159,12 @@ TRAPS: dict[str, tuple[Callable[[], nn.Module], Step]] = {
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_known_trap_of_recomputing_is_no_trap_here(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make, step = TRAPS[name]
     expected, _ = train(make, step, None)
-    share = (1.0, 0.5, 0.5, 0.5, 0.3, 0.8)[seed]
+    share = (1.0, 0.5, 0.3)[seed]
     plans = force_recompute(monkeypatch, at_random(random.Random(seed), share))
     found, _ = train(make, step, lambda model, _: Session(model, ram="1GiB", check=True))
     assert_same(expected, found)

@@ -105,6 +105,7 @@ def test_compiled_blocks_of_every_kind_have_the_same_bits_whatever_is_computed_a
     assert_same(*outcomes)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path: Path) -> None:
     def compiled(budget: int | None) -> tuple[Outcome, Session]:
         torch.manual_seed(1)

