@@ -10,6 +10,9 @@ RUN ?= $(VENV)/bin/python
 GPU_WORKERS ?= 14
 TRAIN ?= train --compare --ram 120MiB --disk torchstorm-runs/spill
 
+# Processes that share the cores: none starts threads, or compilers of its own beside its work.
+SHARING := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # The variables hold what a build in isolation installs to the same versions, too.
 INSTALL := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
@@ -24,11 +27,12 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-gpu test-nvme xnvme lint format docs tables wheel clean
+.PHONY: help train test mutations test-gpu test-nvme xnvme lint format docs tables wheel clean
 
 help:
 	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
 	@echo "make test       the whole CPU test suite, with coverage"
+	@echo "make mutations  whether the tests catch forty faults, put in one at a time"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
 	@echo "make xnvme      the xNVMe library into .xnvme/, from its source release (XNVME_SOURCE=/path/to/it)"
 	@echo "make test-nvme  storage on an emulated NVMe device in QEMU; fails if any test skips"
@@ -43,13 +47,16 @@ train: $(VENV)/.package
 	$(VENV)/bin/torchstorm $(TRAIN)
 
 test: $(NEEDS_TEST)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --cov --cov-report=term
+	$(SHARING) $(RUN) -m pytest --numprocesses auto --dist worksteal --cov --cov-report=term
+
+mutations: $(NEEDS_TEST)
+	$(RUN) tools/mutations.py --json benchmarks/results/cpu/mutations.json
 
 # One process on a GPU's host spends its time on compiling and launching, so GPU_WORKERS of them share the GPU. They share
 # what Triton and NVRTC compile, too, by the caches on disk. Tests marked `alone` follow in one process.
 test-gpu: $(NEEDS_TEST)
 	failed=0; \
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "gpu and not alone" --fail-on-skip --durations 20 --numprocesses $(GPU_WORKERS) \
+	$(SHARING) $(RUN) -m pytest -m "gpu and not alone" --fail-on-skip --durations 20 --numprocesses $(GPU_WORKERS) \
 		--dist worksteal || failed=1; \
 	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip --durations 20 || failed=1; \
 	exit $$failed
