@@ -185,8 +185,20 @@ def main() -> int:
     survived = [row for row in rows if not row["caught_by"]]
     print(f"{len(rows) - len(survived)} of {len(rows)} faults are caught.")
     if options.json is not None:
-        options.json.write_text(json.dumps({"op": "mutations", "rows": rows}, indent=1) + "\n")
+        write_record(options.json, rows)
     return 1 if survived else 0
+
+
+def write_record(path: Path, rows: list[dict[str, str]]) -> None:
+    """The rows, the machine, and which sources they are of."""
+    import torch
+
+    from torchstorm.bench.record import environment
+    from torchstorm.train.stamp import stamp
+
+    sources = vars(stamp(sorted({fault.file.split("/")[0] for fault in FAULTS})))
+    record = {"op": "mutations", **environment(torch.device("cpu")), **sources, "rows": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def copy_to(folder: Path) -> Path:
