@@ -54,7 +54,7 @@ def test_without_a_gpu_the_report_says_so_and_names_the_tiers_that_remain(tmp_pa
     assert report.gpus == ()
     assert report.why_no_gpu.startswith("none: ")
     assert "fast tier: RAM (--ram), because there is no GPU" in printed(report)
-    assert report.ram.pinnable == "nothing to pin for, since there is no GPU"
+    assert report.ram.pinnable == "not needed, since there is no GPU"
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -93,7 +93,7 @@ def test_the_disk_is_measured_its_path_proven_by_counters_and_nothing_is_left_th
     assert disk.write_bytes_per_s > 0
     assert disk.read_bytes_per_s > 0
     assert disk.path in ("direct", "buffered")
-    assert f"of a probe of 1.00 MiB, {'1.00 MiB' if disk.path == 'direct' else '0 B'} went direct" in disk.reason
+    assert f"a probe of 1.00 MiB wrote {'1.00 MiB' if disk.path == 'direct' else '0 B'} directly" in disk.reason
     assert disk.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from storage.faulty_disk import FaultyProcess
 from torchstorm.storage import cufile
-from torchstorm.storage.gds_guard import Places
+from torchstorm.storage.gds_guard import SystemPaths
 
 
 @pytest.fixture(scope="module", params=["disk", "tmpfs"])
@@ -30,7 +30,7 @@ class FakeCuFile:
 
     Attributes:
         path: of the library.
-        places: of a machine with GPUDirect Storage, as far as the guard can see.
+        paths: of a machine with GPUDirect Storage, as far as the guard can see.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class FakeCuFile:
         self._library.fake_set.argtypes = (ctypes.c_char_p, ctypes.c_long)
         for name in ("modules", "nvidia-fs0"):
             (folder / name).write_text("nvidia_fs 1 0 - Live 0x0\n")
-        self.places = Places(
+        self.paths = SystemPaths(
             modules=str(folder / "modules"),
             nvidia_fs=str(folder / "nvidia-fs0"),
             nvidia_parameters=str(folder / "params"),

@@ -1,7 +1,7 @@
 """Tests that run in processes of their own, on a disk that fails when told to (fault_shim.c).
 
     @on_a_faulty_disk
-    def test_a_read_that_fails_is_told(disk: Disk, path: Path) -> None:
+    def test_a_read_that_fails_is_reported(disk: Disk, path: Path) -> None:
         with disk.failing(path, READS, error=errno.EIO): ...
 
 The shim must be there when a process starts, so one that has it, started once, forks another for each test: torch is

@@ -242,7 +242,7 @@ def test_what_a_forked_process_inherits_says_so_and_never_hangs(disk: Disk, path
                     lambda: device.write(0, 1, torch.zeros(128)),
                     device.flush,
                 ):
-                    with pytest.raises(StorageError, match=r"this is the forked process .* Open it again in this one"):
+                    with pytest.raises(StorageError, match=r"forked process .* Open it again in this process"):
                         each()
                 assert done.done()
                 assert turn_of(0, done.result()[0]) == 0  # that had ended before

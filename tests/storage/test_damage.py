@@ -131,5 +131,5 @@ def test_a_file_cut_off_anywhere_is_told_when_it_is_opened_and_while_it_is_open(
                 if is_there:
                     assert torch.equal(volume[name][index], records(name)[index])
                 else:
-                    with pytest.raises(StorageError, match=r"^kind '.' of |^records? .* ends too early"):
+                    with pytest.raises(StorageError, match=r"^kind '.' of |^records? .* is too short"):
                         volume[name][index]

@@ -200,7 +200,7 @@ def test_a_file_that_ends_too_early_says_where(place: Path) -> None:
     path = place / "short"
     path.write_bytes(bytes(10_000))
     with opened(path) as file:
-        with pytest.raises(StorageError, match=r"short ends too early: wanted 9000 bytes at offset 5000, got 5000"):
+        with pytest.raises(StorageError, match=r"short is too short: wanted 9000 bytes at offset 5000, got 5000"):
             file.read_into(torch.empty(9000, dtype=torch.uint8), 5000)
         with pytest.raises(StorageError, match=r"wanted 4 bytes at offset 20000, got 0; it is 10000 bytes long"):
             file.read_into(torch.empty(1), 20_000)
@@ -213,7 +213,7 @@ def test_size_bytes_sets_the_length(place: Path) -> None:
     path = place / "length"
     with opened(path, size_bytes=123_456):
         assert path.stat().st_size == 123_456
-    with pytest.raises(StorageError, match="cannot be made -1 bytes long"):
+    with pytest.raises(StorageError, match="cannot be resized to -1 bytes"):
         DirectFile(path, size_bytes=-1)
 
 
@@ -227,7 +227,7 @@ def test_aligned_transfers_are_direct_and_leave_nothing_in_the_page_cache(place:
         assert info.counters.direct_write_bytes == info.counters.direct_read_bytes == 2**18
         assert info.counters.direct_write_requests == info.counters.direct_read_requests == 4
         assert info.counters.buffered_write_requests == info.counters.buffered_read_requests == 0
-        if "tells no alignment" not in info.reason:  # in a file system in memory the file is the cache
+        if "reports no alignment" not in info.reason:  # in a file system in memory the file is the cache
             assert _cached_pages(file.path) == 0
     with opened(place / "cache", direct=False) as file:
         file.write_from(data, 0)
@@ -291,7 +291,7 @@ def test_where_o_direct_is_refused_later_the_page_cache_is_used(place: Path, wri
             assert "refuses O_DIRECT transfers" in info.reason
             assert info.counters.direct_read_bytes == info.counters.direct_write_bytes == 0
         else:
-            assert "tells no alignment" in info.reason
+            assert "reports no alignment" in info.reason
 
 
 @pytest.mark.parametrize("most", [512, 4096, 5000])
@@ -404,7 +404,7 @@ def test_a_request_follows_those_it_names_and_tells_only_its_own_error(place: Pa
         assert write.error is None
         missing = file.read_into_async(out, 10_000)
         for _ in range(2):
-            with pytest.raises(StorageError, match="ends too early"):
+            with pytest.raises(StorageError, match="is too short"):
                 missing.wait()
 
 

@@ -88,11 +88,11 @@ def test_checks_that_cannot_be_read_are_told_and_no_record_is_handed_out(disk: D
     with filled(path) as volume:
         at = checks_of(volume, "odd", 3)
         with disk.failing(path, READS, start=at, stop=at + 8, error=errno.EIO):
-            told = rf"^kind 'odd' of {path}: reading the checks of records 2 to 5 failed at offset {at - 8}: Input/out"
+            told = rf"^kind 'odd' of {path}: reading the checksums of records 2 to 5 failed at offset {at - 8}: Inp"
             with pytest.raises(StorageError, match=told) as caught:
                 volume["odd"].read(2, 4)
             assert caught.value.errno == errno.EIO
-            with pytest.raises(StorageError, match="reading the checks of records 0 to 19 failed"):
+            with pytest.raises(StorageError, match="reading the checksums of records 0 to 19 failed"):
                 volume["odd"].check()
             assert torch.equal(volume["odd"].read(4, 16), rows(ODD, 4, 16))
         assert torch.equal(volume["odd"].read(0, 20), rows(ODD, 0, 20))
@@ -113,7 +113,7 @@ def test_a_volume_whose_start_cannot_be_read_is_not_opened(disk: Disk, path: Pat
             Volume.open(path)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     with Volume.open(path) as volume:
-        assert volume["odd"].check().num_whole == 20
+        assert volume["odd"].check().num_intact == 20
 
 
 # ---------------------------------------------------------------------- writes
@@ -158,7 +158,7 @@ def test_of_a_write_that_failed_in_the_middle_nothing_looks_whole(disk: Disk, pa
             volume.flush()
         volume.flush()
         condition = volume["huge"].check()
-        assert (condition.num_whole, condition.unwritten, condition.damaged) == (0, (1,), (0,))
+        assert (condition.num_intact, condition.unwritten, condition.damaged) == (0, (1,), (0,))
         for record, said in ((0, "record 0 is not what was written"), (1, "record 1 was never written")):
             with pytest.raises(CorruptionError, match=said):
                 volume["huge"].read(record)
@@ -171,7 +171,7 @@ def test_a_record_whose_check_cannot_be_written_was_not_written(disk: Disk, path
     with Volume.create(path, kinds={"odd": ODD}) as volume:
         at = checks_of(volume, "odd", 3)
         with disk.failing(path, WRITES, start=at, stop=at + 8, error=errno.ENOSPC):
-            told = rf"kind 'odd' of {path}: writing the checks of records 2 to 5 failed at offset {at - 8}: No space"
+            told = rf"kind 'odd' of {path}: writing the checksums of records 2 to 5 failed at offset {at - 8}: No space"
             with pytest.raises(StorageError, match=rf"^{told}") as caught:
                 volume["odd"].write(2, rows(ODD, 2, 4))
             assert caught.value.errno == errno.ENOSPC
@@ -207,7 +207,7 @@ def test_a_volume_whose_header_cannot_be_written_is_none(disk: Disk, path: Path)
 @on_a_faulty_disk
 def test_once_it_could_not_be_made_durable_no_later_flush_says_that_it_is(disk: Disk, path: Path) -> None:
     """After a failed write-back the kernel drops the pages, tells it once, and the next fsync succeeds."""
-    told = rf"^{path}: making it durable failed: Input/output error\. What was written since the last flush that"
+    told = rf"^{path}: making it durable failed: Input/output error\. Data written since the last successful flush"
     with filled(path) as volume:
         volume["odd"].write(3, rows(ODD, 3, 1, turn=1))
         with disk.failing(path, SYNCS, error=errno.EIO, times=1), pytest.raises(StorageError, match=told) as caught:
@@ -269,7 +269,7 @@ def test_short_and_interrupted_transfers_go_on_to_the_byte(disk: Disk, path: Pat
         with disk.failing("volume", READS + WRITES, most=101):
             volume["odd"].write(2, rows(ODD, 2, 9, turn=2))
             assert torch.equal(volume["odd"].read(2, 9), rows(ODD, 2, 9, turn=2))
-        assert volume["odd"].check().num_whole == 20
+        assert volume["odd"].check().num_intact == 20
 
 
 # ---------------------------------------------------------------------- sectors

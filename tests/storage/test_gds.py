@@ -24,7 +24,7 @@ from torchstorm.storage.aligned import byte_view
 from torchstorm.storage.backend import Backend
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.gds import GdsFile, open_gds
-from torchstorm.storage.gds_holdings import DevicePointer
+from torchstorm.storage.gds_resources import DevicePointer
 
 CPU = torch.device("cpu")
 PAGE = 4096
@@ -43,7 +43,7 @@ class Mark:
 
 def opened(fake: Any, path: Path, **options: Any) -> GdsFile:
     below = DirectFile(path, threads=2, block_bytes=2 * PAGE, create=True)
-    gds = {"device": CPU, "mark": Mark, "threads": 3, "block_bytes": 3 * PAGE, "places": fake.places}
+    gds = {"device": CPU, "mark": Mark, "threads": 3, "block_bytes": 3 * PAGE, "paths": fake.paths}
     try:
         return open_gds(below, **gds | options)  # type: ignore[arg-type]
     except BaseException:
@@ -112,9 +112,7 @@ def test_any_offset_and_length_as_a_plain_file(
             around = torch.full((nbytes + shift + PAGE,), 0xA5, dtype=torch.uint8)
             out = around[shift : shift + nbytes]
             if nbytes and offset + nbytes > len(expected):
-                with pytest.raises(
-                    StorageError, match=rf"wanted {nbytes} bytes at offset {offset}, got|ends too early"
-                ):
+                with pytest.raises(StorageError, match=rf"wanted {nbytes} bytes at offset {offset}, got|is too short"):
                     file.read_into(out, offset)
             elif batches:
                 asked.append((out, offset))
@@ -212,7 +210,7 @@ def test_a_batch_of_which_nothing_is_heard_is_an_error_and_no_hang(room: Room) -
     room.fake["batch_silent"] = 1
     room.file._driver.batch_stall_s = 0.05
     outs = [torch.empty(PAGE, dtype=torch.uint8) for _ in range(4)]
-    with pytest.raises(StorageError, match=r"told nothing of 4 of 4 parts of a batch for 0.05 s"):
+    with pytest.raises(StorageError, match=r"reported no result for 4 of 4 parts of a batch for 0.05 s"):
         room.file.read_batch_async([(out, page * PAGE) for page, out in enumerate(outs)]).synchronize()
     assert room.fake.log[-2:] == ["cancel", "destroy"]
 
@@ -383,7 +381,7 @@ def test_memory_that_cufile_refuses_goes_below_alone(room: Room) -> None:
     room.file.read_into(out, 3 * PAGE)
     info = room.file.info()
     assert (info.path, info.counters.gds_read_bytes) == ("gds", 3 * PAGE)
-    assert "1 blocks of memory that cuFile refuses went the way below" in info.reason
+    assert "1 blocks used the underlying backend, since cuFile refused their memory" in info.reason
 
 
 def test_the_path_is_not_gds_once_cufile_says_that_it_went_through_the_host(room: Room) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torchstorm.errors import ConfigError, CorruptionError, DeviceError, StorageError
 from torchstorm.storage.layout import Kind
 from torchstorm.storage.loader import NVMeDataLoader
-from torchstorm.storage.records import Checks
+from torchstorm.storage.records import Checksums
 from torchstorm.storage.volume import Volume
 
 NUM = 37
@@ -212,7 +212,7 @@ def test_several_kinds_make_a_dictionary(tmp_path: Path) -> None:
         "other": Kind(dtype=torch.int64, length=3),
     }
     with make(tmp_path / "x", **kinds) as volume:
-        with pytest.raises(ConfigError, match="one length"):
+        with pytest.raises(ConfigError, match="equal length"):
             NVMeDataLoader(volume, 4)
         for batch in NVMeDataLoader(volume, 4, kinds=["images", "labels"], shuffle=True):
             assert isinstance(batch, dict)
@@ -249,7 +249,7 @@ def test_checks_that_are_read_while_their_file_closes_say_so(tmp_path: Path, mon
     """Another thread closes it after they were found open."""
     (tmp_path / "x").write_bytes(bytes(64))
     descriptor = os.open(tmp_path / "x", os.O_RDONLY)
-    checks, read = Checks(descriptor, 0, "kind 'x'"), os.preadv
+    checks, read = Checksums(descriptor, 0, "kind 'x'"), os.preadv
     assert len(checks.read(0, 2)) == 2
 
     def late(*arguments: Any) -> int:
@@ -280,7 +280,7 @@ def test_a_second_iteration_ends_the_first_which_says_so(volume: Volume) -> None
         ({"batch_size": 2.0}, "batch_size=2.0"),
         ({"batch_size": 2, "prefetch_depth": 0}, "prefetch_depth=0"),
         ({"batch_size": 2, "kinds": ["images"]}, "no kind 'images'"),
-        ({"batch_size": 2, "kinds": "tokens"}, "in a list"),
+        ({"batch_size": 2, "kinds": "tokens"}, "give a list"),
         ({"batch_size": 2, "rank": 2, "world_size": 2}, "rank=2, world_size=2"),
         ({"batch_size": 2, "rank": 0}, "give both"),
     ],

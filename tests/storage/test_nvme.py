@@ -114,7 +114,7 @@ def test_a_write_that_is_begun_is_there_after_the_flush(path: Path) -> None:
 @pytest.mark.parametrize("ask", [(-1, 1), (SECTORS, 1), (0, SECTORS + 1), (3, -1), (True, 1), (1, 1.0)], ids=str)
 def test_sectors_that_are_not_there_are_told_with_number_and_limit(path: Path, ask: tuple[int, int]) -> None:
     lba, count = ask
-    told = rf"disk: {count} sectors from {lba} on were asked for, but there are 64 .* from 0 to 63|whole numbers"
+    told = rf"disk: {count} sectors from {lba} on were requested, but there are 64 .* from 0 to 63|must be integers"
     with NVMe(path, read_only=False) as device:
         for use in (device.read, device.read_async, lambda *ask: device.write(*ask, torch.zeros(512))):
             with pytest.raises(ConfigError, match=told):
@@ -129,7 +129,7 @@ def test_a_tensor_that_does_not_fit_is_told_and_nothing_moves(path: Path) -> Non
         for tensor, told in (
             (
                 torch.zeros(1024),
-                r"4 sectors of 512 bytes take a tensor of 2048 bytes, but this one has 4096: \(1024,\)",
+                r"4 sectors of 512 bytes need a tensor of 2048 bytes, but this one has 4096: \(1024,\)",
             ),
             (square, r"contiguous tensor is needed, but this one is \(32, 16\) with strides \(1, 32\)"),
         ):
@@ -139,7 +139,7 @@ def test_a_tensor_that_does_not_fit_is_told_and_nothing_moves(path: Path) -> Non
                 device.write(0, 4, tensor)
             assert not tensor.any()
         stream = object()  # a CPU tensor has no use for any
-        with pytest.raises(ConfigError, match=r"for a tensor on cpu, but only one on a GPU waits on a stream"):
+        with pytest.raises(ConfigError, match=r"for a tensor on cpu, but only tensors on a GPU use a stream"):
             device.read_async(0, 1, torch.zeros(128), stream)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"for a tensor on cpu"):
             device.write_async(0, 1, torch.zeros(128), stream)  # type: ignore[arg-type]
@@ -149,12 +149,12 @@ def test_a_tensor_that_does_not_fit_is_told_and_nothing_moves(path: Path) -> Non
 
 
 @pytest.mark.parametrize("size", [0, -512, True, 1.5])
-def test_a_sector_of_no_size_is_told(path: Path, size: int) -> None:
-    with pytest.raises(ConfigError, match=f"sector_bytes={size!r}, but it is a whole number"):
+def test_a_sector_of_no_size_is_reported(path: Path, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"sector_bytes={size!r}, but it must be an integer"):
         NVMe(path, sector_bytes=size)
 
 
-def test_what_is_no_disk_is_told(tmp_path: Path) -> None:
+def test_what_is_no_disk_is_reported(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "small").write_bytes(bytes(511))
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listening:
@@ -165,13 +165,13 @@ def test_what_is_no_disk_is_told(tmp_path: Path) -> None:
             (tmp_path / "socket", "is a socket, which has no sectors"),
             ("/dev/null", "is a character device, which has no sectors"),
             (tmp_path / "none", "none cannot be opened: No such file"),
-            (tmp_path / "small", "too small: it has 511 bytes, and a sector takes 512"),
+            (tmp_path / "small", "too small: it has 511 bytes, and a sector has 512"),
         ):
             with pytest.raises(StorageError, match=told):
                 NVMe(name)
 
 
-def test_a_file_that_this_user_may_not_open_is_told() -> None:
+def test_a_file_that_this_user_may_not_open_is_reported() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "disk"
         path.write_bytes(bytes(512))
@@ -181,17 +181,17 @@ def test_a_file_that_this_user_may_not_open_is_told() -> None:
         if user == 0:  # who may open all
             os.seteuid(65534)
         try:
-            with pytest.raises(StorageError, match=f"{path} cannot be opened: Permission denied. Name a file") as told:
+            with pytest.raises(StorageError, match=f"{path} cannot be opened: Permission denied. Give a file") as told:
                 NVMe(path)
         finally:
             os.seteuid(user)
         assert told.value.errno == errno.EACCES
 
 
-def test_a_file_cut_off_while_it_is_open_is_told(path: Path) -> None:
+def test_a_file_cut_off_while_it_is_open_is_reported(path: Path) -> None:
     with NVMe(path) as device:
         os.truncate(path, 1000)
-        with pytest.raises(StorageError, match=r"sector 1 of .*disk ends too early: wanted 512 bytes at offset 512"):
+        with pytest.raises(StorageError, match=r"sector 1 of .*disk is too short: wanted 512 bytes at offset 512"):
             device.read(1, 1)
         assert device.read(0, 1).any()
 

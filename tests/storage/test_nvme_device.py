@@ -137,7 +137,7 @@ def test_neighbours_in_one_sector_lose_nothing(device: XnvmeDevice, direct: Dire
     assert torch.equal(found, torch.cat([piece for piece, _ in pieces]))
 
 
-def test_the_drives_own_error_is_told(device: XnvmeDevice) -> None:
+def test_the_drives_own_error_is_reported(device: XnvmeDevice) -> None:
     end = device.size_bytes
     device.size_bytes *= 2  # a lie, so that the drive sees a sector it does not have
     with pytest.raises(StorageError, match=f"at offset {end} failed in sectors {device.num_sectors} to") as caught:
@@ -160,7 +160,7 @@ def test_a_device_in_use_is_refused(device: XnvmeDevice, direct: DirectFile) -> 
 def test_names_that_are_no_namespace() -> None:
     with pytest.raises(StorageError, match="No such file or directory"):
         XnvmeDevice("/dev/ng7n7")
-    with pytest.raises(StorageError, match="is no NVMe namespace"):
+    with pytest.raises(StorageError, match="is not an NVMe namespace"):
         XnvmeDevice("/dev/nvme0")
     with pytest.raises(StorageError, match=r"0000:00:01\.0 cannot be opened .*XNVME_SPDK"):  # built without SPDK
         XnvmeDevice("0000:00:01.0")

@@ -31,7 +31,7 @@ def test_every_row_is_what_the_file_has_at_its_offset(
     seen: dict[int, bytes] = {}
     file = DirectFile(path, block_bytes=4096, direct=direct)  # so that some rows take several blocks
     try:
-        file.read_rows_async(out, offsets, look=lambda row, data: seen.update({row: bytes(data)})).wait()
+        file.read_rows_async(out, offsets, on_row=lambda row, data: seen.update({row: bytes(data)})).wait()
     finally:
         file.close()
     expected = {row: plain[offset : offset + size] for row, offset in enumerate(offsets)}
@@ -42,7 +42,7 @@ def test_every_row_is_what_the_file_has_at_its_offset(
 def test_a_row_beyond_the_end_or_before_the_start_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     file = DirectFile(tmp_path / "file")
-    with pytest.raises(StorageError, match="ends too early"):
+    with pytest.raises(StorageError, match="is too short"):
         file.read_rows_async(torch.empty(3, 10), [0, 10, 90]).wait()
     with pytest.raises(StorageError, match="offset -1"):
         file.read_rows_async(torch.empty(2, 1), [0, -1])
@@ -87,7 +87,7 @@ def test_what_is_not_there_or_does_not_fit_is_refused_before_anything_is_read(tm
         for numbers, out, said in (
             ([0, 5000], torch.empty(2, 3, dtype=torch.int64), "records 5000 to 5000"),
             ([0, -1], torch.empty(2, 3, dtype=torch.int64), "records -1 to -1"),
-            ([0, 1], torch.empty(3, 3, dtype=torch.int64), "2 records take"),
+            ([0, 1], torch.empty(3, 3, dtype=torch.int64), "2 records need"),
             ([0, 1], torch.empty(2, 3), "float32"),
             ([0, 1], torch.empty(2, 6, dtype=torch.int64)[:, ::2], "contiguous"),
         ):

@@ -159,23 +159,23 @@ def test_pieces_are_cut_at_multiples_of_their_size_so_that_bodies_are_direct(roo
 def test_what_passes_is_shown_in_order_with_the_number_of_its_request(room: Room) -> None:
     seen: dict[int, bytes] = {}
 
-    def look(number: int, view: memoryview) -> None:
+    def on_bytes(number: int, view: memoryview) -> None:
         seen[number] = seen.get(number, b"") + bytes(view)
 
     outs = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (5 * PAGE, 0, 3 * PIECE + 1)]
     offsets = [7, 5, PAGE]
-    room.file.read_batch_async(list(zip(outs, offsets, strict=True)), look=look).synchronize()
+    room.file.read_batch_async(list(zip(outs, offsets, strict=True)), on_bytes=on_bytes).synchronize()
     assert seen == {n: room.content[offsets[n] : offsets[n] + outs[n].nbytes] for n in (0, 2)}
     seen.clear()
     source = data(2 * PIECE + 9)
-    room.file.write_batch_async([(source, 3)], look=look).synchronize()
+    room.file.write_batch_async([(source, 3)], on_bytes=on_bytes).synchronize()
     assert seen == {0: source.numpy().tobytes()}
 
 
 def test_an_error_below_is_told_by_every_wait_and_the_ring_stays_usable(room: Room) -> None:
     beyond = room.file.read_into_async(torch.empty(3 * PIECE, dtype=torch.uint8), len(room.content) - PAGE)
     for _ in range(2):
-        with pytest.raises(StorageError, match="ends too early"):
+        with pytest.raises(StorageError, match="is too short"):
             beyond.wait()
     assert beyond.done()
     room.engine.refuse = True
@@ -192,11 +192,11 @@ def test_an_error_below_is_told_by_every_wait_and_the_ring_stays_usable(room: Ro
 def test_a_request_waits_for_those_it_comes_after(room: Room) -> None:
     gate = threading.Event()
 
-    def look(number: int, view: memoryview) -> None:
+    def on_bytes(number: int, view: memoryview) -> None:
         gate.wait(10)
 
     source = data(PIECE)
-    write = room.file.write_batch_async([(source, 0)], look=look)
+    write = room.file.write_batch_async([(source, 0)], on_bytes=on_bytes)
     out = torch.empty(PIECE, dtype=torch.uint8)
     read = room.file.read_into_async(out, 0, after=[write])
     time.sleep(0.05)

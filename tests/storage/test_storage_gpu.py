@@ -40,7 +40,7 @@ def rows(first: int, count: int) -> torch.Tensor:
 
 
 def test_records_written_from_the_gpu_are_whole_and_come_back_to_it(volume: Volume) -> None:
-    assert volume["rows"].check().num_whole == 500
+    assert volume["rows"].check().num_intact == 500
     found = volume["rows"].read(123, 45)
     assert found.device == torch.device("cuda:0")
     assert torch.equal(found.cpu(), rows(123, 45))

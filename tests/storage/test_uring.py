@@ -129,7 +129,7 @@ def test_rows_are_the_same_with_a_ring_and_without(
 
 
 def test_a_row_behind_the_end_is_an_error_that_names_it_and_the_others_are_asked_for(path: Path) -> None:
-    with pytest.raises(StorageError, match=rf"ends too early: wanted {PAGE} bytes at offset {PAGES * PAGE}"):
+    with pytest.raises(StorageError, match=rf"is too short: wanted {PAGE} bytes at offset {PAGES * PAGE}"):
         rows(path, [*range(40), PAGES, *range(40)])
 
 

@@ -254,7 +254,7 @@ def test_a_drive_that_does_not_answer_is_given_up(opened: Open) -> None:
     assert address in [tensor.data_ptr() for tensor in kept]  # the drive may still write there
     with pytest.raises(StorageError, match=r"sectors 0 to 0: not begun: .* has not answered"):
         device.read_into(aligned_empty(512), 0)
-    with pytest.raises(StorageError, match="for the drive is lost"):
+    with pytest.raises(StorageError, match="since the drive is lost"):
         device.sync()
     device.close()
 
@@ -264,7 +264,7 @@ def test_a_device_that_cannot_be_asked_is_given_up(opened: Open) -> None:
     real = device._target.library.xnvme_queue_poke
     device._target.library.xnvme_queue_poke = lambda *_: -5
     try:
-        with pytest.raises(StorageError, match="asking for completions failed: Input/output error"):
+        with pytest.raises(StorageError, match="polling for completions failed: Input/output error"):
             device.read_into(aligned_empty(512), 2560)
     finally:
         device._target.library.xnvme_queue_poke = real
@@ -352,12 +352,12 @@ def test_a_forked_process_is_told_to_open_it_again(opened: Open) -> None:
 
 def test_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XNVME_LIBRARY_PATH", str(tmp_path / "absent.so"))
-    with pytest.raises(StorageError, match=r"cannot be loaded: .*absent\.so.* Build it by `make xnvme`"):
+    with pytest.raises(StorageError, match=r"cannot be loaded: .*absent\.so.* Build it with `make xnvme`"):
         XnvmeDevice("/dev/ng0n1")
 
 
 def test_another_library_or_version(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"is no xNVMe library of version 0\.7: .*xnvme_ver_major"):
+    with pytest.raises(StorageError, match=r"is not an xNVMe library of version 0\.7: .*xnvme_ver_major"):
         XnvmeDevice("/dev/ng0n1", library="libc.so.6")
     newer = build(tmp_path, "-DVERSION_MINOR=8")
     with pytest.raises(StorageError, match=r"is xNVMe 0\.8\.5, whose structures may differ; 0\.7 is needed"):
@@ -366,7 +366,7 @@ def test_another_library_or_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uri", ["disk", "/dev/null", "/dev/nvme0", "/dev/nvme0n1p2", "/dev/sda"])
 def test_what_is_no_namespace_is_refused(fake: Path, uri: str) -> None:
-    with pytest.raises(StorageError, match=r"is no NVMe namespace\. Name one: /dev/ng0n1"):
+    with pytest.raises(StorageError, match=r"is not an NVMe namespace\. Use /dev/ng0n1"):
         XnvmeDevice(uri, library=fake)
 
 
@@ -386,7 +386,7 @@ def test_a_node_that_this_user_may_not_open(opened: Open, fake: Path, monkeypatc
     device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(13)
     monkeypatch.setattr(xnvme, "load_library", lambda _: (device._library, "0.7.5"))
     try:
-        with pytest.raises(StorageError, match=r"Permission denied\. This user may not: run as root") as caught:
+        with pytest.raises(StorageError, match=r"Permission denied\. Permission denied: run as root") as caught:
             XnvmeDevice("/dev/ng97n1", library=fake)
         assert caught.value.errno == 13
         device._library.xnvme_dev_open = lambda *_: ctypes.set_errno(6)
@@ -430,7 +430,7 @@ def test_what_is_opened_and_cannot_be_used_is_closed_again(opened: Open) -> None
         opened("type=2")
     with pytest.raises(StorageError, match="in sectors of 100"):
         opened("sector=100")
-    with pytest.raises(StorageError, match="no queue of 32 commands could be made: Function not implemented"):
+    with pytest.raises(StorageError, match="cannot create a queue of 32 commands: Function not implemented"):
         opened("gone=0")
     assert len(os.listdir("/proc/self/fd")) == fds
 
@@ -440,7 +440,7 @@ def test_the_library_runs_out_of_buffers(opened: Open) -> None:
     real = device._target.library.xnvme_buf_alloc
     device._target.library.xnvme_buf_alloc = lambda *_: None
     try:
-        with pytest.raises(StorageError, match="no buffer of 65536 bytes left"):
+        with pytest.raises(StorageError, match="cannot allocate a buffer of 65536 bytes"):
             device.read_into(torch.zeros(1), 1)
     finally:
         device._target.library.xnvme_buf_alloc = real

@@ -64,7 +64,7 @@ def test_the_records_and_the_rest_are_the_text_to_the_byte(tmp_path: Path, out: 
         assert len(rest) == num_bytes % 33
         assert list(volume) == ["tokens", *(["rest"] if rest else []), "tokenizer"]
         for name in volume:
-            assert volume[name].check().num_whole == len(volume[name])
+            assert volume[name].check().num_intact == len(volume[name])
     assert packed.file_bytes == out.stat().st_size
     assert names_in(tmp_path) == ["a.storm", "text"]
 
@@ -90,7 +90,7 @@ def test_the_same_sources_give_the_same_bytes(tmp_path: Path, out: Path) -> None
 
 def test_a_text_shorter_than_a_record_is_refused(tmp_path: Path, out: Path) -> None:
     (tmp_path / "text").write_text("storm")
-    with pytest.raises(DataError, match="text has 5 tokens, but a record takes 6, one more than --seq 5"):
+    with pytest.raises(DataError, match="text has 5 tokens, but a record needs 6, one more than --seq 5"):
         pack([tmp_path / "text"], out, seq=5, console=QUIET)
     pack([tmp_path / "text"], out, seq=4, console=QUIET)
 
@@ -152,10 +152,10 @@ def test_what_cannot_be_told_to_be_one_kind_is_refused_with_both_files(tmp_path:
     differ = r"records of .*one.npy are \(4,\) of torch.float32, those of .*two.npy \(5,\) of torch.float32"
     with pytest.raises(ConfigError, match=rf"--records x names one kind, but {differ}"):
         pack([one, two], out, records="x", console=QUIET)
-    with pytest.raises(DataError, match=rf"{differ}, and .*one.npy and .*also.npy are alike"):
+    with pytest.raises(DataError, match=rf"{differ}, and .*one.npy and .*also.npy are equal"):
         pack([one, two, also], out, console=QUIET)
     same_name = save(tmp_path / "sub" / "one.npy", numbers(3, 5))
-    with pytest.raises(DataError, match="two of the files have one name"):
+    with pytest.raises(DataError, match="have the same name"):
         pack([one, same_name], out, console=QUIET)
     assert not out.exists()
 
@@ -193,7 +193,7 @@ def test_a_volume_is_no_source_and_what_is_replaced_is_left_out(tmp_path: Path) 
     assert (folder / "a.storm").read_bytes() == first
     with pytest.raises(DataError, match=r"a.storm is a volume, neither text nor an array"):
         pack([folder], tmp_path / "b.storm", console=QUIET)
-    with pytest.raises(DataError, match=r"nothing is left beside .*a.storm itself"):
+    with pytest.raises(DataError, match=r"SOURCE has no files other than .*a.storm itself"):
         pack([folder / "a.storm"], folder / "a.storm", replace=True, console=QUIET)
     assert (folder / "a.storm").read_bytes() == first
 
@@ -201,12 +201,14 @@ def test_a_volume_is_no_source_and_what_is_replaced_is_left_out(tmp_path: Path) 
 def test_a_place_that_cannot_be_is_refused(tmp_path: Path, out: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("storm " * 100)
-    with pytest.raises(ConfigError, match=r"t.txt comes last, so it is what to make, but its name must end in .storm"):
+    with pytest.raises(
+        ConfigError, match=r"t.txt is the last argument, so it is the volume to create, but it must end in .storm"
+    ):
         pack([text], text, replace=True, console=QUIET)
-    with pytest.raises(StorageError, match=r"a.storm cannot be made: .*missing is no folder"):
+    with pytest.raises(StorageError, match=r"a.storm cannot be created: .*missing is not a folder"):
         pack([text], tmp_path / "missing" / "a.storm", console=QUIET)
     out.mkdir()
-    with pytest.raises(StorageError, match=r"a.storm is a folder: name the file to make"):
+    with pytest.raises(StorageError, match=r"a.storm is a folder: give the file to create"):
         pack([text], out, replace=True, console=QUIET)
     assert text.read_text() == "storm " * 100
 

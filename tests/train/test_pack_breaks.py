@@ -94,7 +94,7 @@ def test_a_signal_ends_it_between_two_pieces(source: Path, out: Path, monkeypatc
         return write_async(self, i, tensor)
 
     monkeypatch.setattr(Records, "write_async", write_and_stop)
-    with pytest.raises(Interrupted, match=r"SIGTERM before .*a.storm was whole, so it was not made") as stopped:
+    with pytest.raises(Interrupted, match=r"SIGTERM before .*a.storm was complete, so it was not created") as stopped:
         pack([source], out, console=QUIET)
     assert stopped.value.exit_code == 143
     assert count == 2
@@ -104,7 +104,7 @@ def test_a_signal_ends_it_between_two_pieces(source: Path, out: Path, monkeypatc
 def test_an_existing_file_is_refused_unless_it_is_to_be_replaced(source: Path, out: Path) -> None:
     pack([source], out, console=QUIET)
     before = out.read_bytes()
-    with pytest.raises(StorageError, match=r"a.storm exists. Give another name, or --replace"):
+    with pytest.raises(StorageError, match=r"a.storm exists. Give another name, or use --replace"):
         pack([source], out, console=QUIET)
     assert out.read_bytes() == before
     np.save(source, array(3, 5))
@@ -140,7 +140,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     usage = shutil.disk_usage(out.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=200 * 1024))
     monkeypatch.setattr(Volume, "create", lambda *args, **kwargs: pytest.fail("written"))
-    said = r"a.storm takes 26\d.00 KiB \(2\d{5} bytes\), but 200.00 KiB \(204800\) are free in .*: free 6\d.00 KiB more"
+    said = r"a.storm needs 26\d.00 KiB \(2\d{5} bytes\), but 200.00 KiB \(204800\) are free in .*: free 6\d.00 KiB more"
     with pytest.raises(StorageError, match=said):
         pack([source], out, replace=True, console=QUIET)
     assert out.read_bytes() == b"what was there"
@@ -184,7 +184,7 @@ def test_what_a_killed_one_left_is_used_again_and_another_at_work_is_not_disturb
     pack([source], out, console=QUIET)
     assert names_in(out.parent) == ["a.storm", "x.npy"]
     with Volume.open(out) as volume:
-        assert volume["data"].check().num_whole == 64
+        assert volume["data"].check().num_intact == 64
 
 
 def test_one_that_is_done_between_our_opening_and_locking_its_file_keeps_it(
@@ -205,19 +205,19 @@ def test_one_that_is_done_between_our_opening_and_locking_its_file_keeps_it(
     assert names_in(out.parent) == ["a.storm", "theirs.storm", "x.npy"]
 
 
-def test_a_file_system_that_does_not_lock_is_told(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_lock_is_reported(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(StorageError, match=r"a.storm cannot be made: No locks available"):
+    with pytest.raises(StorageError, match=r"a.storm cannot be created: No locks available"):
         pack([source], out, console=QUIET)
 
 
-def test_a_folder_that_refuses_is_told(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_refuses_is_reported(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Any, *args: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StorageError, match=r"a.storm cannot be made: Permission denied \(.*packing\)"):
+    with pytest.raises(StorageError, match=r"a.storm cannot be created: Permission denied \(.*packing\)"):
         pack([source], out, console=QUIET)

@@ -1,6 +1,6 @@
-"""What this machine has for torchstorm, measured, and which path is active and why.
+"""Reports what this machine offers to torchstorm, with measured speeds and the paths in use.
 
-`examine` looks and measures; the `DoctorReport` that it returns is a value, which prints itself or goes to JSON.
+`examine` measures and returns a `DoctorReport`, which can be printed or converted to JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchstorm.report.terminal import installed_version
 from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.direct import DirectFile
-from torchstorm.storage.gds_guard import why_not
+from torchstorm.storage.gds_guard import why_unavailable
 from torchstorm.storage.measure import measure_disk
 from torchstorm.storage.xnvme_library import load_library
 
@@ -40,13 +40,13 @@ class GpuReport:
     """One GPU.
 
     Attributes:
-        device: as `--device` takes it, "cuda:0".
-        name: as its maker calls it.
-        compute_capability: "9.0".
-        total_bytes: its memory.
-        free_bytes: what no process uses of it now.
-        link: its copies to and from the host, timed.
-        bus: how it is connected, where the `cuda` extra is installed to ask, else "".
+        device: name for `--device`, such as "cuda:0".
+        name: product name.
+        compute_capability: such as "9.0".
+        total_bytes: total memory.
+        free_bytes: free memory, over all processes.
+        link: measured bandwidth to and from the host.
+        bus: type of connection; "" without the `cuda` extra.
     """
 
     device: str
@@ -63,11 +63,11 @@ class RamReport:
     """Host memory.
 
     Attributes:
-        total_bytes: what the process could use at most.
-        available_bytes: what it can still take.
-        cgroup_limit_bytes: the tightest limit of its cgroups, None without one.
-        memlock_bytes: RLIMIT_MEMLOCK (`ulimit -l`), None for no limit.
-        pinnable: what can be pinned for the GPU's copies, for people.
+        total_bytes: memory that the process could use at most.
+        available_bytes: memory that it can still allocate.
+        cgroup_limit_bytes: tightest limit of its cgroups; None without a limit.
+        memlock_bytes: RLIMIT_MEMLOCK (`ulimit -l`); None without a limit.
+        pinnable: whether memory can be pinned, as text.
     """
 
     total_bytes: int
@@ -79,15 +79,15 @@ class RamReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskReport:
-    """Where spill files would go.
+    """The disk for spill files.
 
     Attributes:
-        directory: which was measured.
-        free_bytes: what is free there.
-        write_bytes_per_s: measured, made durable.
-        read_bytes_per_s: measured.
-        path: "direct" (O_DIRECT, past the page cache), "buffered", or "" where the directory cannot be used.
-        reason: why.
+        directory: the measured directory.
+        free_bytes: free space.
+        write_bytes_per_s: measured write speed, fsync included.
+        read_bytes_per_s: measured read speed.
+        path: "direct" (O_DIRECT), "buffered" (page cache), or "" if the directory cannot be used.
+        reason: the reason for the path.
     """
 
     directory: str
@@ -100,16 +100,16 @@ class DiskReport:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorReport:
-    """All of it.
+    """The whole report.
 
     Attributes:
-        versions: what is installed -> its version, or that it is not.
-        cpu: the processor, and the threads that PyTorch uses of it.
-        gpus: every GPU that PyTorch sees.
-        why_no_gpu: why there is none, "" where there is one.
+        versions: name of a component -> its version, or that it is not installed.
+        cpu: the processor, and PyTorch's number of threads.
+        gpus: every GPU that PyTorch finds.
+        why_no_gpu: the reason if there is none; "" otherwise.
         ram: host memory.
-        disk: the disk.
-        active: the paths that a Session and files take here, and why, a sentence each.
+        disk: the disk for spill files.
+        active: the paths of a Session and of files, one sentence each.
     """
 
     versions: dict[str, str]
@@ -121,11 +121,11 @@ class DoctorReport:
     active: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON takes it; sizes in bytes, speeds in bytes per second."""
+        """The report as a dictionary for JSON; sizes in bytes, speeds in bytes per second."""
         return asdict(self)
 
     def print_to(self, console: Console) -> None:
-        """Prints the report for people."""
+        """Prints the report."""
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
@@ -162,14 +162,14 @@ class DoctorReport:
 
 
 def doctor(console: Console, *, directory: str | os.PathLike[str] = ".") -> DoctorReport:
-    """Examines this machine and prints what was found.
+    """Examines this machine and prints the report.
 
     Args:
         console: where to print.
-        directory: where spill files would go; 64 MiB are written there for a moment, to measure.
+        directory: directory for spill files. A file of 64 MiB is written there to measure, and removed.
 
     Returns:
-        What was printed.
+        The printed report.
     """
     report = examine(directory)
     report.print_to(console)
@@ -177,7 +177,7 @@ def doctor(console: Console, *, directory: str | os.PathLike[str] = ".") -> Doct
 
 
 def examine(directory: str | os.PathLike[str] = ".") -> DoctorReport:
-    """Measures this machine: the link to every GPU, and the disk of a directory. What fails is told in the report."""
+    """Measures the link to every GPU and the disk of a directory. Failures are part of the report."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_examine_gpu(index) for index in range(num_gpus))
     disk = _examine_disk(os.path.realpath(user_path(directory, name="--directory")))
@@ -208,11 +208,11 @@ def _examine_gpu(index: int) -> GpuReport:  # pragma: gpu
 
 
 def _bus(uuid: str) -> str:  # pragma: gpu
-    """Asked by UUID: NVML numbers the GPUs without regard to CUDA_VISIBLE_DEVICES."""
+    """Looks the GPU up by UUID, since NVML's indices ignore CUDA_VISIBLE_DEVICES."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # not installed, or no driver library: the line is left out
+    except Exception:  # not installed, or no driver library: the report has no such line
         return ""
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
@@ -243,9 +243,9 @@ def _examine_ram(gpus: tuple[GpuReport, ...]) -> RamReport:
     if refusals:
         pinnable = f"not possible, copies use pageable memory: {refusals[0]}"
     elif gpus:
-        pinnable = f"works; up to {format_size(available_bytes)} before something else has to give"
+        pinnable = f"works; up to {format_size(available_bytes)} available"
     else:
-        pinnable = "nothing to pin for, since there is no GPU"
+        pinnable = "not needed, since there is no GPU"
     return RamReport(
         total_bytes=total_ram_bytes(),
         available_bytes=available_bytes,
@@ -275,7 +275,7 @@ def _examine_disk(directory: str) -> DiskReport:
 
 
 def _disk_path(directory: str) -> tuple[str, str]:
-    """Writes a block and looks at the counters: a file system may accept O_DIRECT and then refuse the transfer."""
+    """Writes a block and reads the counters, since a file system may accept O_DIRECT and then refuse the transfer."""
     descriptor, name = tempfile.mkstemp(prefix="torchstorm-doctor-", dir=directory)
     os.close(descriptor)
     try:
@@ -288,7 +288,7 @@ def _disk_path(directory: str) -> tuple[str, str]:
     finally:
         os.unlink(name)
     direct = info.counters.direct_write_bytes
-    return info.path, f"{info.reason}; of a probe of {format_size(_PROBE_BYTES)}, {format_size(direct)} went direct"
+    return info.path, f"{info.reason}; a probe of {format_size(_PROBE_BYTES)} wrote {format_size(direct)} directly"
 
 
 def _versions() -> dict[str, str]:
@@ -317,20 +317,20 @@ def _nvcc() -> str:
 
 
 def _storage_paths() -> tuple[str, ...]:
-    """What volumes and files can take besides, and why not."""
-    why_no_gds = why_not()
+    """The optional I/O paths of volumes and files, and why they are not available."""
+    why_no_gds = why_unavailable()
     try:
-        library = f"{load_library()[1]}, for a device that is named (require='xnvme')"
+        library = f"{load_library()[1]}, for devices opened with require='xnvme'"
     except StorageError as error:
-        library = f"not to be had: {error}"
+        library = f"not available: {error}"
     return (
-        f"GPUDirect Storage: {f'not in use: {why_no_gds}' if why_no_gds else 'tried, and proven, for each file'}",
+        f"GPUDirect Storage: {f'not in use: {why_no_gds}' if why_no_gds else 'tested for each file'}",
         f"xNVMe: {library}",
     )
 
 
 def _active(gpus: tuple[GpuReport, ...], disk: DiskReport) -> tuple[str, ...]:
-    """What a Session does here."""
+    """The tiers and paths that a Session uses on this machine."""
     spill = f"{disk.path} I/O" if disk.path else f"no disk, because {disk.directory} cannot be used"
     if not gpus:
         return (
@@ -341,7 +341,7 @@ def _active(gpus: tuple[GpuReport, ...], disk: DiskReport) -> tuple[str, ...]:
     memory = "pageable" if any(gpu.link.not_pinned for gpu in gpus) else "pinned"
     return (
         "fast tier: GPU memory (--vram)",
-        f"next tier: {memory} RAM (--ram), copied on streams of their own beside the compute",
+        f"next tier: {memory} RAM (--ram), copied on separate streams during compute",
         f"last tier: disk (--disk DIR), through {memory} RAM, by {spill}",
         "kernels: PyTorch's own",
     )

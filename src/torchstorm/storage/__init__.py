@@ -1,4 +1,4 @@
-"""Bytes between files or NVMe devices and GPU or host memory."""
+"""Reads and writes between files or NVMe devices and GPU or host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from torchstorm.storage.backend import BackendInfo
 
 
-class _Told(Protocol):
+class _HasInfo(Protocol):
     def info(self) -> BackendInfo: ...
 
 
-def info(storage: _Told) -> BackendInfo:
-    """Which path the bytes of a volume, an `NVMe` or a file take, why, and the counters that prove it."""
+def info(storage: _HasInfo) -> BackendInfo:
+    """The I/O path of a volume, an `NVMe` or a file, the reason for it, and the counters that prove it."""
     return storage.info()

@@ -1,4 +1,4 @@
-"""Memory as direct I/O wants it: page-aligned tensors, views by address, and the alignment that a file asks for."""
+"""Memory for direct I/O: page-aligned tensors, views by address, and the alignment that a file requires."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _PYBUF_WRITE = 0x200
 
-# By address: a tensor's own methods would pass through whatever dispatch mode is active.
+# Views are made from addresses, since tensor methods would call an active dispatch mode.
 _memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory_view.restype = ctypes.py_object
 
-# Where the data of each live `aligned_empty` tensor ends -> its mapping. Entries go when the memory does.
+# Address of the data's end -> mapping, for each live `aligned_empty` tensor. An entry is removed with its memory.
 _aligned_ends: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """Makes a host tensor that direct I/O reaches without a bounce buffer.
+    """Allocates a host tensor that direct I/O can use without a bounce buffer.
 
     Args:
         nbytes: size in bytes; the memory behind it is rounded up to whole pages.
 
     Returns:
-        (nbytes,) uint8, page-aligned, with a storage of exactly `nbytes`. Its first contents are zeros.
+        (nbytes,) uint8, page-aligned, with a storage of exactly `nbytes`, filled with zeros.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -40,13 +40,13 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 
 class AlignedPool:
-    """Host tensors like those of `aligned_empty`, whose memory is used again once nobody holds them.
+    """Allocates host tensors as `aligned_empty` does, and reuses the memory of freed ones.
 
-    Memory that is new costs the kernel as much time as a fast disk takes to fill it.
+    Mapping new memory takes the kernel as long as a fast disk takes to fill it.
 
     Args:
-        nbytes: size of each.
-        most: so many that nobody holds are kept; memory beyond that goes back to the system.
+        nbytes: size of each tensor.
+        most: number of free buffers to keep. Further ones are returned to the system.
     """
 
     def __init__(self, nbytes: int, most: int) -> None:
@@ -55,11 +55,11 @@ class AlignedPool:
         self._lease = ctypes.c_ubyte * nbytes
 
     def take(self) -> torch.Tensor:
-        """(nbytes,) uint8, page-aligned, of any contents."""
+        """(nbytes,) uint8, page-aligned, uninitialized."""
         if not self._nbytes:
             return torch.empty(0, dtype=torch.uint8)
         memory = self._free.pop() if self._free else _map(self._nbytes)
-        # The tensor keeps the lease alive, and the lease's end tells that nobody holds the tensor.
+        # The tensor keeps the lease alive, so the lease's finalizer runs when the tensor is freed.
         lease = self._lease.from_buffer(memory)
         weakref.finalize(lease, _give_back, weakref.ref(self), memory).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
@@ -83,25 +83,25 @@ def _map(nbytes: int) -> mmap.mmap:
 
 
 def bytes_beyond(end: int) -> int:
-    """Bytes from address `end` on that are nobody's: the rest of the last page where an `aligned_empty` tensor ends.
+    """Unused bytes after address `end`: the rest of the last page, if an `aligned_empty` tensor ends there.
 
-    A tensor that ends there is that tensor or a view of it, for the mapping is alive and ours alone. 0 elsewhere.
+    Any tensor that ends there is that tensor or a view of it. 0 for all other addresses.
     """
     return -end % mmap.PAGESIZE if end in _aligned_ends else 0
 
 
 def memory_view(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory that the caller keeps alive."""
+    """A writable view of memory. The caller keeps the memory alive."""
     return _memory_view(address, nbytes, _PYBUF_WRITE)  # type: ignore[no-any-return]
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied; the caller keeps the tensor alive."""
+    """A view of the bytes of a contiguous CPU tensor. The caller keeps the tensor alive."""
     return memory_view(tensor.data_ptr(), tensor.nbytes)
 
 
 def direct_alignment(fd: int) -> tuple[int, int]:
-    """(offset, address) alignment in bytes that the kernel (6.1 or newer) tells for O_DIRECT; zeros where not."""
+    """(offset, address) alignment for O_DIRECT in bytes, from Linux 6.1 on; zeros if the kernel does not report it."""
     try:
         statx = ctypes.CDLL(None).statx
     except AttributeError:  # a C library older than statx

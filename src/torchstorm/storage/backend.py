@@ -1,8 +1,8 @@
-"""What every storage backend promises: bytes between a file and host memory, at any offset and any length.
+"""The interface of storage backends: reads and writes between a file and host memory, at any offset and any length.
 
-A request is queued and answered with a `StorageCopy`; alignment, splitting and the choice between direct and buffered
-I/O are the backend's own affair. What it really did is told by `info()`, whose counters count what the system calls
-returned, because a path that was asked for is not always the path that was taken.
+A request is queued and returns a `StorageCopy`. The backend handles alignment, splitting and the choice between direct
+and buffered I/O. `info()` reports the path that was really used. Its counters are taken from the results of system
+calls, since the requested path is not always the path used.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IOCounters:
-    """What the system calls moved so far.
+    """Bytes and requests so far, by path.
 
     Attributes:
-        direct_read_bytes: bytes that came past the page cache; whole blocks, so more than was asked for where it was
-            not aligned.
-        direct_read_requests: system calls that brought them.
-        direct_write_bytes: bytes that went past the page cache, padding included.
-        direct_write_requests: system calls that took them.
-        buffered_read_bytes: bytes that came through the page cache.
-        buffered_read_requests: system calls that brought them.
-        buffered_write_bytes: bytes that went through the page cache.
-        buffered_write_requests: system calls that took them.
-        link_in_bytes: bytes that went on to a GPU through pinned buffers.
-        link_out_bytes: bytes that came from a GPU through pinned buffers.
-        gds_read_bytes: bytes that cuFile brought to a GPU; whether past the host, cuFile's own counters say.
-        gds_read_requests: calls and parts of batches that brought them.
-        gds_write_bytes: bytes that cuFile took from a GPU.
-        gds_write_requests: calls and parts of batches that took them.
-        nvme_read_bytes: bytes that the drive's own commands brought; whole sectors.
-        nvme_read_commands: read commands that ended well.
-        nvme_write_bytes: bytes that the drive's own commands took; whole sectors.
-        nvme_write_commands: write commands that ended well.
+        direct_read_bytes: bytes read with O_DIRECT. Reads are whole blocks, so unaligned requests read more bytes than
+            requested.
+        direct_read_requests: system calls for them.
+        direct_write_bytes: bytes written with O_DIRECT, padding included.
+        direct_write_requests: system calls for them.
+        buffered_read_bytes: bytes read through the page cache.
+        buffered_read_requests: system calls for them.
+        buffered_write_bytes: bytes written through the page cache.
+        buffered_write_requests: system calls for them.
+        link_in_bytes: bytes copied to a GPU through pinned buffers.
+        link_out_bytes: bytes copied from a GPU through pinned buffers.
+        gds_read_bytes: bytes read to a GPU by cuFile. cuFile's own counters show whether they bypassed the host.
+        gds_read_requests: calls and parts of batches for them.
+        gds_write_bytes: bytes written from a GPU by cuFile.
+        gds_write_requests: calls and parts of batches for them.
+        nvme_read_bytes: bytes read by NVMe commands, whole sectors.
+        nvme_read_commands: successful read commands.
+        nvme_write_bytes: bytes written by NVMe commands, whole sectors.
+        nvme_write_commands: successful write commands.
     """
 
     direct_read_bytes: int = 0
@@ -68,14 +68,14 @@ class IOCounters:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """Which path is in use.
+    """The I/O path in use.
 
     Attributes:
-        path: "direct" (past the page cache), "buffered" (through it), "staged" (either, then pinned buffers and a
-            copy stream to a GPU), "gds" (between the disk and a GPU, past the host), or "xnvme" (a drive's own
-            commands).
-        reason: why, for people.
-        counters: the proof.
+        path: "direct" (O_DIRECT), "buffered" (through the page cache), "staged" (one of these, with pinned buffers and
+            a copy stream to a GPU), "gds" (GPUDirect Storage: between disk and GPU, bypassing the host), or "xnvme"
+            (NVMe commands).
+        reason: why this path is used, as text.
+        counters: bytes and requests that prove it.
     """
 
     path: Literal["direct", "buffered", "staged", "gds", "xnvme"]
@@ -84,9 +84,9 @@ class BackendInfo:
 
 
 class StorageCopy:
-    """A request under way. Structurally a tier's `Copy`; waiting blocks the host, since host memory is what moves.
+    """A request in progress. It implements the `Copy` protocol of tiers. Waiting blocks the host.
 
-    Not a `concurrent.futures.Future`: that keeps its callbacks, and with them whole tensors, after it has ended.
+    It is no `concurrent.futures.Future`, since a finished Future keeps its callbacks, and so their tensors, alive.
     """
 
     def __init__(self) -> None:
@@ -101,18 +101,18 @@ class StorageCopy:
         """Blocks until the copy has ended.
 
         Raises:
-            StorageError: the copy failed. Every wait raises it again. Or this process was forked while it was under
-                way: it goes on in the other one.
+            StorageError: the copy failed; every call raises it again. Or this process was forked during the copy,
+                which ends in the parent process only.
         """
         self.ended()
         if self._error is not None:
-            # The worker's traceback alone: it would grow with each wait and keep the waiters' frames alive.
+            # With only the worker's traceback: a shared one would grow with each wait and keep frames alive.
             raise self._error.with_traceback(self._traceback)
 
     def ended(self) -> None:
-        """Blocks until the copy has ended, well or not. Raises StorageError where it never will, as `wait` does."""
+        """Blocks until the copy has succeeded or failed. Raises StorageError only in a forked process."""
         if not self._ended.is_set():
-            check_process("What this copy is for", self._pid)
+            check_process("The file of this copy", self._pid)
             self._ended.wait()
 
     def synchronize(self) -> None:
@@ -120,16 +120,16 @@ class StorageCopy:
         self.wait()
 
     def done(self) -> bool:
-        """Whether the copy has ended, well or not. Never blocks."""
+        """Whether the copy has succeeded or failed. Never blocks."""
         return self._ended.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with; None while it is under way and where it ended well."""
+        """The error of a failed copy; None while it runs and if it succeeded."""
         return self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends the copy; for whoever carries it out, once."""
+        """Marks the copy as ended. The backend calls it once."""
         self._error = error
         self._traceback = error.__traceback__ if error is not None else None
         with self._lock:
@@ -139,7 +139,7 @@ class StorageCopy:
             call()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Calls `call` when the copy has ended: at once, or in the thread that ends it. It must not raise or wait."""
+        """Calls `call` when the copy has ended: at once, or in the thread that ends it. It must not raise or block."""
         with self._lock:
             if not self._ended.is_set():
                 self._calls.append(call)
@@ -148,18 +148,18 @@ class StorageCopy:
 
 
 def check_process(name: str, pid: int) -> None:
-    """Raises StorageError where this is not process `pid`, which opened `name`: threads do not follow a fork."""
+    """Raises StorageError unless this is process `pid`, which opened `name`: threads do not survive a fork."""
     if os.getpid() != pid:
         raise StorageError(
-            f"{name} was opened by process {pid} and its threads stayed there; this is the forked process "
-            f"{os.getpid()}. Open it again in this one."
+            f"{name} was opened by process {pid}, and its threads run only there; this is the forked process "
+            f"{os.getpid()}. Open it again in this process."
         )
 
 
 def when_all_done(copies: Sequence[StorageCopy], call: Callable[[], None]) -> None:
-    """Calls `call` once, when every one of `copies` has ended, well or not; no thread waits meanwhile."""
+    """Calls `call` once, when all `copies` have succeeded or failed. No thread blocks meanwhile."""
     lock = threading.Lock()
-    remaining = len(copies) + 1  # one for this call itself, so that it works for none, too
+    remaining = len(copies) + 1  # one for this call itself, so that it works with no copies
 
     def one_ended() -> None:
         nonlocal remaining
@@ -175,15 +175,15 @@ def when_all_done(copies: Sequence[StorageCopy], call: Callable[[], None]) -> No
 
 
 class Backend(Protocol):
-    """A file that tensors are read from and written to. Safe to call from several threads.
+    """A file that tensors are read from and written to. Thread-safe.
 
-    Tensors are contiguous, on the CPU or `device`, of any dtype; their bytes are what moves. They are kept alive until
-    the copy has ended; a source must stay unchanged until then. Requests of their own run in any order, except that a
-    request starts after those named in its `after` have ended, well or not.
+    Tensors are contiguous, on the CPU or `device`, of any dtype. The backend keeps them alive until the copy has ended.
+    A source must stay unchanged until then. Requests run in any order, except that a request starts only after the
+    copies in its `after` have succeeded or failed.
 
     Attributes:
-        path: of the file.
-        device: whose tensors it takes besides those on the CPU; the CPU for none.
+        path: path of the file.
+        device: device of the tensors accepted besides those on the CPU.
     """
 
     path: str
@@ -193,43 +193,43 @@ class Backend(Protocol):
         """Fills `out` from the file's bytes at `offset`.
 
         Raises:
-            StorageError: the file ends before, or the disk failed.
+            StorageError: the file is too short, or the disk failed.
             UnsupportedError: the tensor is not contiguous, or on another device.
         """
         self.read_into_async(out, offset).synchronize()
 
     def write_from(self, source: torch.Tensor, offset: int) -> None:
-        """Writes `source` at `offset`, not yet durable. Raises as `read_into`, or where the disk is full."""
+        """Writes `source` at `offset`. `sync` makes it durable. Raises as `read_into`, or if the disk is full."""
         self.write_from_async(source, offset).synchronize()
 
     def read_into_async(self, out: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """Begins `read_into`. What the disk raises is raised by the copy's `wait`."""
+        """Starts `read_into`. The copy's `wait` raises errors of the disk."""
         return self.read_batch_async([(out, offset)], after=after)
 
     def write_from_async(self, source: torch.Tensor, offset: int, *, after: Sequence[StorageCopy] = ()) -> StorageCopy:
-        """Begins `write_from`. What the disk raises is raised by the copy's `wait`."""
+        """Starts `write_from`. The copy's `wait` raises errors of the disk."""
         return self.write_batch_async([(source, offset)], after=after)
 
     def read_batch_async(
         self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()
     ) -> StorageCopy:
-        """Begins to fill several tensors, each from its offset; one copy for all."""
+        """Starts to fill several tensors, each from its offset. Returns one copy for all."""
 
     def write_batch_async(
         self, requests: Sequence[tuple[torch.Tensor, int]], *, after: Sequence[StorageCopy] = ()
     ) -> StorageCopy:
-        """Begins to write several tensors, each at its offset; one copy for all."""
+        """Starts to write several tensors, each at its offset. Returns one copy for all."""
 
     def sync(self) -> None:
-        """Makes durable what the copies that have ended wrote.
+        """Makes the data of finished writes durable.
 
         Raises:
-            StorageError: the disk failed, now or in an earlier write-back. Every later call raises it again, until the
-                file is opened anew: what the kernel could not write it may have dropped, and will not tell twice.
+            StorageError: the disk failed, now or in an earlier write-back. Every later call raises it again until the
+                file is reopened: the kernel may have dropped the data, and it reports a failed write-back only once.
         """
 
     def info(self) -> BackendInfo:
-        """Which path is in use and why, with the counters that prove it."""
+        """The path in use and the reason for it, with the counters that prove it."""
 
     def close(self) -> None:
-        """Lets copies under way end, then gives back threads, memory and the file. Closing twice does nothing."""
+        """Waits for running copies, then frees threads, memory and the file. A second call does nothing."""

@@ -1,4 +1,4 @@
-"""Requests cut into blocks, and the threads that work them off."""
+"""Requests that are split into blocks, and the threads that run the blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Part = TypeVar("Part")
 
 
 class Block(NamedTuple):
-    """File bytes [start, stop) at memory `address`: a part of the request for `nbytes` at `offset`."""
+    """Bytes [start, stop) of the file and their memory `address`: a part of a request for `nbytes` at `offset`."""
 
     address: int
     start: int
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class RequestQueue(Generic[Part]):
-    """Requests of many parts each: who waits for whom, and when all is over. What carries a part out is a subclass's.
+    """Tracks requests of several parts: their order and their end. A subclass runs the parts.
 
     Args:
         name: of what the requests are for, said in errors.
@@ -44,7 +44,7 @@ class RequestQueue(Generic[Part]):
         self._closed = False
 
     def check_usable(self) -> None:
-        """Raises StorageError where it is closed or in a forked process."""
+        """Raises StorageError if it is closed or in a forked process."""
         check_process(self._name, self._pid)
         if self._closed:
             raise StorageError(f"{self._name} is closed. Open it again.")
@@ -55,9 +55,9 @@ class RequestQueue(Generic[Part]):
         """Queues a request.
 
         Args:
-            parts: what it consists of; the first error among them is the request's.
-            tensors: what must stay alive until the copy has ended.
-            after: copies that must have ended, well or not, before the first part.
+            parts: parts of the request. The first error of a part is the request's error.
+            tensors: tensors to keep alive until the copy has ended.
+            after: copies that must succeed or fail before the first part starts.
         """
         return self._accept(len(parts), partial(self._start, parts), tensors=tensors, after=after)
 
@@ -78,7 +78,7 @@ class RequestQueue(Generic[Part]):
         return request.copy
 
     def close(self) -> None:
-        """Lets every request end, then the threads. In a forked process, where there are none, does nothing."""
+        """Waits for all requests, then ends the threads. Does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._idle:
@@ -94,11 +94,11 @@ class RequestQueue(Generic[Part]):
             self._begin(request, part)
 
     def _begin(self, request: Request, part: Part) -> None:
-        """Begins one part; `_part_ended` is called for it once, at any time, in any thread."""
+        """Starts one part. Some thread calls `_part_ended` once when it has ended."""
         raise NotImplementedError
 
     def _stop(self) -> None:
-        """Ends the threads; nothing is under way any more."""
+        """Ends the threads. No request is running at this point."""
         raise NotImplementedError
 
     def _part_ended(self, request: Request, error: BaseException | None, *, count: int = 1) -> None:
@@ -109,11 +109,11 @@ class RequestQueue(Generic[Part]):
 
 
 class BlockPool(RequestQueue[object]):
-    """Runs the blocks of many requests in parallel, first come first served.
+    """Runs the blocks of several requests in parallel, in the order of the requests.
 
     Args:
         name: of what the requests are for, said in errors.
-        threads: blocks under way at once.
+        threads: number of blocks that run at once.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -129,18 +129,18 @@ class BlockPool(RequestQueue[object]):
         tensors: list[torch.Tensor],
         after: Sequence[StorageCopy],
     ) -> StorageCopy:
-        """Queues a request as `accept` does; `run` does one block, and after an error later ones are left out."""
+        """Queues a request as `accept` does. `run` processes one block. After an error, later blocks are skipped."""
         return self._accept(len(blocks), partial(self._share_out, blocks, run), tensors=tensors, after=after)
 
     def _share_out(self, blocks: Sequence[Part], run: Callable[[Part], None], request: Request) -> None:
         if not blocks:
             self._part_ended(request, None)
         waiting = deque(blocks)
-        # A task a thread and not a block: handing a task over costs more than reading a small block.
+        # One task per thread, not per block: submitting a task takes longer than reading a small block.
         for _ in range(min(self._threads, len(blocks))):
             try:
                 self._executor.submit(self._run_blocks, waiting, run, request)
-            except RuntimeError as error:  # the interpreter is shutting down: nothing new is started
+            except RuntimeError as error:  # the interpreter is shutting down and starts no tasks
                 failed = StorageError(f"{self._name} cannot start a copy any more: {error}.")
                 self._run_blocks(waiting, partial(_fail, failed), request)
 
@@ -157,7 +157,7 @@ class BlockPool(RequestQueue[object]):
             if request.error is None:
                 try:
                     run(block)
-                except BaseException as caught:  # raised again by whoever waits
+                except BaseException as caught:  # raised again by `wait`
                     request.error = error = caught
         if count:
             self._part_ended(request, error, count=count)
@@ -167,7 +167,7 @@ class BlockPool(RequestQueue[object]):
 
 
 class Request:
-    """One request under way: its copy, its first error, and the tensors that it keeps alive until it has ended."""
+    """A running request: its copy, its first error, and the tensors that it keeps alive."""
 
     def __init__(self, tensors: list[torch.Tensor], num_parts: int) -> None:
         self.copy = StorageCopy()
@@ -177,7 +177,7 @@ class Request:
         self._lock = threading.Lock()
 
     def parts_ended(self, count: int, error: BaseException | None) -> bool:
-        """Notes the first error. True for the last part, with which the copy has ended."""
+        """Counts ended parts and stores the first error. Returns True if these were the last parts."""
         with self._lock:
             self.error = self.error or error
             self._remaining -= count
@@ -189,7 +189,7 @@ class Request:
 
 
 def check_request(name: str, tensor: torch.Tensor, offset: int) -> None:
-    """Raises UnsupportedError for what is no contiguous host memory, StorageError for offsets that no file has."""
+    """Raises UnsupportedError unless the tensor is contiguous host memory; StorageError if the offset is invalid."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(
             f"{name}: a contiguous CPU tensor is needed, but this one is {tuple(tensor.shape)} with strides "

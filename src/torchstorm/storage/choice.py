@@ -1,9 +1,8 @@
-"""Which path bytes take between a file and memory, and why.
+"""Chooses the I/O path between a file and memory.
 
-On the host: `direct`, which goes through the page cache where the file system refuses O_DIRECT. For a GPU: `staged`,
-or `gds` where that is proven to work here and was faster in a short trial on the same file. `xnvme` takes a whole
-device, and so is used only where it is asked for. Who needs a certain path names it, and gets an error where it cannot
-be had.
+For host memory: `direct`, with the page cache as a fallback if the file system refuses O_DIRECT. For a GPU: `staged`,
+or `gds` if GPUDirect Storage is proven to work here and was faster in a short trial on the same file. `xnvme` drives a
+whole device, so it is only used on request. A caller can require a path, and gets an error if it is not available.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torchstorm.storage.xnvme import XnvmeDevice
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import pin_memory
 
-# Many small records are asked for at once; more threads than that wait for each other.
+# Enough for batches of small records. More threads wait for each other.
 _THREADS = min(16, 8 + (os.cpu_count() or 1))
 
 Path = Literal["direct", "buffered", "staged", "gds", "xnvme"]
@@ -43,20 +42,20 @@ def open_file(
     create: bool = False,
     size_bytes: int | None = None,
 ) -> Backend:
-    """Opens a file by the best path to a device.
+    """Opens a file with the fastest available path to a device.
 
     Args:
         path: the file.
-        device: whose tensors are to be read and written besides those on the CPU; None for none.
-        require: the path that it must be; None for the best that works.
+        device: device of the tensors to read and write besides those on the CPU; None for the CPU only.
+        require: the path to use; None for the fastest one that works.
         read_only: opens it for reading.
-        create: makes the file where it does not exist.
-        size_bytes: length to give the file; None leaves it.
+        create: creates the file if it does not exist.
+        size_bytes: new length of the file; None keeps its length.
 
     Raises:
-        ConfigError: there is no such path, or not for this device.
-        DeviceError: the device is not there.
-        StorageError: the file cannot be opened, or not by the path that is required.
+        ConfigError: the path does not exist, or does not support this device.
+        DeviceError: the device does not exist.
+        StorageError: the file cannot be opened, or not with the required path.
     """
     path = user_path(path, name="path")
     target = device_of(device)
@@ -96,7 +95,7 @@ def _above(
     *,
     read_only: bool,
 ) -> Backend:
-    """What takes a GPU's tensors, above the file."""
+    """A backend for tensors on a GPU, on top of a file opened for host memory."""
     staged = StagedFile(file, device, engine, pin=pin)
     if require == "staged":
         staged.why = "asked for"
@@ -121,22 +120,22 @@ def _above(
 
 
 def _rate(file: Backend, device: torch.device) -> float:
-    """Bytes a second of a short read; 0 where the file is too short to tell."""
+    """Bytes per second of a short read; 0 if the file is too short for a trial."""
     nbytes = min(os.stat(file.path).st_size, _TRIAL_BYTES) // 2**20 * 2**20
     if not nbytes:
         return 0.0
     out = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    file.read_into(out[: 2**20], 0)  # buffers are made, and registered
+    file.read_into(out[: 2**20], 0)  # allocates and registers buffers
     start = time.perf_counter()
     file.read_into(out, 0)
     return nbytes / (time.perf_counter() - start)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """A device that is there, with its number; the CPU for None.
+    """Returns the device with its index; the CPU for None.
 
     Raises:
-        DeviceError: it is not there, or neither a CPU nor CUDA's.
+        DeviceError: it does not exist, or is neither a CPU nor a CUDA device.
     """
     found = torch.device(device or "cpu")
     if found.type == "cpu":

@@ -1,7 +1,7 @@
-"""cuFile's driver, through cuda-bindings: one in a process, opened by its first user and closed by its last.
+"""cuFile's driver, through cuda-bindings: one per process, opened by its first user and closed by its last.
 
-Codes become StorageErrors whose `errno` is the system's number, or cuFile's own where that is what was told (5000 and
-above). Calls release the interpreter's lock while bytes move.
+Error codes are raised as StorageErrors, whose `errno` is the system's number below 5000 and cuFile's own from there on.
+Calls release the GIL during transfers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchstorm.errors import StorageError
 
 LARGEST_BATCH = 128
 _ALREADY_OPEN = 5026
-_STATISTICS_LEVEL = 3  # the lowest that tells nvidia-fs, P2PDMA and POSIX apart
+_STATISTICS_LEVEL = 3  # the lowest level that distinguishes nvidia-fs, P2PDMA and POSIX
 _MOST_STATISTICS_BYTES = 2**16
 _UNTOUCHED = 0xA5
 _UNDER_WAY = {1, 2}  # CUFILE_WAITING, CUFILE_PENDING
 
 
 class Span(NamedTuple):
-    """Memory [address, address + nbytes) and the file from `offset` on."""
+    """Memory [address, address + nbytes) and the file's bytes [offset, offset + nbytes)."""
 
     address: int
     nbytes: int
@@ -39,17 +39,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PathCounters:
-    """Which way cuFile went so far, by its own count (level 3 statistics), all files of this process together.
+    """cuFile's own counts of requests by path (level 3 statistics), for all files of this process.
 
     Attributes:
-        nvidia_fs_reads: by the nvidia-fs kernel module, between the disk and the GPU.
-        p2pdma_reads: by the kernel's P2PDMA, between the disk and the GPU.
-        posix_reads: through the host, whatever was asked for.
+        nvidia_fs_reads: reads by the nvidia-fs kernel module, from disk to GPU.
+        p2pdma_reads: reads by the kernel's P2PDMA, from disk to GPU.
+        posix_reads: reads through the host.
         nvidia_fs_writes: as nvidia_fs_reads.
         p2pdma_writes: as p2pdma_reads.
         posix_writes: as posix_reads.
-        nvidia_fs_batches: batches given to nvidia-fs.
-        p2pdma_batches: batches given to P2PDMA.
+        nvidia_fs_batches: batches submitted to nvidia-fs.
+        p2pdma_batches: batches submitted to P2PDMA.
         posix_batch_parts: parts of batches that went through the host.
     """
 
@@ -64,18 +64,18 @@ class PathCounters:
     posix_batch_parts: int = 0
 
     def since(self, before: PathCounters) -> PathCounters:
-        """What was added since `before`."""
+        """The difference from the earlier counters `before`."""
         return PathCounters(**{name: value - getattr(before, name) for name, value in vars(self).items()})
 
     @property
     def direct(self) -> int:
-        """All that passed the host by."""
+        """Number of requests that bypassed the host."""
         reads, writes = self.nvidia_fs_reads + self.p2pdma_reads, self.nvidia_fs_writes + self.p2pdma_writes
         return reads + writes + self.nvidia_fs_batches + self.p2pdma_batches
 
     @property
     def through_host(self) -> int:
-        """All that did not."""
+        """Number of requests through the host."""
         return self.posix_reads + self.posix_writes + self.posix_batch_parts
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class PathCounters:
 
 
 class CuFile:
-    """The driver of this process. Made by `acquire`, given back by `release`.
+    """The cuFile driver of this process. `acquire` opens it, `release` closes it.
 
     Args:
-        library: cuFile's library; "" for the one that cuda-bindings finds.
+        library: path of libcufile; "" for the one that cuda-bindings finds.
 
     Raises:
         StorageError: it cannot be loaded or opened.
@@ -95,16 +95,16 @@ class CuFile:
     def __init__(self, library: str) -> None:
         self._lock = threading.Lock()
         self._memory: dict[int, tuple[int, int]] = {}  # base -> (bytes, users)
-        with _told("loading cuFile"):
+        with _as_storage_errors("loading cuFile"):
             if library:
-                ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # the bindings take what is loaded already
+                ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # the bindings use a library that is already loaded
             self._api: Any = importlib.import_module("cuda.bindings.cufile")
             self.version: int = self._api.get_version()
         self.batch_stall_s = 60.0
         self._counts = True
         self._count(lambda: self._api.set_stats_level(_STATISTICS_LEVEL))
-        self.ours = True  # else somebody else's in this process, to be left open
-        with _told("cuFileDriverOpen"), _stdin_kept():
+        self.ours = True  # False: other code in this process opened the driver, and it stays open
+        with _as_storage_errors("cuFileDriverOpen"), _stdin_kept():
             try:
                 self._api.driver_open()
             except self._api.cuFileError as error:
@@ -116,27 +116,27 @@ class CuFile:
     def close(self) -> None:
         """Closes the driver."""
         if self.ours:
-            with _told("cuFileDriverClose"):
+            with _as_storage_errors("cuFileDriverClose"):
                 self._api.driver_close()
 
     def register_file(self, fd: int) -> int:
-        """A handle for an open file. Raises StorageError."""
+        """Returns cuFile's handle for an open file. Raises StorageError."""
         description = np.zeros(1, dtype=self._api.descr_dtype)
         description["type"] = int(self._api.FileHandleType.OPAQUE_FD)
         description["handle"]["fd"] = fd
-        with _told(f"cuFileHandleRegister of file descriptor {fd}"):
+        with _as_storage_errors(f"cuFileHandleRegister of file descriptor {fd}"):
             return int(self._api.handle_register(description.ctypes.data))
 
     def deregister_file(self, handle: int) -> None:
-        """Gives a handle back, before its file is closed."""
+        """Frees a handle. Must be called before the file is closed."""
         self._api.handle_deregister(handle)
 
     def register_memory(self, base: int, nbytes: int) -> None:
-        """Makes memory known, so that it is moved to and from without cuFile's own buffers; counts its users.
+        """Registers memory, so that cuFile needs no buffers of its own. Registrations are counted.
 
         Args:
-            base: address.
-            nbytes: bytes from there on.
+            base: start address.
+            nbytes: size.
 
         Raises:
             StorageError: it cannot be pinned, or overlaps other registered memory.
@@ -148,7 +148,7 @@ class CuFile:
                     f"{nbytes} bytes at {base:#x} are to be registered with cuFile, but {known} bytes there are already"
                 )
             if not users:
-                with _told(f"cuFileBufRegister of {nbytes} bytes"):
+                with _as_storage_errors(f"cuFileBufRegister of {nbytes} bytes"):
                     self._api.buf_register(base, nbytes, 0)
             self._memory[base] = (nbytes, users + 1)
 
@@ -159,14 +159,14 @@ class CuFile:
             if users > 1:
                 self._memory[base] = (nbytes, users - 1)
                 return
-            with _told(f"cuFileBufDeregister of {nbytes} bytes"):
+            with _as_storage_errors(f"cuFileBufDeregister of {nbytes} bytes"):
                 self._api.buf_deregister(base)
 
     def move(self, handle: int, write: bool, span: Span) -> int:
         """One cuFileRead or cuFileWrite.
 
         Returns:
-            Bytes moved; fewer than asked for at the file's end, and whenever cuFile likes.
+            Bytes moved. They can be fewer than requested, at the file's end or elsewhere.
 
         Raises:
             StorageError: it failed.
@@ -174,34 +174,34 @@ class CuFile:
         base, within = self._place(span)
         call = self._api.write if write else self._api.read
         name = "cuFileWrite" if write else "cuFileRead"
-        with _told(name):
+        with _as_storage_errors(name):
             told = call(handle, base, span.nbytes, span.offset, within)
             if told is None:
                 raise StorageError(
-                    f"{name}: this cuda-bindings does not tell how many bytes moved. Install 13.1 or newer."
+                    f"{name}: this version of cuda-bindings does not return the bytes moved. Install 13.1 or newer."
                 )
             count = int(told)
-            if count < 0:  # the bindings raise for -1 alone
+            if count < 0:  # the bindings raise only for -1
                 raise _failed(name, -count, self._api.op_status_error(-count) if -count >= 5000 else "")
         return count
 
     def open_batch(self) -> int:
-        """Room for `LARGEST_BATCH` parts that are under way at once. Raises StorageError."""
-        with _told("cuFileBatchIOSetUp"):
+        """Creates a batch of up to `LARGEST_BATCH` requests. Raises StorageError."""
+        with _as_storage_errors("cuFileBatchIOSetUp"):
             return int(self._api.batch_io_set_up(LARGEST_BATCH))
 
     def close_batch(self, batch: int) -> None:
-        """Gives it back."""
+        """Frees a batch."""
         self._api.batch_io_destroy(batch)
 
     def move_batch(self, batch: int, handle: int, write: bool, spans: Sequence[Span]) -> list[int]:
         """Moves up to `LARGEST_BATCH` spans at once and waits for all.
 
         Returns:
-            Bytes moved of each; 0 where it failed or the batch was not taken: asking for it alone tells the reason.
+            Bytes moved for each span; 0 if it failed or the batch was refused. `move` on the span raises the reason.
 
         Raises:
-            StorageError: what was under way was lost sight of. The batch is of no more use than to be closed.
+            StorageError: the state of the requests is unknown. The batch can only be closed.
         """
         parts = np.zeros(len(spans), dtype=self._api.io_params_dtype)
         for number, span in enumerate(spans):
@@ -223,7 +223,7 @@ class CuFile:
         remaining, last_s = set(range(1, len(spans) + 1)), time.monotonic()
         while remaining:
             found = np.array([len(remaining)], dtype=np.uint32)
-            with _told("cuFileBatchIOGetStatus"):
+            with _as_storage_errors("cuFileBatchIOGetStatus"):
                 self._api.batch_io_get_status(batch, 1, found.ctypes.data, events.ctypes.data, timeout.ctypes.data)
             for event in events[: int(found[0])]:
                 if int(event["status"]) in _UNDER_WAY:
@@ -234,23 +234,23 @@ class CuFile:
                 if int(event["status"]) == int(self._api.Status.COMPLETE) and count > 0:
                     moved[int(event["cookie"]) - 1] = count
             if remaining and time.monotonic() - last_s > self.batch_stall_s:
-                with _told("cuFileBatchIOCancel"):
+                with _as_storage_errors("cuFileBatchIOCancel"):
                     self._api.batch_io_cancel(batch)
                 raise StorageError(
-                    f"cuFile told nothing of {len(remaining)} of {len(spans)} parts of a batch for "
+                    f"cuFile reported no result for {len(remaining)} of {len(spans)} parts of a batch for "
                     f"{self.batch_stall_s:g} s. See cufile.log and the kernel's log (dmesg)."
                 )
         return moved
 
     def path_counters(self) -> PathCounters | None:
-        """Which way bytes went; None where this cuFile keeps no such count."""
+        """Requests by path; None if this version of cuFile does not count them."""
         if not self._counts:
             return None
         basic = self._api.stats_level1_dtype
         whole = self._api.stats_level3_dtype
         gpu = self._api.per_gpu_stats_dtype
-        # A library newer or older than the bindings has a longer or shorter first part. What it wrote tells its length;
-        # the rest follows as it always did.
+        # In other versions of the library, the first part of the structure is longer or shorter than in the bindings.
+        # Its length follows from the bytes that the library wrote. The layout of the rest is fixed.
         first = self._statistics(self._api.get_stats_l1)
         everything = self._statistics(self._api.get_stats_l3)
         if first is None or everything is None:
@@ -283,20 +283,20 @@ class CuFile:
         )
 
     def _statistics(self, ask: Callable[[int], object]) -> Any:
-        """(bytes,) uint8 as the library filled it, which may be more than the bindings know of."""
+        """(bytes,) uint8 as filled by the library, which may write more bytes than the bindings expect."""
         room = np.full(_MOST_STATISTICS_BYTES, _UNTOUCHED, dtype=np.uint8)
         return room if self._count(lambda: ask(room.ctypes.data)) else None
 
     def _count(self, call: Callable[[], object]) -> bool:
-        """Whether a call for statistics, which older libraries lack, did what it should."""
+        """Whether a statistics call succeeded. Older libraries lack these functions."""
         try:
             call()
-        except Exception:  # no such function (RuntimeError), or a code (cuFileError, an Exception)
+        except Exception:  # a missing function (RuntimeError), or an error code (cuFileError)
             self._counts = False
         return self._counts
 
     def _place(self, span: Span) -> tuple[int, int]:
-        """(base, offset from it) as cuFile wants registered memory named; other memory is its own base."""
+        """(base, offset from base): the registered base for registered memory, else the memory's own address."""
         with self._lock:
             for base, (nbytes, _) in self._memory.items():
                 if base <= span.address and span.address + span.nbytes <= base + nbytes:
@@ -305,7 +305,7 @@ class CuFile:
 
 
 class _Shared:
-    """The process's driver and its number of users."""
+    """The process's driver and the number of its users."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -318,7 +318,7 @@ _shared = _Shared()
 
 
 def acquire(library: str = "") -> CuFile:
-    """The process's driver, opened where it is not yet.
+    """Returns the process's driver, and opens it on first use.
 
     Raises:
         StorageError: it cannot be opened, or was opened before this process was forked.
@@ -332,7 +332,7 @@ def acquire(library: str = "") -> CuFile:
 
 
 def release() -> None:
-    """Undoes one `acquire`. In a forked process, does nothing."""
+    """Undoes one `acquire`. Does nothing in a forked process."""
     if _shared.pid != os.getpid():
         return
     with _shared.lock:
@@ -344,7 +344,7 @@ def release() -> None:
 
 
 def check_not_forked() -> None:
-    """Raises StorageError where the driver was opened before this process was forked."""
+    """Raises StorageError if the driver was opened before this process was forked."""
     if _shared.driver is not None and _shared.pid != os.getpid():
         raise StorageError(
             f"cuFile was opened by process {_shared.pid} and cannot be used in the forked process {os.getpid()}. Start "
@@ -353,7 +353,7 @@ def check_not_forked() -> None:
 
 
 def _failed(what: str, code: int, meaning: str) -> StorageError:
-    """Codes below 5000 are the system's."""
+    """Codes below 5000 are errno values."""
     if code < 5000:
         meaning = os.strerror(code)
     error = StorageError(f"{what} failed with {code}: {meaning}")
@@ -362,8 +362,8 @@ def _failed(what: str, code: int, meaning: str) -> StorageError:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Makes what the bindings raise a StorageError."""
+def _as_storage_errors(what: str) -> Iterator[None]:
+    """Converts exceptions of the bindings to StorageErrors."""
     try:
         yield
     except (StorageError, AssertionError):
@@ -371,7 +371,7 @@ def _told(what: str) -> Iterator[None]:
     except Exception as error:
         if (code := getattr(error, "status", None)) is not None:
             raise _failed(what, int(code), str(error)) from error
-        # A -1 with errno: the bindings look the number up among cuFile's codes, where it is not.
+        # A result of -1 with errno: the bindings look errno up among cuFile's codes, and do not find it.
         if found := re.fullmatch(r"(\d+) is not a valid OpError", str(error)):
             raise _failed(what, int(found[1]), "") from error
         raise StorageError(f"{what} failed: {error}") from error
@@ -379,7 +379,7 @@ def _told(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdin_kept() -> Iterator[None]:
-    """Opens file descriptor 0 again where it was closed meanwhile: the next file opened would become it."""
+    """Reopens file descriptor 0 if it was closed meanwhile. Otherwise the next opened file would get it."""
     try:
         saved = os.dup(0)
     except OSError:  # there was none

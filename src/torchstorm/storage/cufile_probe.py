@@ -1,7 +1,7 @@
-"""Opens cuFile's driver once, in a process that may hang or break, and prints what happened as JSON.
+"""Opens cuFile's driver once, in a process that may hang or crash, and prints the result as JSON.
 
-Run as a script by `gds_guard`, so it imports nothing of this package. CUDA is asked here and not in the caller, since a
-process that has asked CUDA can no longer be forked.
+`gds_guard` runs it as a script, so it imports nothing of this package. CUDA is initialized here and not in the caller,
+since a process that has initialized CUDA cannot be forked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def count_gpus(libcuda: str) -> tuple[int, str]:
-    """(GPUs that the driver library counts, "" or why there is no count)."""
+    """(number of GPUs by the driver library, error message or "")."""
     try:
         cuda = ctypes.CDLL(libcuda)
     except OSError as error:
@@ -27,13 +27,13 @@ def count_gpus(libcuda: str) -> tuple[int, str]:
 
 
 def open_driver(libcufile: str) -> str:
-    """ "" or why cuFile's driver could not be opened."""
+    """The reason why cuFile's driver could not be opened, or ""."""
     try:
         if libcufile:
-            ctypes.CDLL(libcufile, mode=ctypes.RTLD_GLOBAL)  # the bindings take a cuFile that is loaded already
+            ctypes.CDLL(libcufile, mode=ctypes.RTLD_GLOBAL)  # the bindings use a library that is already loaded
         cufile = importlib.import_module("cuda.bindings.cufile")
         cufile.driver_open()
-    except Exception as error:  # the bindings raise several kinds: no library, no function, a code
+    except Exception as error:  # a missing library, a missing function or an error code
         return f"cuFileDriverOpen failed: {error}"
     return ""
 
@@ -49,7 +49,7 @@ def main(libcuda: str, libcufile: str) -> None:
         except OSError:
             closed_stdin = True
     print(json.dumps({"gpus": gpus, "reason": reason, "closed_stdin": closed_stdin}), flush=True)
-    os._exit(0)  # the driver's own clean-up is no part of the question, and may hang
+    os._exit(0)  # skips the driver's clean-up, which may hang
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the kernel says of a file or a block device: its bytes, its sectors, and who else uses it."""
+"""What the kernel reports about a file or a block device: its size, its sectors, and who uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchstorm.errors import StorageError
 
-_BLKSSZGET = 0x1268  # bytes of a logical sector: what the device numbers
+_BLKSSZGET = 0x1268  # bytes of a logical sector, the unit of LBAs
 _FILE_SECTOR_BYTES = 512
 _MOUNTS = Path("/proc/self/mountinfo")
 _SWAPS = Path("/proc/swaps")
@@ -20,11 +20,11 @@ _DEVICES = Path("/sys/dev/block")
 
 
 def size_bytes(path: str) -> int:
-    """Bytes of a file or a block device. Raises StorageError where it cannot be opened."""
+    """Size of a file or a block device. Raises StorageError if it cannot be opened."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise _told(path, error) from error
+        raise _open_error(path, error) from error
     try:
         return os.lseek(fd, 0, os.SEEK_END)
     finally:
@@ -32,7 +32,7 @@ def size_bytes(path: str) -> int:
 
 
 def sector_bytes(path: str) -> int:
-    """Bytes of a sector: as a block device numbers them; 512 for a file.
+    """Bytes of a block device's logical sector; 512 for a file.
 
     Raises:
         StorageError: it is neither, or cannot be opened.
@@ -42,7 +42,7 @@ def sector_bytes(path: str) -> int:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise _told(path, error) from error
+        raise _open_error(path, error) from error
     try:
         found: int = struct.unpack("i", fcntl.ioctl(fd, _BLKSSZGET, bytes(4)))[0]
         return found
@@ -51,11 +51,11 @@ def sector_bytes(path: str) -> int:
 
 
 def is_block_device(path: str) -> bool:
-    """Whether it is a block device; False for a file. Raises StorageError where it is neither, or not there."""
+    """Whether it is a block device; False for a file. Raises StorageError if it is neither, or does not exist."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        raise _told(path, error) from error
+        raise _open_error(path, error) from error
     if stat.S_ISBLK(mode) or stat.S_ISREG(mode):
         return stat.S_ISBLK(mode)
     kinds = {stat.S_ISDIR: "a directory", stat.S_ISCHR: "a character device", stat.S_ISFIFO: "a pipe"}
@@ -67,10 +67,10 @@ def is_block_device(path: str) -> bool:
 
 
 def check_unused(path: str) -> None:
-    """Raises StorageError where a block device, or what stands on it, is mounted, swap, or claimed by the kernel.
+    """Raises StorageError if a block device or a device on top of it is mounted, swap, or claimed by the kernel.
 
     Args:
-        path: of the device.
+        path: path of the device.
     """
     status = os.stat(path)
     numbers = _with_what_stands_on(f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}")
@@ -81,22 +81,22 @@ def check_unused(path: str) -> None:
                 "" if found == f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}" else f", by its part {source}"
             )
             raise StorageError(
-                f"{path} is in use {where}{name}: writing would destroy what is there. Unmount it, name another "
-                "device, or say allow_mounted=True if that is what you want."
+                f"{path} is in use {where}{name}: writing would destroy its data. Unmount it, give another "
+                "device, or pass allow_mounted=True to write anyway."
             )
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_EXCL))  # the kernel knows of mounts elsewhere, RAID and LVM, too
+        os.close(os.open(path, os.O_RDONLY | os.O_EXCL))  # fails for mounts in other namespaces, RAID and LVM, too
     except OSError as error:
         if error.errno != errno.EBUSY:
-            raise _told(path, error) from error
+            raise _open_error(path, error) from error
         raise StorageError(
             f"{path} is in use by the kernel (mounted in another namespace, or a part of a RAID or LVM): writing "
-            "would destroy what is there. Name another device, or say allow_mounted=True if that is what you want."
+            "would destroy its data. Give another device, or pass allow_mounted=True to write anyway."
         ) from error
 
 
 def sync_directory(path: str) -> None:
-    """Makes durable that a directory names its files. Raises StorageError where the disk failed."""
+    """Makes a directory's entries durable (fsync). Raises StorageError if the disk failed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -104,12 +104,12 @@ def sync_directory(path: str) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without it
+        if error.errno != errno.EINVAL:  # the file system does not support it
             raise StorageError(f"{path}: making its entries durable failed: {error.strerror}. See dmesg.") from error
 
 
 def _with_what_stands_on(number: str) -> set[str]:
-    """A device's number, its partitions', and those of what is made of them (RAID, LVM, encryption)."""
+    """The numbers of a device, its partitions, and the devices on top of them (RAID, LVM, encryption)."""
     found, left = set(), [number]
     while left:
         device = left.pop()
@@ -122,7 +122,7 @@ def _with_what_stands_on(number: str) -> set[str]:
 
 
 def _mounted() -> list[tuple[str, str, str]]:
-    """(device number, source, "mounted at /data") of each mount. btrfs has a number of its own; its source tells."""
+    """(device number, source, "mounted at /data") of each mount. For btrfs, the device follows from the source."""
     mounts = []
     for line in _MOUNTS.read_text(errors="surrogateescape").splitlines() if _MOUNTS.exists() else ():
         fields, _, rest = line.partition(" - ")
@@ -136,19 +136,19 @@ def _swapped() -> list[tuple[str, str, str]]:
 
 
 def _plain(field: str) -> str:
-    """The tables write blanks in paths as \\040."""
+    """Decodes a path of the kernel's tables, which write blanks as \\040."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field)
 
 
 def _device_number(source: str) -> str:
     try:
         status = os.stat(source)
-    except (OSError, ValueError):  # "proc", "none", a name of the boot loader
+    except (OSError, ValueError):  # not a device: "proc", "none", "rootfs"
         return ""
     return f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}" if stat.S_ISBLK(status.st_mode) else ""
 
 
-def _told(path: str, error: OSError) -> StorageError:
-    told = StorageError(f"{path} cannot be opened: {error.strerror}. Name a file or a device that this user may use.")
+def _open_error(path: str, error: OSError) -> StorageError:
+    told = StorageError(f"{path} cannot be opened: {error.strerror}. Give a file or a device that this user may open.")
     told.errno = error.errno
     return told

@@ -1,21 +1,22 @@
 """O_DIRECT on any file with a few threads: the default backend.
 
-A request is cut at multiples of `block_bytes` of the file, and the blocks run in parallel. A block moves straight
-between the disk and the tensor where the tensor's address, the offset and the length are aligned. What is not goes
-through bounce buffers, one per thread at most:
+A request is split at multiples of `block_bytes` of the file, and the blocks run in parallel. A block is transferred
+directly between disk and tensor if the tensor's address, the offset and the length are aligned. Other blocks use bounce
+buffers, at most one per thread:
 
-- Reads are always direct: the whole blocks around what is wanted are read into the bounce buffer.
-- Writes: the aligned body is direct. The head and tail that cover only a part of a page are written through the page
-  cache. Reading, changing and writing back the page ourselves would need a lock that another process (another rank,
-  a loader's worker) writing beside us does not take, and it would round the file's length up. The kernel has that lock
-  and keeps the length. Mixing both is safe here because no page ever gets both in one request, a direct read
-  writes back dirty pages in its range first, and a direct write drops cached ones.
-- A caller that owns whole pages of the file (a spill slot) says `whole_blocks=True`: the tail is padded and direct.
+- Reads are always direct: the whole pages around the requested range are read into the bounce buffer.
+- Writes: the aligned body is written directly. The head and the tail, which cover only a part of a page, are written
+  through the page cache. A read-modify-write in this process would need a lock against other writing processes (another
+  rank, a loader's worker), and would round up the file's length. The kernel has that lock and keeps the length. Mixing
+  both kinds of I/O is safe: no page gets both in one request, a direct read first writes back dirty pages in its range,
+  and a direct write drops cached ones.
+- With `whole_blocks=True`, a caller that owns whole pages of the file (a spill slot) lets the tail be padded. Then all
+  of the write is direct.
 
-Many small aligned reads from all over the file (`read_rows_async`) go to the kernel many at a time, through io_uring
-where the kernel and the container have it.
+Many small aligned reads (`read_rows_async`) are submitted in batches through io_uring, if the kernel and the container
+allow it.
 
-Where the file system refuses O_DIRECT, at open or later, all goes through the page cache, and `info()` says so.
+If the file system refuses O_DIRECT, at open or later, all I/O goes through the page cache, and `info()` reports it.
 """
 
 from __future__ import annotations
@@ -37,29 +38,29 @@ import torch
 from torchstorm.errors import StorageError
 from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
-from torchstorm.storage.aligned import aligned_empty as aligned_empty  # callers of this file need it
+from torchstorm.storage.aligned import aligned_empty as aligned_empty  # re-exported for callers
 from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
 from torchstorm.storage.backend import Backend, BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.blocks import Block, BlockPool, check_request
 from torchstorm.storage.uring import Ring
 
 _RING_ENTRIES = 64
-_RING_BYTES = 2**21  # under way by one thread's ring: enough for a disk, and other threads look at theirs meanwhile
+_RING_BYTES = 2**21  # in flight per ring: enough for a disk while other threads process their rows
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DirectFile(Backend):
-    """A file read and written with O_DIRECT where that is possible; a `Backend`.
+    """A `Backend` that reads and writes a file with O_DIRECT if possible.
 
     Args:
         path: the file.
-        size_bytes: length to give the file (sparse; what is beyond is cut off); None leaves it.
-        threads: blocks under way at once; 4 to 8 keep an NVMe busy.
+        size_bytes: new length of the file (it is extended sparsely or truncated); None keeps its length.
+        threads: number of blocks in flight; 4 to 8 keep an NVMe drive busy.
         block_bytes: bytes of one system call, rounded up to whole pages.
-        create: makes the file where it does not exist, readable by its owner only.
-        read_only: opens it for reading.
-        direct: False keeps to the page cache.
+        create: creates the file if it does not exist, readable by its owner only.
+        read_only: opens it for reading only.
+        direct: False always uses the page cache.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -80,12 +81,12 @@ class DirectFile(Backend):
         self.device = torch.device("cpu")
         flags = os.O_RDONLY if read_only else os.O_RDWR
         try:
-            # Without O_DIRECT first: a file system that refuses it would leave an empty file behind.
+            # Opened without O_DIRECT first, since a file system that refuses it would leave an empty file.
             self._fd = os.open(self.path, flags | (os.O_CREAT if create else 0), 0o600)
         except OSError as error:
-            raise _told(
+            raise _storage_error(
                 error,
-                f"{self.path} cannot be opened: {error.strerror}. Name a file that exists (or create=True), in a "
+                f"{self.path} cannot be opened: {error.strerror}. Give a file that exists (or create=True), in a "
                 "directory that this user may use.",
             ) from error
         fds = [self._fd]
@@ -96,7 +97,9 @@ class DirectFile(Backend):
                 os.ftruncate(self._fd, size_bytes)
         except OSError as error:
             self._release()
-            raise _told(error, f"{self.path} cannot be made {size_bytes} bytes long: {error.strerror}.") from error
+            raise _storage_error(
+                error, f"{self.path} cannot be resized to {size_bytes} bytes: {error.strerror}."
+            ) from error
         self._sync_error: OSError | None = None
         self._reason = "asked for"
         offset_align = address_align = 0
@@ -107,12 +110,12 @@ class DirectFile(Backend):
                 offset_align, address_align = direct_alignment(self._direct_fd)
                 self._reason = f"O_DIRECT accepted; offsets at {offset_align}, addresses at {address_align} bytes"
                 if not offset_align:
-                    self._reason = "O_DIRECT accepted by a file system that tells no alignment (tmpfs or NFS, say)"
+                    self._reason = "O_DIRECT accepted by a file system that reports no alignment (such as tmpfs or NFS)"
             except OSError as error:
                 self._reason = f"the file system refuses O_DIRECT at open: {error.strerror}"
         self._direct = self._direct_fd >= 0
         self._address_align = address_align or mmap.PAGESIZE
-        # At least a page, so that direct and buffered writes of neighbours never meet in one.
+        # At least a page, so that a page never gets both direct and buffered writes of neighbouring ranges.
         self.align_bytes = max(offset_align, mmap.PAGESIZE)
         self.block_bytes = round_up(max(block_bytes, 1), self.align_bytes)
         self._threads = threads
@@ -125,7 +128,7 @@ class DirectFile(Backend):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of all bounce buffers, `threads * block_bytes`; each is allocated when it is first needed, and kept."""
+        """Bytes of all bounce buffers, `threads * block_bytes`. Each is allocated on first use, and kept."""
         return self._threads * self.block_bytes
 
     def read_batch_async(
@@ -135,14 +138,14 @@ class DirectFile(Backend):
         return self._queue("reading", self._read_block, requests, after)
 
     def read_rows_async(
-        self, out: torch.Tensor, offsets: Sequence[int], *, look: Callable[[int, memoryview], None] | None = None
+        self, out: torch.Tensor, offsets: Sequence[int], *, on_row: Callable[[int, memoryview], None] | None = None
     ) -> StorageCopy:
-        """Begins to fill the rows of a tensor, each from its own offset; one copy for all.
+        """Starts to fill the rows of a tensor, each from its own offset. Returns one copy for all.
 
         Args:
             out: (len(offsets), ...), contiguous, on the CPU.
-            offsets: where row k begins in the file.
-            look: called with k and the bytes of that row when it has come, in the thread that read it.
+            offsets: byte offset of each row in the file.
+            on_row: called with a row's number and bytes when it has been read, in the reading thread.
         """
         size = out.nbytes // max(len(offsets), 1)
         for offset in (min(offsets), max(offsets)) if size else ():
@@ -165,15 +168,15 @@ class DirectFile(Backend):
                 if count != size:
                     start = offsets[row]
                     self._run("reading", patient, Block(address + row * size, start, start + size, start, size))
-                if look is not None:
-                    look(row, view[row * size : (row + 1) * size])
+                if on_row is not None:
+                    on_row(row, view[row * size : (row + 1) * size])
 
         step = max(1, min(_RING_ENTRIES, _RING_BYTES // size))
         shares = [range(row, min(row + step, len(offsets))) for row in range(0, len(offsets), step)]
         return self._pool.queue(shares, move, tensors=[out], after=())
 
     def _read_rows(self, address: int, offsets: Sequence[int], size: int, rows: range) -> list[int]:
-        """Asks once for each of some rows, and says how much of it came; why one did not, the patient way tells."""
+        """Reads rows with one request each; returns the bytes read. The caller repeats short and failed reads."""
         ring = self._borrow_ring() if len(rows) > 1 else None
         try:
             if ring is None:
@@ -192,7 +195,7 @@ class DirectFile(Backend):
         return came
 
     def _borrow_ring(self) -> Ring | None:
-        """None where the kernel gives none; a thread holds one at a time, so there are never more than threads."""
+        """A ring, or None if io_uring is not available. A thread uses one at a time, so there are at most `threads`."""
         with contextlib.suppress(IndexError):
             return self._rings.pop()
         if self._has_rings:
@@ -217,10 +220,10 @@ class DirectFile(Backend):
         """See `Backend`.
 
         Args:
-            requests: tensors and their offsets.
-            after: copies that must have ended before.
-            whole_blocks: the file from each tensor's end to the next multiple of `align_bytes` belongs to the caller,
-                too, and may be overwritten; so no write needs the page cache.
+            requests: tensors and their byte offsets.
+            after: copies that must end before this one starts.
+            whole_blocks: the file may be overwritten from each tensor's end to the next multiple of `align_bytes`, so
+                no write needs the page cache.
         """
         return self._queue("writing", partial(self._write_block, whole_blocks), requests, after)
 
@@ -232,25 +235,25 @@ class DirectFile(Backend):
                 raise self._sync_error
             os.fsync(self._fd)
         except OSError as error:
-            # The kernel tells a failed write-back once, and may have dropped what it could not write: the next fsync
-            # would say that all is well.
+            # The kernel reports a failed write-back only once and may have dropped the data, so the next fsync would
+            # succeed.
             self._sync_error = OSError(error.errno, error.strerror)
-            raise _told(
+            raise _storage_error(
                 error,
-                f"{self.path}: making it durable failed: {error.strerror}. What was written since the last flush that "
-                "went well may be lost, and no later one can change that: see dmesg, open the file again, and write "
-                "it again.",
+                f"{self.path}: making it durable failed: {error.strerror}. Data written since the last successful "
+                "flush may be lost, and a later flush cannot repair that: see dmesg, reopen the file, and write the "
+                "data again.",
             ) from error
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Gives the disk's blocks under a range back; it reads as zeros then. Does nothing where it cannot."""
-        with contextlib.suppress(AttributeError):  # a C library without fallocate
+        """Frees the disk blocks of a range, which then reads as zeros. Does nothing if the file system cannot."""
+        with contextlib.suppress(AttributeError):  # the C library has no fallocate
             punch_hole = ctypes.CDLL(None).fallocate
             punch_hole(self._fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
 
     def info(self) -> BackendInfo:
         """See `Backend`."""
-        # Without the lock, which a worker may have held when this process was forked.
+        # Takes no lock: a worker may have held it when this process was forked.
         counters = IOCounters(*self._counts)
         return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
 
@@ -283,7 +286,7 @@ class DirectFile(Backend):
         return [Block(base + start, start, end, offset, nbytes) for start, end in self._cuts(offset, stop)]
 
     def _cuts(self, start: int, stop: int) -> Iterable[tuple[int, int]]:
-        """Cuts a range of the file so that the whole pages around each part fit a bounce buffer."""
+        """Splits a range of the file so that the whole pages around each part fit into a bounce buffer."""
         size = self.block_bytes
         return pairwise([start, *range(round_down(start, size) + size, stop, size), stop])
 
@@ -304,9 +307,9 @@ class DirectFile(Backend):
             space = os.fstatvfs(self._fd)
             way_out = (
                 f"{format_size(space.f_bavail * space.f_frsize)} are free there. Free some space, raise the quota or "
-                "limit (ulimit -f), or name a directory on another disk."
+                "limit (ulimit -f), or use a directory on another disk."
             )
-        return _told(
+        return _storage_error(
             error,
             f"{self.path}: {verb} {block.nbytes} bytes at offset {block.offset} failed in the block at {block.start}: "
             f"{error.strerror}. {way_out}",
@@ -354,7 +357,7 @@ class DirectFile(Backend):
         self._move(True, False, block, memory_view(block.address, block.stop - block.start), block.start, 0)
 
     def _write_direct(self, whole_blocks: bool, block: Block) -> None:
-        base = block.address - block.start  # of the address that file offset 0 would have
+        base = block.address - block.start  # the address that corresponds to file offset 0
         body = min(round_up(block.start, self.align_bytes), block.stop)
         tail = max(round_down(block.stop, self.align_bytes), body)
         whole = whole_blocks and block.start % self.align_bytes == 0
@@ -378,7 +381,7 @@ class DirectFile(Backend):
             self._move(True, False, block, memory_view(base + tail, block.stop - tail), tail, 0)
 
     def _move(self, write: bool, direct: bool, block: Block, view: memoryview, offset: int, spare: int) -> None:
-        """Loops until `view` is done. Of a read, the last `spare` bytes may lie past the end of the file."""
+        """Repeats the call until all of `view` is done. The last `spare` bytes of a read may be past the file's end."""
         done = 0
         while done < len(view) - spare:
             fd = self._direct_fd if direct else self._fd
@@ -389,14 +392,14 @@ class DirectFile(Backend):
             self._count((0 if direct else 4) + (2 if write else 0), count, 1)
             if count == 0:
                 if write:
-                    raise OSError(errno.EIO, "the disk took none of it")
-                size_bytes = os.lseek(self._fd, 0, os.SEEK_END)  # of a device, too
+                    raise OSError(errno.EIO, "the disk accepted no bytes")
+                size_bytes = os.lseek(self._fd, 0, os.SEEK_END)  # works for devices, too
                 raise StorageError(
-                    f"{self.path} ends too early: wanted {block.nbytes} bytes at offset {block.offset}, got "
+                    f"{self.path} is too short: wanted {block.nbytes} bytes at offset {block.offset}, got "
                     f"{max(min(size_bytes - block.offset, block.nbytes), 0)}; it is {size_bytes} bytes long."
                 )
             done += count
-            if count % self.align_bytes:  # a short transfer that direct I/O could not go on from
+            if count % self.align_bytes:  # a short transfer to an unaligned offset, where direct I/O cannot continue
                 direct = False
 
     def _give_up_direct(self, error: OSError) -> None:
@@ -409,11 +412,11 @@ class DirectFile(Backend):
     def _borrow(self) -> torch.Tensor:
         try:
             return self._bounce.pop()
-        except IndexError:  # a thread holds one at a time, so there are never more than threads
+        except IndexError:  # a thread uses one at a time, so there are at most `threads`
             return aligned_empty(self.block_bytes)
 
 
-def _told(cause: OSError, message: str) -> StorageError:
+def _storage_error(cause: OSError, message: str) -> StorageError:
     error = StorageError(message)
     error.errno = cause.errno
     return error

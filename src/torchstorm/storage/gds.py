@@ -1,17 +1,17 @@
-"""GPUDirect Storage: bytes between a disk and GPU memory that do not pass the host, through NVIDIA's cuFile.
+"""GPUDirect Storage: transfers between a disk and GPU memory that bypass the host, through NVIDIA's cuFile.
 
-A request's aligned body is cut into blocks and goes through cuFile: a single tensor's blocks through cuFileRead and
-cuFileWrite by several threads, a batch of tensors through cuFile's batches. The head and the tail that cover only a
-part of an aligned unit go the way of the file below (a pinned buffer and a copy stream), where a page that is only
-partly written is the page cache's affair. What cuFile refuses goes there whole, and `info()` says so.
+The aligned body of a request is split into blocks for cuFile. The blocks of a single tensor use cuFileRead and
+cuFileWrite in several threads; a batch of tensors uses cuFile's batches. The head and the tail, which cover only a part
+of an aligned unit, use the underlying backend (a pinned buffer and a copy stream). Requests that cuFile refuses use it,
+too, and `info()` reports that.
 
-A file is only opened this way where the guard lets it (`gds_guard`) and a canary was proven to pass the host by
-(`gds_canary`). The path stays "gds" while cuFile's own counters say nothing else.
+A file is opened this way only if `gds_guard` finds no obstacle and `gds_canary` proves that a read bypassed the host.
+`info()` reports the path "gds" as long as cuFile's own counters agree.
 
-No machine with GPUDirect Storage was at hand. Seen for real: the guard's answers, with cuFile 1.20 where it hangs and
-where it opens without a GPU and then registers no file, after which the file below is there to be used. Seen only with
-a stand-in for libcufile, in which device memory is host memory: all that follows the guard. Not seen: a GPU (contexts,
-raw CUDA pointers), nvidia-fs, P2PDMA, and any speed.
+What was tested: no machine with GPUDirect Storage was available. The checks of `gds_guard` ran with the real cuFile
+1.20, on machines where it hangs and where it opens without a GPU and registers no file; the underlying backend was used
+then. All code after these checks ran only with a fake libcufile, in which device memory is host memory. Not tested: a
+GPU (contexts, raw CUDA pointers), nvidia-fs, P2PDMA, and speed.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from torchstorm.storage.blocks import BlockPool
 from torchstorm.storage.cufile import LARGEST_BATCH, CuFile, Span
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.gds_canary import PAGE_BYTES, Ready, prove_direct, version_of
-from torchstorm.storage.gds_guard import HERE, Places, why_not
-from torchstorm.storage.gds_holdings import DevicePointer, Holdings, Memory, as_tensor
+from torchstorm.storage.gds_guard import SYSTEM_PATHS, SystemPaths, why_unavailable
+from torchstorm.storage.gds_resources import DevicePointer, GdsResources, Memory, as_tensor
 from torchstorm.storage.staged import StagedCopy
 
-# cuFile's codes for a file, disk or GPU that it does not serve ...
+# cuFile's codes for a file, disk or GPU that it does not support.
 _FILE_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, 5007, 5008, 5009, 5018, 5019, 5020, 5034}
-# ... and for memory that it does not: not cudaMalloc's, or more than can be pinned.
+# cuFile's codes for memory that it does not support: not from cudaMalloc, or too large to be pinned.
 _MEMORY_REFUSED = {5012, 5013, 5014, 5016, 5017, 5024, 5036}
 
 
 class GdsFile:
-    """A `Backend` for memory on one GPU; tensors on the host go to the file below. Made by `open_gds`.
+    """A `Backend` for memory on one GPU. Tensors on the host use the underlying backend. Created by `open_gds`.
 
     Args:
-        below: the same file by another way: edges, what cuFile refuses, and tensors on the host go there.
-        driver: cuFile; the caller has acquired it, and `close` releases it.
-        device: where the other tensors are.
-        mark: as `Engine.mark`: what the caller's stream still does to a tensor must have ended before it is touched.
+        below: another backend for the same file: for edges, for refused requests, and for tensors on the host.
+        driver: the cuFile driver. The caller has acquired it, and `close` releases it.
+        device: the GPU.
+        mark: as `Engine.mark`. A transfer waits for the earlier work of the caller's stream.
         threads: calls or batches under way at once.
-        block_bytes: bytes of one call, rounded up to aligned ones.
+        block_bytes: bytes of one call, rounded up to the alignment.
         read_only: opens the file for reading.
 
     Raises:
-        StorageError: the file cannot be opened with O_DIRECT, or cuFile does not register it. The driver is released.
+        StorageError: the file cannot be opened with O_DIRECT, or cuFile refuses it. The driver is released.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GdsFile:
     ) -> None:
         self.path, self.device = below.path, device
         self._below, self._driver, self._mark = below, driver, mark
-        owned = Holdings(driver)
+        owned = GdsResources(driver)
         self._owned = owned
         self._release = weakref.finalize(self, owned.close)
         try:
@@ -124,13 +124,13 @@ class GdsFile:
         return self._queue(True, requests, after)
 
     def register_buffer(self, memory: Memory) -> None:
-        """Pins memory that is used again and again (cuFileBufRegister), a tensor's whole storage, once.
+        """Pins a tensor's whole storage for repeated use (cuFileBufRegister).
 
-        It is kept alive and pinned until `deregister_buffer` or `close`. Other memory works, too, through buffers of
-        cuFile's own on the GPU.
+        It is kept alive and pinned until `deregister_buffer` or `close`. For unregistered memory, cuFile uses its own
+        buffers on the GPU.
 
         Raises:
-            StorageError: it cannot be pinned: the GPU's BAR1 is too small, say.
+            StorageError: it cannot be pinned, for example because the GPU's BAR1 is too small.
             UnsupportedError: it is on another device.
         """
         self._pool.check_usable()
@@ -141,7 +141,7 @@ class GdsFile:
                 self._owned.buffers[storage.data_ptr()] = storage
 
     def deregister_buffer(self, memory: Memory) -> None:
-        """Undoes `register_buffer`; nothing may be under way there."""
+        """Undoes `register_buffer`. No request may be using the memory."""
         self._pool.check_usable()
         base = self._tensor(memory).untyped_storage().data_ptr()
         with self._lock:
@@ -154,7 +154,7 @@ class GdsFile:
         self._below.sync()
 
     def info(self) -> BackendInfo:
-        """See `Backend`. The path is "gds" only while cuFile's own counters say that nothing went through the host."""
+        """See `Backend`. The path is "gds" only if cuFile's own counters show no request through the host."""
         below = self._below.info()
         with self._lock:
             reads, read_bytes, writes, written_bytes = self._counts
@@ -170,11 +170,11 @@ class GdsFile:
         now = self._driver.path_counters() if self._owned.usable else None
         if now is not None and self._before is not None:
             since = now.since(self._before)
-            reason += f"; since it was opened, in this process: {since}"
+            reason += f"; requests in this process since it was opened: {since}"
             if since.through_host and not refused:
                 refused = f"cuFile itself went through the host ({since})"
         if memory_refused:
-            reason += f"; {memory_refused} blocks of memory that cuFile refuses went the way below"
+            reason += f"; {memory_refused} blocks used the underlying backend, since cuFile refused their memory"
         if refused:
             return replace(below, reason=f"{refused}; {below.path}: {below.reason}", counters=counters)
         return BackendInfo(path="gds", reason=reason, counters=counters)
@@ -185,14 +185,14 @@ class GdsFile:
         self._below.close()
 
     def close_this(self) -> None:
-        """As `close`, but leaves the file below open."""
+        """As `close`, but leaves the underlying backend open."""
         self._pool.close()
         self._release()
 
-    def prove(self, places: Places) -> None:
-        """Reads a canary. Raises UnsupportedError where it did not pass the host by, StorageError where that failed."""
+    def prove(self, paths: SystemPaths) -> None:
+        """Reads a canary. Raises UnsupportedError if it went through the host, StorageError if the read failed."""
         self._evidence = prove_direct(
-            self.path, self._driver, device=self.device, mark=self._mark, statistics=places.nvidia_fs_statistics
+            self.path, self._driver, device=self.device, mark=self._mark, statistics=paths.nvidia_fs_statistics
         )
         self._before = self._driver.path_counters()
 
@@ -205,7 +205,7 @@ class GdsFile:
                 raise StorageError(
                     f"{self.path} has no {row.nbytes} bytes at offset {offset}: offsets go to 2**63 - 1."
                 )
-        rest: list[tuple[torch.Tensor, int]] = []  # for the file below
+        rest: list[tuple[torch.Tensor, int]] = []  # for the underlying backend
         pieces: list[_Piece] = []
         for row, offset in rows:
             if row.device != self.device or self._refused:
@@ -223,7 +223,7 @@ class GdsFile:
             pieces += [
                 _Piece(row[start - offset : end - offset], start, offset, row.nbytes) for start, end in pairwise(cuts)
             ]
-        # A batch of requests goes as cuFile's batches; one request's blocks to several threads.
+        # Several requests use cuFile's batches; the blocks of a single request use several threads.
         size = LARGEST_BATCH if len(requests) > 1 else 1
         parts = [pieces[start : start + size] for start in range(0, len(pieces), size)]
         ready = self._mark() if parts else None
@@ -235,7 +235,7 @@ class GdsFile:
             queue = self._below.write_batch_async if write else self._below.read_batch_async
             edges = queue(rest, after=after)
         except BaseException:
-            body.ended()  # nobody else will wait for it
+            body.ended()  # no other caller waits for it
             raise
 
         def ended() -> None:
@@ -262,7 +262,7 @@ class GdsFile:
     def _run(self, write: bool, part: list[_Piece], ready: Ready | None) -> None:
         assert ready is not None
         if self.device.type == "cuda":  # pragma: gpu
-            torch.cuda.set_device(self.device)  # this thread's: cuFile wants the context of the memory's GPU
+            torch.cuda.set_device(self.device)  # per thread: cuFile needs the context of the memory's GPU
         ready.synchronize()
         if not write:
             size_bytes = os.fstat(self._owned.fd).st_size
@@ -287,14 +287,14 @@ class GdsFile:
             raise
         if any(moved):
             self._owned.batches.append(batch)
-        else:  # not taken: whatever state it is in now
+        else:  # refused: its state is unknown
             self._driver.close_batch(batch)
         for count in moved:
             self._counted(write, count)
         return moved
 
     def _move(self, write: bool, piece: _Piece, done: int) -> None:
-        """Does what is left of a piece after its first `done` bytes, by cuFile as far as that goes."""
+        """Transfers a piece after its first `done` bytes by cuFile, and the rest by the underlying backend."""
         while not self._refused:
             done = round_down(done, self.align_bytes)
             if done == piece.row.nbytes:
@@ -313,7 +313,7 @@ class GdsFile:
                 break
             self._counted(write, count)
             if count < min(self.align_bytes, piece.row.nbytes - done):
-                break  # no aligned step forward: the file below goes on, or says why not
+                break  # no aligned progress: the underlying backend continues, or raises
             done += count
         if done < piece.row.nbytes:
             queue = self._below.write_from_async if write else self._below.read_into_async
@@ -336,7 +336,7 @@ class GdsFile:
 
     def _too_short(self, piece: _Piece, size_bytes: int) -> StorageError:
         error = StorageError(
-            f"{self.path} ends too early: wanted {piece.nbytes} bytes at offset {piece.offset}, got "
+            f"{self.path} is too short: wanted {piece.nbytes} bytes at offset {piece.offset}, got "
             f"{max(min(size_bytes - piece.offset, piece.nbytes), 0)}; it is {size_bytes} bytes long."
         )
         error.extent = piece.start, piece.start + piece.row.nbytes
@@ -352,7 +352,7 @@ class _Piece(NamedTuple):
     nbytes: int
 
     def span(self, done: int) -> Span:
-        """What is left after `done` bytes."""
+        """The piece without its first `done` bytes."""
         return Span(self.row.data_ptr() + done, self.row.nbytes - done, self.start + done)
 
 
@@ -364,33 +364,33 @@ def open_gds(
     threads: int = 4,
     block_bytes: int = 4 * 2**20,
     read_only: bool = False,
-    places: Places = HERE,
+    paths: SystemPaths = SYSTEM_PATHS,
 ) -> GdsFile:
-    """Opens a file for GPUDirect Storage where that is proven to work.
+    """Opens a file for GPUDirect Storage if that is proven to work.
 
     Args:
-        below: the same file by another way; closed with this one, and left open where this fails.
+        below: another backend for the same file. Closed with this one; left open if this function fails.
         device: a GPU.
         mark: `Engine(device).mark`.
         threads: calls or batches under way at once.
         block_bytes: bytes of one call.
         read_only: opens it for reading.
-        places: where the guard looks.
+        paths: where the guard looks.
 
     Raises:
-        UnsupportedError: GPUDirect Storage cannot be used here, or not be proven; it says why.
+        UnsupportedError: GPUDirect Storage cannot be used here, or is not proven to work. The message gives the reason.
     """
-    if reason := why_not(places):
+    if reason := why_unavailable(paths):
         raise UnsupportedError(f"{below.path}: no GPUDirect Storage: {reason}")
     try:
-        driver = cufile.acquire(places.libcufile)
+        driver = cufile.acquire(paths.libcufile)
         file = GdsFile(
             below, driver, device=device, mark=mark, threads=threads, block_bytes=block_bytes, read_only=read_only
         )
     except StorageError as error:
         raise UnsupportedError(f"{below.path}: no GPUDirect Storage: {error}") from error
     try:
-        file.prove(places)
+        file.prove(paths)
     except BaseException as error:
         file.close_this()
         if isinstance(error, OSError):
@@ -404,23 +404,23 @@ def prove(
     *,
     device: torch.device,
     mark: Callable[[], Ready],
-    places: Places = HERE,
+    paths: SystemPaths = SYSTEM_PATHS,
 ) -> str:
-    """What proves that GPUDirect Storage works between a file's disk and a GPU.
+    """Proves that GPUDirect Storage works between a file's disk and a GPU. Returns the evidence as text.
 
     Args:
         path: a file that exists.
         device: the GPU.
         mark: `Engine(device).mark`.
-        places: where the guard looks.
+        paths: where the guard looks.
 
     Raises:
-        UnsupportedError: it does not, or cannot be proven; it says why.
+        UnsupportedError: it does not work, or is not proven to work. The message gives the reason.
         StorageError: the file cannot be opened.
     """
     below = DirectFile(path, read_only=True)
     try:
-        file = open_gds(below, device=device, mark=mark, read_only=True, places=places)
+        file = open_gds(below, device=device, mark=mark, read_only=True, paths=paths)
     except BaseException:
         below.close()
         raise

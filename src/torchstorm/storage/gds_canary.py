@@ -1,12 +1,12 @@
-"""The proof that cuFile moves bytes past the host: a canary is read, and counters say which way it came.
+"""Proves that cuFile's transfers bypass the host: it reads a canary and compares counters before and after.
 
-Success is no proof, since cuFile reads through the host where it must (compatibility mode) and says nothing. So:
+A successful read is no proof, since cuFile can silently read through the host (compatibility mode). So:
 
-- the canary's bytes must be those that a plain read gives, by checksum;
-- of cuFile's level 3 statistics, n_nvfs_reads or n_p2p_reads must have risen and n_posix_reads must not. They count
+- the canary's bytes must have the checksum of a plain read;
+- in cuFile's level 3 statistics, n_nvfs_reads or n_p2p_reads must have increased and n_posix_reads must not. They count
   for the whole process;
-- where a cuFile has no such statistics (before 1.15), the reads that the nvidia-fs module counts must have risen. They
-  count for the whole machine.
+- without these statistics (cuFile before 1.15), the nvidia-fs module's count of reads must have increased. It counts
+  for the whole machine.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from torchstorm.sizes import format_size
 from torchstorm.storage.aligned import memory_view, round_down, round_up
 from torchstorm.storage.cufile import CuFile, Span
 
-PAGE_BYTES = 4096  # of what cuFile calls aligned, whatever the host's pages are
+PAGE_BYTES = 4096  # cuFile's alignment, whatever the host's page size
 CANARY_BYTES = 2**20
 
 
 class Ready(Protocol):
-    """A point in the caller's stream; `transfer.engine.Engine.mark` makes one."""
+    """An event on the caller's stream, as `transfer.engine.Engine.mark` records it."""
 
     def synchronize(self) -> None:
-        """Blocks the host until the stream has come to it."""
+        """Blocks the host until the stream has reached it."""
 
 
 def prove_direct(path: str, driver: CuFile, *, device: torch.device, mark: Callable[[], Ready], statistics: str) -> str:
-    """Reads a canary from beside a file, or from the file itself where nothing may be written there.
+    """Reads a canary file next to a file, or bytes of the file itself if its directory is not writable.
 
     Args:
         path: the file.
-        driver: cuFile.
+        driver: the cuFile driver.
         device: the GPU that the canary is read to.
         mark: as `Engine.mark`.
-        statistics: the nvidia-fs module's file of counters, asked where cuFile has none.
+        statistics: the nvidia-fs module's file of counters, read if cuFile has none.
 
     Returns:
-        What proved that it passed the host by.
+        The evidence that the read bypassed the host.
 
     Raises:
-        UnsupportedError: that could not be proven.
-        StorageError: the canary could not be made or read.
+        UnsupportedError: the read went through the host, or there is no evidence.
+        StorageError: the canary could not be written or read.
     """
     with _canary(path) as (name, offset, nbytes):
         with open(name, "rb") as plain:
@@ -68,7 +68,7 @@ def prove_direct(path: str, driver: CuFile, *, device: torch.device, mark: Calla
     found = hashlib.sha256(memory_view(host.data_ptr(), nbytes)).hexdigest()
     if found != expected:
         raise UnsupportedError(
-            f"{path}: {nbytes} bytes of a canary came through cuFile other than they are: SHA-256 {found[:12]}... for "
+            f"{path}: cuFile read {nbytes} bytes of a canary wrongly: SHA-256 {found[:12]}... instead of "
             f"{expected[:12]}... . Do not use GPUDirect Storage here."
         )
     told = f"a canary of {format_size(nbytes)}"
@@ -76,20 +76,20 @@ def prove_direct(path: str, driver: CuFile, *, device: torch.device, mark: Calla
         since = after.since(before)
         if since.through_host or not since.direct:
             raise UnsupportedError(
-                f"{path}: cuFile read {told}, but by its counters not past the host ({since}): compatibility mode. See "
+                f"{path}: cuFile read {told}, but through the host by its counters ({since}): compatibility mode. See "
                 "cufile.log, and whether nvidia-fs serves this file system."
             )
         return f"proven by {told}, for which cuFile counted {since}"
     if kernel_before is not None and kernel_after is not None and kernel_after > kernel_before:
         return f"proven by {told}, for which reads in {statistics} rose from {kernel_before} to {kernel_after}"
     raise UnsupportedError(
-        f"{path}: neither cuFile {version_of(driver.version)} nor {statistics} tells which way {told} came. "
-        "Take cuFile 1.15 or newer, or set nvidia-fs's parameter rw_stats_enabled to 1."
+        f"{path}: neither cuFile {version_of(driver.version)} nor {statistics} counts the path of {told}. "
+        "Use cuFile 1.15 or newer, or set nvidia-fs's parameter rw_stats_enabled to 1."
     )
 
 
 def version_of(number: int) -> str:
-    """1000 * major + 10 * minor, as cuFile tells it, for people."""
+    """Formats cuFile's version number, 1000 * major + 10 * minor."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
@@ -130,20 +130,20 @@ def _own_bytes(path: str) -> tuple[str, int, int]:
     size_bytes = os.path.getsize(path)
     with open(path, "rb") as file:
         try:
-            start = round_up(os.lseek(file.fileno(), 0, os.SEEK_DATA), PAGE_BYTES)  # a hole is on no disk
-        except OSError:  # nothing but a hole, or nothing
+            start = round_up(os.lseek(file.fileno(), 0, os.SEEK_DATA), PAGE_BYTES)  # a hole has no bytes on disk
+        except OSError:  # the file is empty or one hole
             start = size_bytes
     nbytes = min(round_down(max(size_bytes - start, 0), PAGE_BYTES), CANARY_BYTES)
     if not nbytes:
         raise StorageError(
-            f"{path} is {size_bytes} bytes long, without {PAGE_BYTES} to read for a proof, and nothing may be written "
-            "beside it. Make its directory writable."
+            f"{path} is {size_bytes} bytes long, without {PAGE_BYTES} to read for a proof, and no file can be created "
+            "next to it. Make its directory writable."
         )
     return path, start, nbytes
 
 
 def _kernel_reads(statistics: str) -> int | None:
-    """Reads that the nvidia-fs module did; None where it does not count them."""
+    """Number of reads by the nvidia-fs module; None if it does not count them."""
     try:
         text = Path(statistics).read_text()
     except OSError:

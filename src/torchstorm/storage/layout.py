@@ -1,11 +1,11 @@
-"""What lies where in a volume, and the table at its start that says so.
+"""The layout of a volume, and the table at its start that describes it.
 
     byte 0     header, a page: magic, version, CRC-32 and bytes of the table, bytes of the volume, CRC-32 of all these
-    byte 4096  the table: JSON, one entry a kind
-    pages      each kind's records, one after the other, then its checks: 8 bytes a record
+    byte 4096  the table: JSON, one entry per kind
+    pages      each kind's records, one after the other, then its checksums: 8 bytes per record
 
-A check is 0 for a record that was never written, else 2**32 + CRC-32 of its bytes. Records and checks of a kind begin
-at whole pages, so that no page is written by direct and by buffered I/O.
+A checksum is 0 for a record that was never written, else 2**32 + CRC-32 of its bytes. The records and the checksums of
+a kind start at page boundaries, so that no page is written by both direct and buffered I/O.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MOST_TABLE_BYTES = 2**26
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Records of one dtype and shape, one after the other.
+    """A kind of record: its dtype, shape and number, and its place in the file.
 
     Attributes:
-        dtype: of a record's elements.
-        shape: of a record; () for a single number.
-        length: how many records.
-        start_bytes: where the first one begins. None in a volume that is to be created, which then places it.
-        checks_bytes: where its checks begin; None without.
+        dtype: dtype of a record.
+        shape: shape of a record; () for a single number.
+        length: number of records.
+        start_bytes: byte offset of the first record. None for a new volume, which chooses it.
+        checks_bytes: byte offset of the checksums; None without checksums.
 
     Raises:
-        ConfigError: a size is negative, or the dtype has no plain bytes.
+        ConfigError: a size is negative, or the dtype is not supported.
     """
 
     dtype: torch.dtype
@@ -74,16 +74,16 @@ class Kind:
 
     @staticmethod
     def at_sectors(start_lba: int, length: int, *, sector_bytes: int = 512, dtype: torch.dtype = torch.uint8) -> Kind:
-        """Existing sectors of a device or file as records of one sector each.
+        """Describes existing sectors of a device or file as records of one sector each.
 
         Args:
-            start_lba: the first sector.
-            length: how many.
-            sector_bytes: of one; a multiple of the dtype's size.
-            dtype: how their bytes are read.
+            start_lba: number of the first sector.
+            length: number of sectors.
+            sector_bytes: size of a sector, a multiple of the dtype's size.
+            dtype: dtype of the records.
 
         Raises:
-            ConfigError: a number is negative, or the sector does not hold whole elements.
+            ConfigError: a number is negative, or a sector is not a whole number of elements.
         """
         if start_lba < 0 or sector_bytes <= 0 or sector_bytes % dtype.itemsize:
             raise ConfigError(
@@ -103,16 +103,16 @@ DTYPES = {
         *(torch.float8_e4m3fn, torch.float8_e5m2),
     )
 }
-"""By the name that stands in a volume's table."""
+"""Supported dtypes by their name in a volume's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A volume's kinds, placed.
+    """The kinds of a volume with their places in the file.
 
     Attributes:
-        kinds: by name.
-        nbytes: of the whole volume.
+        kinds: kinds by name.
+        nbytes: size of the whole volume.
     """
 
     kinds: Mapping[str | int, Kind]
@@ -120,24 +120,26 @@ class Layout:
 
     @staticmethod
     def place(kinds: Mapping[str, Kind], *, checks: bool) -> Layout:
-        """Places kinds one after the other, behind the header and the table.
+        """Places kinds one after the other, after the header and the table.
 
         Args:
-            kinds: by name; where they begin is left out.
-            checks: whether every record gets a check.
+            kinds: kinds by name, without `start_bytes`.
+            checks: whether every record gets a checksum.
 
         Raises:
-            ConfigError: a kind says where it begins, has no name, or the table is too large.
+            ConfigError: a kind has `start_bytes` or no name, or the table is too large.
         """
         for name, kind in kinds.items():
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"kind {name!r}: in a new volume a kind is called by a name that is not empty.")
+                raise ConfigError(
+                    f"kind {name!r}: in a new volume, the name of a kind must be a text that is not empty."
+                )
             if kind.start_bytes is not None or kind.checks_bytes is not None:
                 raise ConfigError(
-                    f"kind {name!r} says where it begins, but a new volume places it: leave start_bytes out, or use "
-                    "Volume.describe for data that is there."
+                    f"kind {name!r} has start_bytes, but a new volume chooses it: leave start_bytes out, or use "
+                    "Volume.describe for existing data."
                 )
-        # Numbers change the table's length by little, so it is placed behind the longest that it can have.
+        # The table's length depends on the offsets in it, so the records start after the longest possible table.
         widest: dict[str | int, Kind] = {
             name: _placed(kind, 2**63 - 1, 2**63 - 1 if checks else None) for name, kind in kinds.items()
         }
@@ -165,24 +167,24 @@ class Layout:
 
         Args:
             path: for messages.
-            data: the file's first bytes: `header_bytes` tells how many.
-            file_bytes: how long the file is.
+            data: the file's first `header_bytes` bytes.
+            file_bytes: size of the file.
 
         Raises:
-            CorruptionError: the header or the table changed.
-            StorageError: it is no volume, one of another version, or the file ends before the volume does.
+            CorruptionError: the header or the table is damaged.
+            StorageError: it is no volume, has another version, or the file is shorter than the volume.
         """
         table_bytes, table_check, nbytes = _head(path, data)
         table = data[mmap.PAGESIZE : mmap.PAGESIZE + table_bytes]
         if len(table) != table_bytes or zlib.crc32(table) != table_check:
             raise CorruptionError(
                 f"{path}: the volume's table of {table_bytes} bytes is not what was written. Restore the file from a "
-                "copy, or name what lies where by hand: Volume.describe(path, kinds)."
+                "copy, or describe its kinds yourself: Volume.describe(path, kinds)."
             )
         if file_bytes < nbytes:
             raise StorageError(
-                f"{path} ends at {format_size(file_bytes)} ({file_bytes}), but its volume takes {format_size(nbytes)} "
-                f"({nbytes}): it was cut off. Restore it from a copy."
+                f"{path} ends at {format_size(file_bytes)} ({file_bytes}), but its volume has {format_size(nbytes)} "
+                f"({nbytes}): the file was truncated. Restore it from a copy."
             )
         kinds: dict[str | int, Kind] = {
             str(name): Kind(
@@ -203,12 +205,12 @@ def header_bytes(path: str, page: bytes) -> int:
 
 
 def _head(path: str, page: bytes) -> tuple[int, int, int]:
-    """Bytes of the table, its CRC-32, and bytes of the volume."""
+    """(bytes of the table, its CRC-32, bytes of the volume)."""
     size = _HEADER.size
     if page[: len(MAGIC)] != MAGIC:
         raise StorageError(
             f"{path} is no torchstorm volume: it begins with {page[:8]!r}. Make one with Volume.create or `torchstorm "
-            "pack`, or name what lies where: Volume.describe(path, kinds)."
+            "pack`, or describe the kinds of records in it: Volume.describe(path, kinds)."
         )
     if len(page) < size + 4 or _HEADER_CHECK.unpack_from(page, size)[0] != zlib.crc32(page[:size]):
         raise CorruptionError(f"{path}: the volume's header is not what was written. Restore the file from a copy.")

@@ -1,12 +1,12 @@
-"""Batches of a volume's records, read ahead, on the device where they are wanted.
+"""A data loader that reads batches of a volume's records ahead of time and copies them to a device.
 
     loader = NVMeDataLoader(volume, batch_size=32, shuffle=True, device="cuda")
-    for tokens in loader:               # (32, 2048) int32, there when the current stream gets to it
+    for tokens in loader:               # (32, 2048) int32, ready for work on the current stream
         ...
 
-One thread asks the disk for the next batches, all at once, and passes those that have come on: for a GPU from pinned
-buffers over a copy stream. The device's memory for them is taken by the thread that iterates, so that it belongs to
-that thread's stream, and at most `prefetch_depth` batches of it at a time.
+One thread requests the next batches from the disk, all at once. For a GPU, it then copies finished ones from pinned
+buffers on a copy stream. The iterating thread allocates the device memory, so that it belongs to that thread's stream.
+At most `prefetch_depth` batches are allocated at a time.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ Batch = torch.Tensor | dict[str, torch.Tensor]
 
 
 class NVMeDataLoader:
-    """An iterable over batches, with the habits of `torch.utils.data.DataLoader`.
+    """An iterable over batches, similar to `torch.utils.data.DataLoader`.
 
-    Every `iter()` begins an epoch; each has an order of its own where they are shuffled. Records at the end that do not
-    fill a batch make a smaller one, or are left out.
+    Every `iter()` starts an epoch. With `shuffle`, each epoch has its own order. The last batch of an epoch can be
+    smaller, or is dropped with `drop_last`.
 
     Args:
-        volume: what to read; it stays open as long as it is needed, and is not closed.
-        batch_size: records in a batch.
-        kinds: which kinds, all of one length; None for all of the volume.
-        shuffle: whether records come in an order drawn from `seed` and the epoch; else in their own.
-        prefetch_depth: batches under way or waiting; may be set while iterating.
-        device: where batches are wanted.
-        seed: of the order.
-        drop_last: leaves out a last batch that is not full, and with several ranks records that do not go round.
-        rank: of this process among `world_size`; each reads other records, as many as the others (without `drop_last`
-            some are read twice). None asks `torch.distributed`, where that is in use.
-        world_size: as above.
-        verify: compares records with their checks, where they have some.
+        volume: the volume to read. The loader does not close it.
+        batch_size: records per batch.
+        kinds: names of the kinds to read, all of the same length; None for all kinds of the volume.
+        shuffle: whether the order is random, drawn from `seed` and the epoch; else it is the order of the records.
+        prefetch_depth: number of batches to read ahead. It can be changed during iteration.
+        device: device of the batches.
+        seed: seed of the random order.
+        drop_last: drops an incomplete last batch and, with several ranks, the records left after an even division.
+        rank: this process's rank among `world_size`. Each rank reads the same number of different records (without
+            `drop_last` some are read twice). None uses `torch.distributed`, if it is initialized.
+        world_size: number of ranks; None as for `rank`.
+        verify: compares records with their checksums, if they have some.
 
     Raises:
-        ConfigError: a number is out of range, a kind is not there, or kinds have different lengths.
-        DeviceError: the device is not there.
+        ConfigError: a number is out of range, a kind does not exist, or kinds have different lengths.
+        DeviceError: the device does not exist.
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class NVMeDataLoader:
         self.rank, self.world_size = _rank(rank, world_size)
         names = list(volume) if kinds is None else list(kinds)
         if isinstance(kinds, str) or not names:
-            raise ConfigError(f"kinds={kinds!r}: name at least one, in a list; {volume.path} has {list(volume)!r}.")
+            raise ConfigError(f"kinds={kinds!r}: give a list of at least one; {volume.path} has {list(volume)!r}.")
         self._records = {name: volume[name] for name in names}
         lengths = {name: len(records) for name, records in self._records.items()}
         if len(set(lengths.values())) > 1:
-            raise ConfigError(f"kinds of one length are needed, but {volume.path} has {lengths}: name some of them.")
+            raise ConfigError(
+                f"kinds of equal length are needed, but {volume.path} has {lengths}: select some with kinds=."
+            )
         self._num_records = next(iter(lengths.values()))
         self._depth = _at_least(1, "prefetch_depth", prefetch_depth)
         self._next_epoch = self._next_batch = 0
@@ -90,7 +92,7 @@ class NVMeDataLoader:
 
     @property
     def prefetch_depth(self) -> int:
-        """Batches under way or waiting."""
+        """Number of batches to read ahead."""
         return self._depth
 
     @prefetch_depth.setter
@@ -100,12 +102,12 @@ class NVMeDataLoader:
             self._running.set_depth(value)
 
     def __len__(self) -> int:
-        """Batches of an epoch, for this rank."""
+        """Number of batches per epoch for this rank."""
         count = self._records_per_rank()
         return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
 
     def __iter__(self) -> _Batches:
-        """Begins an epoch: the next one, or where `load_state_dict` or `set_epoch` said. One before it ends."""
+        """Starts the next epoch, or the one set by `load_state_dict` or `set_epoch`. Ends an earlier iterator."""
         if self._running is not None:
             self._running.stop(superseded=True)
         order = self._order(self._next_epoch)
@@ -114,7 +116,7 @@ class NVMeDataLoader:
         return _Batches(self._running)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next `iter()` begins this epoch, from its start.
+        """Makes the next `iter()` start this epoch.
 
         Raises:
             ConfigError: it is negative.
@@ -123,7 +125,7 @@ class NVMeDataLoader:
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch that was handed out, whatever was read ahead."""
+        """The position after the last batch that was returned, without batches read ahead."""
         running = self._running
         at = (self._next_epoch, self._next_batch) if running is None else (running.number, running.num_given)
         if at[1] == len(self) and at[1] > 0:
@@ -131,25 +133,27 @@ class NVMeDataLoader:
         return {"epoch": at[0], "batch": at[1], **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next `iter()` goes on from there.
+        """Makes the next `iter()` continue from a saved position.
 
         Raises:
-            ConfigError: it is the state of a loader with another order of batches.
+            ConfigError: the state is from a loader with other batches.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise ConfigError(
-                    f"The state is of a loader with {name}={state.get(name)!r}, but this one has {name}={value!r}: its "
-                    "batches would be others. Make this one like that."
+                    f"The state is from a loader with {name}={state.get(name)!r}, but this one has {name}={value!r}, "
+                    "so its batches differ. Create the loader with the same options."
                 )
         epoch, batch = (_at_least(0, name, state.get(name)) for name in ("epoch", "batch"))
         if batch > len(self):
-            raise ConfigError(f"The state is of batch {batch}, but an epoch has {len(self)}: it is of another loader.")
+            raise ConfigError(
+                f"The state is at batch {batch}, but an epoch has {len(self)}: it is from another loader."
+            )
         self._next_epoch, self._next_batch = epoch, batch
         self._end()
 
     def close(self) -> None:
-        """Ends the epoch that is running, with its threads, and gives its memory back."""
+        """Ends the current epoch and its threads, and frees its memory."""
         if self._running is not None:
             self._running.stop()
 
@@ -180,7 +184,7 @@ class NVMeDataLoader:
         return whole if self.drop_last or not rest else whole + 1
 
     def _order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Numbers of this rank's records."""
+        """Numbers of this rank's records in the epoch's order."""
         if self.shuffle:
             order = np.random.default_rng([self.seed % 2**64, epoch]).permutation(self._num_records)
         else:
@@ -190,7 +194,7 @@ class NVMeDataLoader:
 
 
 class _Batches(Iterator[Batch]):
-    """What `iter()` of a loader returns. Dropping it ends the epoch's thread."""
+    """The iterator of a loader. Deleting it ends the epoch's thread."""
 
     def __init__(self, epoch: _Epoch) -> None:
         self._epoch = epoch
@@ -204,22 +208,22 @@ class _Batches(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """Ends the epoch's thread, and gives back what it holds."""
+        """Ends the epoch's thread and frees its memory."""
         self._stop()
 
 
 @dataclass(eq=False)
 class _Slot:
-    """A batch on its way.
+    """A batch that is being read.
 
     Attributes:
-        out: kind -> (B, *shape), as it will be handed out.
-        ready: on CUDA, the point of the taker's stream from which on `out` may be written.
-        host: kind -> (B, *shape) on the host; `out` itself on a CPU.
-        pinned: whose room `host` takes.
+        out: kind -> (B, *shape), the batch to return.
+        ready: on CUDA, the event on the iterating thread's stream after which `out` may be written.
+        host: kind -> (B, *shape) on the host; the same as `out` on a CPU.
+        pinned: the pinned memory of `host`.
         requests: the reads.
-        copies: on CUDA, from `host` to `out`.
-        error: what it failed with.
+        copies: on CUDA, the copies from `host` to `out`.
+        error: the error of a failed read.
     """
 
     out: dict[str | int, torch.Tensor]
@@ -231,12 +235,12 @@ class _Slot:
     error: BaseException | None = None
 
     def has_come(self) -> bool:
-        """Whether the disk has done its part."""
+        """Whether all reads have ended."""
         return self.error is not None or all(request.done() for request in self.requests)
 
 
 class _Epoch:
-    """The thread that reads one epoch ahead, and what it shares with the one that takes batches."""
+    """The thread that reads one epoch ahead, and the state that it shares with the iterating thread."""
 
     def __init__(
         self, loader: NVMeDataLoader, number: int, order: np.ndarray[Any, np.dtype[np.int64]], first: int
@@ -246,9 +250,9 @@ class _Epoch:
         self._device, self._order, self._batch_size = loader.device, order, loader.batch_size
         self._num_batches, self._depth = len(loader), loader.prefetch_depth
         self._num_begun = first
-        self._begun: deque[_Slot] = deque()  # given to the thread, oldest first
-        self._waiting: deque[_Slot] = deque()  # not yet asked for
-        self._done: deque[_Slot] = deque()  # in their order
+        self._begun: deque[_Slot] = deque()  # passed to the thread, oldest first
+        self._waiting: deque[_Slot] = deque()  # not yet requested
+        self._done: deque[_Slot] = deque()  # finished, in order
         self._changed = threading.Condition()
         self._stopped = self._is_superseded = False
         self._engine: Engine | None = None
@@ -259,13 +263,15 @@ class _Epoch:
         self._thread: threading.Thread | None = None
 
     def set_depth(self, depth: int) -> None:
-        """So many batches from the next one on."""
+        """Sets the number of batches to read ahead."""
         self._depth = depth
 
     def take(self) -> Batch | None:
-        """The next batch; None behind the last one. Raises what reading it raised."""
+        """The next batch; None after the last one. Raises the error of a failed read."""
         if self._is_superseded:
-            raise ConfigError("Another iter() of this loader has begun, which ended this one: use a loader for each.")
+            raise ConfigError(
+                "Another iter() of this loader was started, which ended this one: use one loader for each."
+            )
         if self._stopped:
             return None
         self._ask()
@@ -287,7 +293,7 @@ class _Epoch:
         return next(iter(slot.out.values()))
 
     def stop(self, *, superseded: bool = False) -> None:
-        """Ends the thread, once what it has asked the disk for has come. Twice does nothing."""
+        """Ends the thread after its requested reads. A second call does nothing."""
         with self._changed:
             self._is_superseded = superseded and not self._stopped
             self._stopped = True
@@ -298,7 +304,7 @@ class _Epoch:
         self._pools.clear()
 
     def _ask(self) -> None:
-        """Takes memory for as many batches as may be under way, in the thread and on the stream of the taker."""
+        """Allocates memory for the batches to read ahead, in the iterating thread and on its stream."""
         while self._num_begun < self._num_batches and len(self._begun) + len(self._done) < self._depth:
             count = min(self._batch_size, len(self._order) - self._num_begun * self._batch_size)
             out = {name: self._empty(name, count) for name in self._records}
@@ -345,7 +351,7 @@ class _Epoch:
             self._close()
 
     def _begin(self, slot: _Slot, batch: int) -> None:
-        """Asks the disk for a batch."""
+        """Requests a batch from the disk."""
         numbers = self._order[batch * self._batch_size : (batch + 1) * self._batch_size]
         are_neighbours = bool((np.diff(numbers) == 1).all())
         try:
@@ -365,7 +371,7 @@ class _Epoch:
             self._changed.notify_all()
 
     def _finish(self, slot: _Slot) -> None:
-        """Waits for a batch, and sends it on its way to the device."""
+        """Waits for a batch, and starts its copy to the device."""
         try:
             for request in slot.requests:
                 request.wait(verify=self._verify)
@@ -382,13 +388,13 @@ class _Epoch:
             self._changed.notify_all()
 
     def _let_end(self, slot: _Slot) -> None:
-        """Waits for what still writes into a batch's memory."""
+        """Waits for running reads and copies into a batch's memory."""
         for request in slot.requests:
             request.ended()
         slot.requests = []
 
     def _pinned(self, slot: _Slot) -> dict[str | int, torch.Tensor]:  # pragma: gpu
-        """Pinned room for a batch, behind the copies of those that had it before."""
+        """Allocates pinned memory for a batch, after the copies of its previous owners."""
         host = {}
         for name, out in slot.out.items():
             if self._arena is None:
@@ -422,7 +428,7 @@ class _Epoch:
 
 def _at_least(least: int, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}, but it is a whole number of at least {least}.")
+        raise ConfigError(f"{name}={value!r}, but it must be an integer of at least {least}.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""How fast a disk is, measured as a spill file uses it."""
+"""Measures the speed of a disk for spill files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchstorm.storage.direct import DirectFile
 
 
 def measure_disk(directory: str | os.PathLike[str], *, nbytes: int = 64 * 2**20) -> tuple[float, float]:
-    """Writes a file over blocks it already has and reads it back: 1 MiB blocks, four at a time, O_DIRECT where it can.
+    """Overwrites a file and reads it back, in blocks of 1 MiB, four at a time, with O_DIRECT if possible.
 
     Args:
-        directory: where; the file of `nbytes` bytes is removed again.
-        nbytes: size of the file, and of the host memory that this takes.
+        directory: where the file is created. It is removed at the end.
+        nbytes: size of the file, and of the host memory used.
 
     Returns:
-        Bytes per second written (made durable), and read.
+        Bytes per second written (including fsync), and bytes per second read.
 
     Raises:
-        StorageError: the directory cannot be written, or is full.
+        StorageError: the directory is not writable, or full.
     """
     directory = user_path(directory, name="directory")
     buffer = aligned_empty(nbytes)
-    buffer.random_(generator=torch.Generator().manual_seed(0))  # some disks compress
+    buffer.random_(generator=torch.Generator().manual_seed(0))  # random bytes, since some disks compress
     try:
         descriptor, path = tempfile.mkstemp(prefix="torchstorm-measure-", dir=directory)
     except OSError as error:
         raise StorageError(
-            f"{directory} cannot be measured: {error.strerror}. Name one that exists and is writable."
+            f"{directory} cannot be measured: {error.strerror}. Give a directory that exists and is writable."
         ) from error
     try:
         file = DirectFile(path)
@@ -45,7 +45,7 @@ def measure_disk(directory: str | os.PathLike[str], *, nbytes: int = 64 * 2**20)
             file.write_from(buffer, 0)
             file.sync()
             written = time.perf_counter() - start
-            # Where the page cache is in use, reading must not find what writing left in it.
+            # If the page cache is in use, reads must not be served from it.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
             file.read_into(buffer, 0)

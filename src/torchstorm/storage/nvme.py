@@ -1,4 +1,4 @@
-"""A device or a file as numbered sectors: the level below a volume, without kinds, checks or a table.
+"""Access to a device or a file by sector number: the level below a volume, without kinds, checksums or a table.
 
 with NVMe("/dev/nvme0n1") as device:
     device.read(0, 8)                       # (8, 512) uint8
@@ -21,33 +21,33 @@ from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.backend import Backend, BackendInfo
 from torchstorm.storage.choice import open_file
 from torchstorm.storage.device import check_unused, is_block_device, sector_bytes, size_bytes
-from torchstorm.storage.request import Request, Writes, places
+from torchstorm.storage.request import PendingWrites, Request, overlapping
 from torchstorm.storage.xnvme import XnvmeDevice
 
 
 class NVMe:
-    """The sectors of a block device or a file, read and written by number (LBA). Safe to use from several threads.
+    """The sectors of a block device or a file, read and written by number (LBA). Thread-safe.
 
-    A file's last bytes that do not fill a sector belong to none, and are never touched.
+    If a file's size is not a multiple of the sector size, its last bytes are never accessed.
 
     Args:
-        path: a block device, or a file that exists; for require="xnvme" whatever `XnvmeDevice` takes.
-        sector_bytes: of one sector; None asks the device, and takes 512 for a file.
-        read_only: opens it for reading alone.
-        allow_mounted: writes to a device even where it is mounted, swap, or part of a RAID; never by xNVMe.
-        device: a GPU whose tensors are to be read and written, too.
-        require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
+        path: a block device or an existing file; for require="xnvme", a `uri` of `XnvmeDevice`.
+        sector_bytes: size of a sector; None uses the device's, and 512 for a file.
+        read_only: opens it for reading only.
+        allow_mounted: writes to a device even if it is mounted, swap, or part of a RAID; never through xNVMe.
+        device: a GPU, to read and write its tensors, too.
+        require: the I/O path to use; see `storage.choice.open_file`, also for its errors.
 
     Attributes:
-        path: as given.
-        sector_bytes: of one sector.
-        num_sectors: how many there are, numbered from 0.
-        read_only: whether it is open for reading alone.
+        path: path as given.
+        sector_bytes: size of a sector.
+        num_sectors: number of sectors. The first is number 0.
+        read_only: whether it is open for reading only.
 
     Raises:
-        ConfigError: `sector_bytes` is no size, or not whole sectors of the device.
-        StorageError: it is neither a file nor a block device, cannot be opened, holds no sector, or is to be written
-            but in use.
+        ConfigError: `sector_bytes` is not positive, or not a multiple of the device's sector size.
+        StorageError: it is neither a file nor a block device, cannot be opened, is smaller than a sector, or is opened
+            for writing while in use.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class NVMe:
     ) -> None:
         self.path, self.read_only = str(user_path(path, name="path")), read_only
         if require != "xnvme" and is_block_device(self.path) and not read_only and not allow_mounted:
-            check_unused(self.path)  # xNVMe looks for itself
+            check_unused(self.path)  # XnvmeDevice does its own check
         self._file = open_file(self.path, device=device, require=require, read_only=read_only)
         try:
             self.sector_bytes, self.num_sectors = _geometry(self._file, sector_bytes)
         except BaseException:
             self._file.close()
             raise
-        self._writes = Writes(self.path)
+        self._writes = PendingWrites(self.path)
 
     def read(self, lba: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Reads sectors lba to lba + count - 1.
@@ -77,13 +77,13 @@ class NVMe:
         Args:
             lba: number of the first.
             count: how many.
-            out: contiguous, of any dtype and shape with count * sector_bytes bytes; made where left out.
+            out: contiguous, any dtype and shape with count * sector_bytes bytes; allocated if None.
 
         Returns:
-            `out`; or (count, sector_bytes) uint8 on the CPU.
+            `out`, or (count, sector_bytes) uint8 on the CPU.
 
         Raises:
-            ConfigError: they are not all there, or `out` is not such a tensor; nothing is read.
+            ConfigError: a sector does not exist, or `out` does not match. Nothing is read then.
             StorageError: the disk failed, or it is closed.
         """
         return self.read_async(lba, count, out).result()
@@ -91,13 +91,13 @@ class NVMe:
     def read_async(
         self, lba: int, count: int, out: torch.Tensor | None = None, stream: torch.cuda.Stream | None = None
     ) -> Request:
-        """Begins `read`; `out` must not be looked at before the request's `wait` has returned.
+        """Starts `read`. `out` must not be used before the request's `wait` has returned.
 
         Args:
             lba: number of the first.
             count: how many.
-            out: as for `read`.
-            stream: for an `out` on a GPU, the stream that waits for it; None for the current one.
+            out: as in `read`.
+            stream: for an `out` on a GPU, the stream that `wait` makes wait; None for the current one.
         """
         part = self._sectors(lba, count, out, stream)
         with _on(stream):
@@ -105,15 +105,15 @@ class NVMe:
         return Request(copy, [part], reads=True, stream=stream)
 
     def write(self, lba: int, count: int, source: torch.Tensor) -> None:
-        """Writes sectors lba to lba + count - 1, not yet durable.
+        """Writes sectors lba to lba + count - 1. `flush` makes them durable.
 
         Args:
             lba: number of the first.
             count: how many.
-            source: contiguous, of any dtype and shape with count * sector_bytes bytes.
+            source: contiguous, any dtype and shape with count * sector_bytes bytes.
 
         Raises:
-            ConfigError: they are not all there, or `source` is not such a tensor; nothing is written.
+            ConfigError: a sector does not exist, or `source` does not match. Nothing is written then.
             StorageError: the disk failed, or it is closed or open for reading only.
         """
         self.write_async(lba, count, source).wait()
@@ -121,13 +121,13 @@ class NVMe:
     def write_async(
         self, lba: int, count: int, source: torch.Tensor, stream: torch.cuda.Stream | None = None
     ) -> Request:
-        """Begins `write`; `source` must stay unchanged until the request has ended.
+        """Starts `write`. `source` must stay unchanged until the request has ended.
 
         Args:
             lba: number of the first.
             count: how many.
-            source: as for `write`.
-            stream: for a `source` on a GPU, the stream that makes it; None for the current one.
+            source: as in `write`.
+            stream: for a `source` on a GPU, the stream that computes it; None for the current one.
         """
         part = self._sectors(lba, count, source, stream)
         if self.read_only:
@@ -138,20 +138,20 @@ class NVMe:
         return Request(copy, [part], reads=False, stream=stream)
 
     def flush(self) -> None:
-        """Makes durable what was written: waits for all writes that this object began, then for the disk.
+        """Waits for all writes of this object, then makes them durable.
 
         Raises:
-            StorageError: the disk failed in a write since the last flush, which is named; or it failed to make
-                durable what it took, which every later flush tells again, until it is opened anew.
+            StorageError: a write since the last flush failed, or the disk failed to make data durable. Then every
+                later flush raises the error again, until the device or file is reopened.
         """
         self._writes.flush(self._file.sync)
 
     def info(self) -> BackendInfo:
-        """Which path is in use and why, with the counters that prove it."""
+        """The path in use and the reason for it, with the counters that prove it."""
         return self._file.info()
 
     def close(self) -> None:
-        """Lets requests under way end, and gives back the file and its threads. Closing twice does nothing."""
+        """Waits for running requests, then frees the file and its threads. A second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -169,10 +169,10 @@ class NVMe:
 
     def _sectors(self, lba: int, count: int, tensor: torch.Tensor | None, stream: torch.cuda.Stream | None) -> _Sectors:
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in (lba, count)):
-            raise ConfigError(f"{self.path}: sectors {lba!r} and on, {count!r} of them; give whole numbers.")
+            raise ConfigError(f"{self.path}: lba={lba!r}, count={count!r}, but they must be integers.")
         if lba < 0 or count < 0 or lba + count > self.num_sectors:
             raise ConfigError(
-                f"{self.path}: {count} sectors from {lba} on were asked for, but there are {self.num_sectors} of "
+                f"{self.path}: {count} sectors from {lba} on were requested, but there are {self.num_sectors} of "
                 f"{self.sector_bytes} bytes, from 0 to {self.num_sectors - 1}."
             )
         nbytes = count * self.sector_bytes
@@ -180,7 +180,7 @@ class NVMe:
             tensor = aligned_empty(nbytes).view(count, self.sector_bytes)
         elif tensor.nbytes != nbytes:
             raise ConfigError(
-                f"{self.path}: {count} sectors of {self.sector_bytes} bytes take a tensor of {nbytes} bytes, but this "
+                f"{self.path}: {count} sectors of {self.sector_bytes} bytes need a tensor of {nbytes} bytes, but this "
                 f"one has {tensor.nbytes}: {tuple(tensor.shape)} {tensor.dtype}."
             )
         elif not tensor.is_contiguous():
@@ -190,40 +190,40 @@ class NVMe:
             )
         if stream is not None and tensor.device.type != "cuda":
             raise ConfigError(
-                f"{self.path}: stream={stream} was given for a tensor on {tensor.device}, but only one on a GPU waits "
-                "on a stream. Leave it out."
+                f"{self.path}: stream={stream} was given for a tensor on {tensor.device}, but only tensors on a GPU "
+                "use a stream. Leave it out."
             )
         return _Sectors(self, lba, tensor)
 
 
 class _Sectors:
-    """Neighbouring sectors, and the tensor that they go to or come from; a `Piece`."""
+    """A range of sectors and its tensor; a `FileRegion`."""
 
     def __init__(self, device: NVMe, first: int, tensor: torch.Tensor) -> None:
         self.tensor, self.offset = tensor, first * device.sector_bytes
         self._first = first
         self._path, self._sector_bytes = device.path, device.sector_bytes
 
-    def named(self, extent: tuple[int, int]) -> str:
-        """See `Piece`."""
-        found = places(self.offset, self.tensor.nbytes, self._sector_bytes, extent)
+    def describe(self, extent: tuple[int, int]) -> str:
+        """See `FileRegion`."""
+        found = overlapping(self.offset, self.tensor.nbytes, self._sector_bytes, extent)
         first, last = self._first + found.start, self._first + found.stop - 1
         return f"{f'sector {first}' if first == last else f'sectors {first} to {last}'} of {self._path}"
 
     def verify(self) -> None:
-        """See `Piece`. Sectors have no checks."""
+        """See `FileRegion`. Sectors have no checksums."""
 
 
 def _geometry(file: Backend, given: int | None) -> tuple[int, int]:
-    """Bytes of a sector, and how many there are."""
+    """(bytes per sector, number of sectors)."""
     is_device = isinstance(file, XnvmeDevice) or is_block_device(file.path)
-    if isinstance(file, XnvmeDevice):  # which may be no file at all
+    if isinstance(file, XnvmeDevice):  # it need not have a device file
         found, size = file.sector_bytes, file.size_bytes
     else:
         found, size = sector_bytes(file.path), size_bytes(file.path)
     if given is not None:
         if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
-            raise ConfigError(f"sector_bytes={given!r}, but it is a whole number of at least 1.")
+            raise ConfigError(f"sector_bytes={given!r}, but it must be an integer of at least 1.")
         if is_device and given % found:
             raise ConfigError(
                 f"sector_bytes={given}, but {file.path} has sectors of {found} bytes: give a multiple of that."
@@ -231,7 +231,7 @@ def _geometry(file: Backend, given: int | None) -> tuple[int, int]:
         found = given
     if size < found:
         raise StorageError(
-            f"{file.path} is too small: it has {size} bytes, and a sector takes {found}. Name another, or give a "
+            f"{file.path} is too small: it has {size} bytes, and a sector has {found}. Use another file, or a "
             "smaller sector_bytes."
         )
     return found, size // found

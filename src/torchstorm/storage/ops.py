@@ -3,8 +3,8 @@
     torch.ops.torchstorm.read_tensor(path, offset, shape, dtype, device) -> Tensor
     torch.ops.torchstorm.read_into_tensor(tensor, path, offset)
 
-Bytes come past the page cache where the file system allows it. For a tensor on a GPU they go through host memory. A
-file stays open for the next call; the longest unused of more than 16 is closed.
+Reads use O_DIRECT if the file system allows it. Tensors on a GPU are read through host memory. A file stays open for
+the next call. At most 16 files stay open; the least recently used one is closed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torchstorm.storage.direct import DirectFile
 
 _MOST_OPEN = 16
 _lock = threading.Lock()
-_open: dict[tuple[int, int, int], DirectFile] = {}  # by process, device and inode: a path may come to mean another file
+_open: dict[
+    tuple[int, int, int], DirectFile
+] = {}  # by process, device and inode, since a path may be replaced by another file
 
 
 @torch.library.custom_op("torchstorm::read_tensor", mutates_args=())
@@ -31,17 +33,17 @@ def read_tensor(path: str, offset: int, shape: Sequence[int], dtype: torch.dtype
 
     Args:
         path: the file.
-        offset: byte where the tensor begins.
-        shape: of the tensor.
-        dtype: of its elements, as they lie in the file.
-        device: where it is wanted.
+        offset: byte offset of the tensor in the file.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor in the file and in memory.
+        device: device of the result.
 
     Returns:
-        A new tensor, not connected to the file.
+        A new tensor that owns its memory.
 
     Raises:
         ConfigError: the offset or a size is negative.
-        StorageError: the file cannot be opened, or ends before.
+        StorageError: the file cannot be opened, or is too short.
     """
     if min((offset, *shape)) < 0:
         raise ConfigError(f"offset={offset}, shape={tuple(shape)}: neither may be negative.")
@@ -59,13 +61,13 @@ def read_into_tensor(tensor: torch.Tensor, path: str, offset: int) -> None:
     """Fills a tensor with the bytes of a file.
 
     Args:
-        tensor: of any strides; what the file has is its elements in order, as `tensor.contiguous()` has them.
+        tensor: any strides. The file has its elements in the order of `tensor.contiguous()`.
         path: the file.
-        offset: byte where they begin.
+        offset: byte offset in the file.
 
     Raises:
         ConfigError: the offset is negative.
-        StorageError: the file cannot be opened, or ends before; the tensor is then as it was.
+        StorageError: the file cannot be opened, or is too short. The tensor is unchanged then.
     """
     if offset < 0:
         raise ConfigError(f"offset={offset}, but it may not be negative.")
@@ -88,11 +90,11 @@ def _file(path: str) -> DirectFile:
     try:
         status = os.stat(user_path(path, name="path"))
     except OSError as error:
-        raise StorageError(f"{path} cannot be opened: {error.strerror}. Name a file that exists.") from error
+        raise StorageError(f"{path} cannot be opened: {error.strerror}. Give a file that exists.") from error
     key = (os.getpid(), status.st_dev, status.st_ino)
     with _lock:
         file = _open.pop(key, None) or DirectFile(path, read_only=True)
         _open[key] = file
         while len(_open) > _MOST_OPEN:
-            _open.pop(next(iter(_open)))  # closed when its last reader is done with it
+            _open.pop(next(iter(_open)))  # closed when its last reader has finished
         return file

@@ -1,8 +1,8 @@
-"""A file below a GPU: bytes pass through a ring of pinned buffers and a copy stream.
+"""File I/O for tensors on a GPU, through a ring of pinned buffers and a copy stream.
 
-A request is cut into pieces at multiples of `piece_bytes` of the file. One thread a direction walks the pieces of all
-requests, first come first served: while one piece crosses the link, the next ones are on the disk. The caller's stream
-is only made to wait when the caller says so, so that compute goes on meanwhile.
+A request is split at multiples of `piece_bytes` of the file. One thread per direction processes the pieces of all
+requests in order: while one piece is copied over the link, the disk transfers the next ones. The caller's stream waits
+only when the caller calls `wait`, so compute continues meanwhile.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from torchstorm.storage.backend import Backend, BackendInfo, StorageCopy, when_a
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.pinned import PinnedArena
 
-Look = Callable[[int, memoryview], None]
-"""Called with a request's number in its batch and the next bytes of it, in order, as they pass the host."""
+OnBytes = Callable[[int, memoryview], None]
+"""Called with a request's index in its batch and its next bytes, in order, while they are in host memory."""
 
 
 class CopyEngine(Protocol):
-    """What is needed of `transfer.engine.Engine`."""
+    """The methods of `transfer.engine.Engine` that are used here."""
 
     def mark(self) -> Any:
-        """A point in the caller's current stream that later copies can be queued behind."""
+        """Records an event on the caller's current stream. Later copies can wait for it."""
 
     def copy_out(self, host: torch.Tensor, source: torch.Tensor, *, ready: Any) -> StreamCopy:
-        """Queues device -> host."""
+        """Queues a device-to-host copy."""
 
     def copy_in(self, out: torch.Tensor, host: torch.Tensor, *, ready: Any) -> StreamCopy:
-        """Queues host -> device."""
+        """Queues a host-to-device copy."""
 
 
 class StagedCopy(StorageCopy):
-    """A request through the ring: for a read it has ended when its last piece is queued on the copy stream."""
+    """A request through the ring. A read has ended when its last piece is queued on the copy stream."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last: StreamCopy | None = None
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Blocks the host until all is queued, and makes a stream wait until it is there.
+        """Blocks the host until all copies are queued, and makes a stream wait for them.
 
         Args:
             stream: that stream; None for the current one.
@@ -67,27 +67,27 @@ class StagedCopy(StorageCopy):
                 self.last.wait()
 
     def synchronize(self) -> None:
-        """Blocks the host until all is there. Raises as `wait` does."""
+        """Blocks the host until all copies have ended. Raises as `wait` does."""
         super().wait()
         if self.last is not None:
             self.last.synchronize()
 
     def done(self) -> bool:
-        """Whether it has ended on the device, too. Never blocks."""
+        """Whether it has ended, copies on the device included. Never blocks."""
         return super().done() and (self.last is None or self.last.done())
 
 
 class StagedFile(Backend):
-    """A `Backend` for tensors on one device; those on the host go straight to the file below.
+    """A `Backend` for tensors on one device. Tensors on the host use the underlying backend directly.
 
     Args:
-        file: what reads and writes host memory; closed with this one.
-        device: where the other tensors are.
-        engine: its copy streams.
+        file: the underlying backend for host memory; closed with this one.
+        device: the device.
+        engine: the copy streams of the device.
         pin: as in `PinnedArena`; None leaves the ring pageable.
-        num_buffers: of the ring, a direction; they are allocated when the direction is first used.
-        piece_bytes: what one of them holds, in whole pages.
-        why: why this path and no other, for people.
+        num_buffers: buffers per direction, allocated when the direction is first used.
+        piece_bytes: size of a buffer, rounded down to whole pages.
+        why: why this path was chosen, for `info`.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class StagedFile(Backend):
         self.below, self._engine = file, engine
         self._pid = os.getpid()
         self._piece_bytes = round_down(piece_bytes, mmap.PAGESIZE)
-        # A page more, so that a piece that begins within a page can be read from that page's start.
+        # One more page, so that a piece that starts within a page can be read from the page's start.
         size = num_buffers * (self._piece_bytes + mmap.PAGESIZE)
-        self._shape = f"{num_buffers} pinned buffers of {format_size(self._piece_bytes)} a direction"
+        self._shape = f"{num_buffers} pinned buffers of {format_size(self._piece_bytes)} per direction"
 
         def ring() -> tuple[PinnedArena, list[torch.Tensor]]:
             arena = PinnedArena(size, pin=pin, available_bytes=lambda: size, segment_bytes=size)
@@ -124,20 +124,20 @@ class StagedFile(Backend):
         requests: Sequence[tuple[torch.Tensor, int]],
         *,
         after: Sequence[StorageCopy] = (),
-        look: Look | None = None,
+        on_bytes: OnBytes | None = None,
     ) -> StagedCopy:
-        """See `Backend`. `look` is shown what is read for tensors on the device, on its way."""
-        return self._queue(self._in, requests, after, look, self.below.read_batch_async)
+        """See `Backend`. `on_bytes` receives the bytes read for tensors on the device."""
+        return self._queue(self._in, requests, after, on_bytes, self.below.read_batch_async)
 
     def write_batch_async(
         self,
         requests: Sequence[tuple[torch.Tensor, int]],
         *,
         after: Sequence[StorageCopy] = (),
-        look: Look | None = None,
+        on_bytes: OnBytes | None = None,
     ) -> StagedCopy:
-        """See `Backend`. `look` is shown what is written of tensors on the device, on its way."""
-        return self._queue(self._out, requests, after, look, self.below.write_batch_async)
+        """See `Backend`. `on_bytes` receives the bytes written from tensors on the device."""
+        return self._queue(self._out, requests, after, on_bytes, self.below.write_batch_async)
 
     def sync(self) -> None:
         """See `Backend`."""
@@ -150,7 +150,7 @@ class StagedFile(Backend):
         return replace(
             below,
             path="staged",
-            reason=f"{self._shape} and a copy stream, above {below.path}: {below.reason}{why}",
+            reason=f"{self._shape} and a copy stream, on top of {below.path}: {below.reason}{why}",
             counters=replace(below.counters, link_in_bytes=self._in.moved_bytes, link_out_bytes=self._out.moved_bytes),
         )
 
@@ -165,14 +165,14 @@ class StagedFile(Backend):
         lane: _Lane,
         requests: Sequence[tuple[torch.Tensor, int]],
         after: Sequence[StorageCopy],
-        look: Look | None,
+        on_bytes: OnBytes | None,
         below: Callable[..., StorageCopy],
     ) -> StagedCopy:
         if self._closed or os.getpid() != self._pid:
-            below([]).synchronize()  # which says so
+            below([]).synchronize()  # raises the error
         here = [(number, *each) for number, each in enumerate(requests) if self._is_mine(each[0])]
         mine = {number for number, _, _ in here}
-        request = _Request(look)
+        request = _Request(on_bytes)
         pieces: list[_Piece] = []
         for number, tensor, offset in here:
             if not tensor.is_contiguous() or offset < 0:
@@ -215,29 +215,29 @@ class _Piece(NamedTuple):
 
 
 class _Request:
-    def __init__(self, look: Look | None) -> None:
+    def __init__(self, on_bytes: OnBytes | None) -> None:
         self.copy = StagedCopy()
         self.ready: Any = None
-        self.look = look
+        self.on_bytes = on_bytes
         self.remaining = 0
         self.error: BaseException | None = None
         self._lock = threading.Lock()
 
     def ended(self, error: BaseException | None, last: StreamCopy | None = None) -> None:
-        """A piece, or what went to the file below, has ended."""
+        """Counts an ended piece, or the ended request to the underlying backend."""
         with self._lock:
-            # Frames would keep tensors and buffers alive.
+            # The traceback is dropped, since its frames would keep tensors and buffers alive.
             self.error = self.error or (error.with_traceback(None) if error is not None else None)
             self.copy.last = last or self.copy.last
             self.remaining -= 1
             if self.remaining:
                 return
-        self.look = None
+        self.on_bytes = None
         self.copy.finish(self.error)
 
 
 class _Lane:
-    """The pieces of one direction, and the thread that walks them; it begins with the first one."""
+    """The pieces of one direction, and the thread that processes them. The first piece starts the thread."""
 
     def __init__(
         self, file: Backend, engine: CopyEngine, ring: Callable[[], tuple[PinnedArena, list[torch.Tensor]]]
@@ -261,7 +261,7 @@ class _Lane:
             self._pieces.put(piece)
 
     def stop(self) -> None:
-        """Lets the pieces end, then the thread; in a forked process, where there is none, does nothing."""
+        """Waits for the pieces and ends the thread. Does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -273,7 +273,7 @@ class _Lane:
     def _run(self) -> None:
         try:
             arena, buffers = self._ring()
-        except BaseException as error:  # told to every request that comes
+        except BaseException as error:  # becomes the error of every request
             while (piece := self._pieces.get()) is not None:
                 piece.request.ended(error)
             return
@@ -300,8 +300,8 @@ class _ReadLane(_Lane):
 
         def advance() -> None:
             if copying and (not reading or copying[0][2].done()):
-                _, buffer, copy = copying.popleft()  # the piece's tensor lives until here, whoever dropped it
-                with contextlib.suppress(Exception):  # a broken device tells its own users
+                _, buffer, copy = copying.popleft()  # keeps the piece's tensor alive until here
+                with contextlib.suppress(Exception):  # a failed device raises in its users' own calls
                     copy.synchronize()
                 self._free.put(buffer)
             elif reading:
@@ -334,7 +334,7 @@ class _ReadLane(_Lane):
         if piece.request.error is not None:
             piece.request.ended(None)
             return None
-        first = round_down(piece.offset, mmap.PAGESIZE)  # so that no byte needs the file's bounce buffer
+        first = round_down(piece.offset, mmap.PAGESIZE)  # page-aligned, so that the file needs no bounce buffer
         try:
             return self._file.read_into_async(buffer[: piece.offset - first + piece.tensor.nbytes], first)
         except BaseException as error:
@@ -346,8 +346,8 @@ class _ReadLane(_Lane):
         host = buffer[pad : pad + piece.tensor.nbytes]
         try:
             read.wait()
-            if request.look is not None:
-                request.look(piece.number, memory_view(host.data_ptr(), host.nbytes))
+            if request.on_bytes is not None:
+                request.on_bytes(piece.number, memory_view(host.data_ptr(), host.nbytes))
             copied = self._engine.copy_in(piece.tensor, host, ready=request.ready)
         except BaseException as error:
             request.ended(error)
@@ -365,7 +365,7 @@ class _WriteLane(_Lane):
             if piece is not None:
                 while copying and (self._free.empty() or copying[0][2].done()):
                     self._write(*copying.popleft())
-                buffer = self._free.get()  # given back by writes that end
+                buffer = self._free.get()  # writes return their buffer when they end
                 host = buffer[: piece.tensor.nbytes]
                 try:
                     if piece.request.error is not None:
@@ -378,7 +378,7 @@ class _WriteLane(_Lane):
                     piece.request.ended(error)
             elif copying:
                 self._write(*copying.popleft())
-                if found:  # the order to stop: not before what is being copied is on its way
+                if found:  # the stop marker: handled after the running copies
                     self._pieces.put(None)
             else:
                 return
@@ -393,8 +393,8 @@ class _WriteLane(_Lane):
         try:
             copied.synchronize()
             self.moved_bytes += host.nbytes
-            if request.look is not None:
-                request.look(piece.number, memory_view(host.data_ptr(), host.nbytes))
+            if request.on_bytes is not None:
+                request.on_bytes(piece.number, memory_view(host.data_ptr(), host.nbytes))
             write = self._file.write_from_async(host, piece.offset)
         except BaseException as error:
             self._free.put(buffer)
@@ -404,7 +404,7 @@ class _WriteLane(_Lane):
 
 
 def _take(pieces: queue.SimpleQueue[_Piece | None], *, block: bool) -> tuple[bool, _Piece | None]:
-    """Whether there was anything, and what: None tells a lane to stop."""
+    """(whether there was an item, the item). An item of None stops the lane."""
     try:
         return True, pieces.get(block=block)
     except queue.Empty:

@@ -1,7 +1,7 @@
-"""Many small reads with one system call: Linux's io_uring, by its system calls alone.
+"""Many small reads with one system call, through Linux's io_uring without liburing.
 
-A read of 64 KiB takes a fast disk less time than Python takes to ask for it. A ring takes many requests at once, and
-the thread that asked sleeps, without Python's lock, until all have come. Source: io_uring(7), io_uring_setup(2),
+A fast disk reads 64 KiB in less time than a system call takes from Python. A ring submits many reads at once. The
+calling thread releases the GIL and sleeps until all have ended. Source: io_uring(7), io_uring_setup(2),
 io_uring_enter(2).
 """
 
@@ -58,13 +58,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class Ring:
-    """Requests of one thread at a time.
+    """An io_uring. Not thread-safe.
 
     Args:
-        entries: so many at once, a power of two.
+        entries: largest number of requests at once, a power of two.
 
     Raises:
-        OSError: the kernel has no io_uring (5.6 or newer), or it is switched off here, as containers often do.
+        OSError: the kernel has no io_uring (5.6 or newer), or it is disabled, as in many containers.
     """
 
     def __init__(self, entries: int) -> None:
@@ -98,19 +98,19 @@ class Ring:
         )
 
     def read(self, fd: int, addresses: Ints, offsets: Ints, nbytes: int) -> Ints:
-        """Reads pieces of one size from all over a file, and returns when all have come.
+        """Reads pieces of equal size from a file, and returns when all reads have ended.
 
         Args:
-            fd: of the file.
-            addresses: (n,) where in memory each goes, n at most `entries`; it stays the caller's to keep alive.
-            offsets: (n,) where in the file each begins.
-            nbytes: of each.
+            fd: file descriptor.
+            addresses: (n,) memory address of each piece, n at most `entries`. The caller keeps the memory alive.
+            offsets: (n,) offset of each piece in the file.
+            nbytes: size of a piece.
 
         Returns:
-            (n,) bytes that came; where a read failed, less an error number.
+            (n,) bytes read; for a failed read, the negative errno.
 
         Raises:
-            OSError: nothing was asked for, because the kernel refused.
+            OSError: the kernel refused all requests.
         """
         count = len(addresses)
         tail = int(self._tail[0])
@@ -120,7 +120,7 @@ class Ring:
         self._entries["offset"][places] = offsets
         self._entries["nbytes"][places] = nbytes
         self._entries["user_data"][places] = np.arange(count)
-        # The kernel reads the tail within the call below, so nothing has to be ordered.
+        # The kernel reads the tail within the call below, so no memory barrier is needed.
         self._tail[0] = (tail + count) % 2**32
         results = np.zeros(count, dtype=np.int64)
         num_asked = num_come = 0
@@ -136,7 +136,7 @@ class Ring:
                     ctypes.c_size_t(0),
                 )
             except OSError as error:
-                # What was asked for writes into the caller's memory: it must have come before this returns.
+                # Submitted reads write into the caller's memory, so they must end before this returns.
                 if error.errno not in _AGAIN and not num_asked:
                     self._tail[0] = tail
                     raise

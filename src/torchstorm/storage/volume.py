@@ -2,13 +2,13 @@
 
     volume = Volume.create(path, kinds={"tokens": Kind(dtype=torch.int32, shape=(2048,), length=100_000)})
     volume["tokens"].write(7, tokens)
-    volume.flush()                          # what was written is durable now
+    volume.flush()                          # makes the writes durable
     volume["tokens"].read(0, 32)            # (32, 2048) int32
 
-Every record has a check, unless that was left out: one that was torn by a crash, or never written, is told when it is
-read, never handed out. A record is whole for its readers as soon as its write has ended, and safe from a power cut once
-`flush` has returned. Nothing is locked: who writes the same record from two places at once gets one of the two, or an
-error when it is read.
+Every record has a checksum, unless the volume was created without. Reading a record that was damaged by a crash, or
+never written, raises an error. A record can be read as soon as its write has ended. It survives a power failure once
+`flush` has returned. There are no locks: if two writers write the same record at once, a read returns the data of one
+of them, or raises an error.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from torchstorm.storage.choice import open_file
 from torchstorm.storage.device import size_bytes, sync_directory
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.layout import Kind, Layout, header_bytes
-from torchstorm.storage.records import Checks, Part, Records, Rows, SealedWrite
-from torchstorm.storage.request import Request, Writes
+from torchstorm.storage.records import ChecksummedWrite, Checksums, RecordRange, RecordRows, Records
+from torchstorm.storage.request import PendingWrites, Request
 from torchstorm.storage.staged import StagedFile
 
 
 class Volume:
-    """Named kinds of records in one file or on one device. Made by `create`, `open` or `describe`.
+    """Named kinds of records in one file or on one device. Use `create`, `open` or `describe`.
 
     Args:
-        file: what it lies on; closed with it.
-        kinds: by name, each with its start.
+        file: the backend; closed with the volume.
+        kinds: kinds by name, each with `start_bytes`.
 
     Attributes:
-        path: of the file.
-        device: where records are read to unless a tensor is given.
+        path: path of the file.
+        device: device of the tensors that reads allocate.
     """
 
     def __init__(self, file: Backend, kinds: Mapping[str | int, Kind], *, read_only: bool) -> None:
@@ -53,16 +53,16 @@ class Volume:
         self.device = file.device
         self._file = file
         self._read_only = read_only
-        self._writes = Writes(file.path)
+        self._writes = PendingWrites(file.path)
         try:
-            fd = os.open(self.path, os.O_RDONLY if read_only else os.O_RDWR)  # for checks, through the page cache
+            fd = os.open(self.path, os.O_RDONLY if read_only else os.O_RDWR)  # for checksums, through the page cache
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be opened for its checks: {error.strerror}.") from error
+            raise StorageError(f"{self.path} cannot be opened for its checksums: {error.strerror}.") from error
         self._release = weakref.finalize(self, os.close, fd)
         self._kinds: dict[str | int, Records] = {}
         for name, kind in kinds.items():
             checks = (
-                None if kind.checks_bytes is None else Checks(fd, kind.checks_bytes, f"kind {name!r} of {self.path}")
+                None if kind.checks_bytes is None else Checksums(fd, kind.checks_bytes, f"kind {name!r} of {self.path}")
             )
             self._kinds[name] = Records(self, name, kind, checks)
 
@@ -76,19 +76,19 @@ class Volume:
         device: torch.device | str | None = None,
         require: str | None = None,
     ) -> Volume:
-        """Makes a volume of records that are still to be written; its file is sparse until then.
+        """Creates a volume without any written records, as a sparse file.
 
         Args:
-            path: a file that does not exist.
-            kinds: by name, without their starts.
-            checks: whether every record gets a check of 8 bytes, which tells a torn or changed one when it is read.
-            replace: whether a file that exists is overwritten.
+            path: path of the new file.
+            kinds: kinds by name, without `start_bytes`.
+            checks: whether every record gets a checksum of 8 bytes, so that reads detect damaged records.
+            replace: whether an existing file is overwritten.
             device: a GPU whose tensors are to be read and written, too.
             require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
-            ConfigError: a kind cannot be placed.
-            StorageError: the file exists, or cannot be made.
+            ConfigError: a kind is invalid.
+            StorageError: the file exists, or cannot be created.
         """
         path = user_path(path, name="path")
         layout = Layout.place(kinds, checks=checks)
@@ -97,11 +97,11 @@ class Volume:
                 f"{path} exists. Give another path, replace=True to overwrite it, or Volume.open to use it."
             )
         if replace and os.path.isfile(path):
-            os.truncate(path, 0)  # what lay there would look like records
+            os.truncate(path, 0)  # old bytes could look like records
         file = open_file(path, device=device, require=require, size_bytes=layout.nbytes, create=True)
         try:
             file.sync()
-            # Last, so that what broke off before is no volume.
+            # The header is written last, so that an interrupted creation leaves no valid volume.
             file.write_from(torch.frombuffer(bytearray(layout.header()), dtype=torch.uint8), 0)
             file.sync()
             sync_directory(os.path.dirname(file.path) or ".")
@@ -118,17 +118,17 @@ class Volume:
         device: torch.device | str | None = None,
         require: str | None = None,
     ) -> Volume:
-        """Opens what `create` made; others may have it open, too.
+        """Opens an existing volume. Several processes can have it open.
 
         Args:
-            path: the file.
-            read_only: opens it for reading.
+            path: path of the file.
+            read_only: opens it for reading only.
             device: a GPU whose tensors are to be read and written, too.
             require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
-            CorruptionError: its header or table changed.
-            StorageError: it is no volume, cut off, or cannot be opened.
+            CorruptionError: its header or table is damaged.
+            StorageError: it is no volume, is truncated, or cannot be opened.
         """
         file = open_file(path, device=device, require=require, read_only=read_only)
         try:
@@ -149,24 +149,24 @@ class Volume:
         device: torch.device | str | None = None,
         require: str | None = None,
     ) -> Volume:
-        """Takes data that is there for records, as the caller says; nothing of it is checked.
+        """Accesses existing data as records that the caller describes. There are no checksums.
 
         Args:
             path: a file or a device.
-            kinds: by name or number, each with its start; see `Kind.at_sectors`.
-            read_only: whether it is opened for reading alone.
+            kinds: kinds by name or number, each with `start_bytes`; see `Kind.at_sectors`.
+            read_only: opens it for reading only.
             device: a GPU whose tensors are to be read and written, too.
             require: the path that bytes must take; see `storage.choice.open_file`, also for what it raises.
 
         Raises:
-            ConfigError: a kind has no start, or checks.
+            ConfigError: a kind has no `start_bytes`, or has `checks_bytes`.
             StorageError: a kind ends beyond the file, or the file cannot be opened.
         """
         for name, kind in kinds.items():
             if kind.start_bytes is None or kind.start_bytes < 0 or kind.checks_bytes is not None:
                 raise ConfigError(
-                    f"kind {name!r} has start_bytes={kind.start_bytes}, checks_bytes={kind.checks_bytes}: what is "
-                    "described by hand needs a start of at least 0, and has no checks."
+                    f"kind {name!r} has start_bytes={kind.start_bytes}, checks_bytes={kind.checks_bytes}: a kind "
+                    "described by the caller needs start_bytes of at least 0, and no checks_bytes."
                 )
         file = open_file(path, device=device, require=require, read_only=read_only)
         try:
@@ -188,7 +188,7 @@ class Volume:
         """The records of a kind.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: the volume has no kind of that name.
         """
         if name not in self._kinds:
             raise ConfigError(
@@ -203,25 +203,27 @@ class Volume:
         return len(self._kinds)
 
     def read_batch(self, requests: Sequence[tuple[str | int, int, int, torch.Tensor | None]]) -> Request:
-        """Begins to read several (kind, i, n, out); one request for all. Raises as `Records.read` does."""
-        return self.begin_read([self[name].part(i, n, out) for name, i, n, out in requests])
+        """Starts to read several (kind, i, n, out). Returns one request for all. Raises as `Records.read` does."""
+        return self.begin_read([self[name].select(i, n, out) for name, i, n, out in requests])
 
-    def begin_read(self, parts: Sequence[Part]) -> Request:
-        """Begins to read parts of its kinds."""
+    def begin_read(self, parts: Sequence[RecordRange]) -> Request:
+        """Starts to read ranges of records."""
         copy = self._queue(self._file.read_batch_async, parts)
         return Request(copy, parts, reads=True)
 
-    def begin_read_rows(self, rows: Rows, *, look: bool) -> Request:
-        """Begins to read records from all over a kind, and to look at each as it comes."""
+    def begin_read_rows(self, rows: RecordRows, *, verify: bool) -> Request:
+        """Starts to read records in any order; `verify` computes their checksums as they arrive."""
         file = self._file.below if isinstance(self._file, StagedFile) else self._file
         if isinstance(file, DirectFile):
-            copy = file.read_rows_async(rows.tensor, rows.offsets, look=rows.look if look and rows.has_checks else None)
+            copy = file.read_rows_async(
+                rows.tensor, rows.offsets, on_row=rows.add_row if verify and rows.has_checks else None
+            )
         else:
             copy = file.read_batch_async([(rows.tensor[row], offset) for row, offset in enumerate(rows.offsets)])
         return Request(copy, [rows], reads=True)
 
-    def begin_write(self, parts: Sequence[Part]) -> Request:
-        """Begins to write parts of its kinds.
+    def begin_write(self, parts: Sequence[RecordRange]) -> Request:
+        """Starts to write ranges of records.
 
         Raises:
             StorageError: the volume is open for reading only.
@@ -229,36 +231,36 @@ class Volume:
         if self._read_only:
             raise StorageError(f"{self.path} is open for reading only: open it with read_only=False to write.")
         copy = self._queue(self._file.write_batch_async, parts)
-        write = SealedWrite(copy, parts)
+        write = ChecksummedWrite(copy, parts)
         self._writes.add(write, parts)
         return Request(write, parts, reads=False)
 
-    def _queue(self, begin: Callable[..., StorageCopy], parts: Sequence[Part]) -> StorageCopy:
+    def _queue(self, begin: Callable[..., StorageCopy], parts: Sequence[RecordRange]) -> StorageCopy:
         requests = [(part.tensor, part.offset) for part in parts]
         if not isinstance(self._file, StagedFile):
             return begin(requests)
 
-        def look(number: int, data: memoryview) -> None:
+        def on_bytes(number: int, data: memoryview) -> None:
             if parts[number].has_checks:
-                parts[number].look(data)
+                parts[number].add_bytes(data)
 
-        return begin(requests, look=look)
+        return begin(requests, on_bytes=on_bytes)
 
     def flush(self) -> None:
-        """Makes durable what was written: waits for all writes that this object began, then for the disk.
+        """Waits for all writes of this object, then makes them durable.
 
         Raises:
-            StorageError: the disk failed in a write since the last flush, which is named; or it failed to make
-                durable what it took, which every later flush tells again, until the volume is opened anew.
+            StorageError: a write since the last flush failed, or the disk failed to make data durable. Then every
+                later flush raises the error again, until the volume is reopened.
         """
         self._writes.flush(self._file.sync)
 
     def info(self) -> BackendInfo:
-        """Which path is in use and why, with the counters that prove it."""
+        """The path in use and the reason for it, with the counters that prove it."""
         return self._file.info()
 
     def close(self) -> None:
-        """Lets requests under way end, and gives back the file and its threads. Closing twice does nothing."""
+        """Waits for running requests, then frees the file and its threads. A second call does nothing."""
         self._file.close()
         for records in self._kinds.values():
             if records.checks is not None:

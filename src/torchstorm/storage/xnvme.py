@@ -1,17 +1,18 @@
 """A whole NVMe namespace, read and written by the drive's own commands through the xNVMe library.
 
-No file system and no page cache: byte 0 is the namespace's first sector. `/dev/ng0n1` is driven by io_uring_cmd, which
-hands NVMe commands through the kernel past its block layer; `/dev/nvme0n1` by io_uring with O_DIRECT; a PCI address by
-SPDK, which drives the device from this process, where the library is built with it and the device is unbound from the
-kernel. The library comes by `make xnvme`.
+There is no file system and no page cache: byte 0 is in the namespace's first sector. `/dev/ng0n1` uses io_uring_cmd,
+which passes NVMe commands through the kernel and bypasses its block layer. `/dev/nvme0n1` uses io_uring with O_DIRECT.
+A PCI address uses SPDK, which drives the device from this process; the library must be built with SPDK, and the device
+unbound from the kernel. `make xnvme` builds the library.
 
-- Only a device that the caller names is opened. One that is mounted or otherwise in use is refused for writing, as is a
-  partition, since commands count sectors from the start of the namespace.
-- Whole sectors move straight between the drive and the tensor where the tensor's address allows it; otherwise through
-  the library's buffers. A write of a part of a sector reads it, changes it and writes it back, safe against neighbours
-  through the same object only. Two processes that write into one sector at once lose bytes: align records to sectors.
-- The kernel's page cache knows nothing of io_uring_cmd's and SPDK's writes: do not read the same device by other means
-  meanwhile.
+- A device that is mounted or otherwise in use is refused for writing. Partitions are always refused, since commands
+  count sectors from the start of the namespace.
+- Whole sectors are transferred directly between the drive and the tensor if the tensor's address is aligned; otherwise
+  through the library's buffers. A write to a part of a sector is a read-modify-write. It is safe against other writes
+  to the sector through the same object only. Two processes that write to one sector at once lose bytes: align records
+  to sectors.
+- Writes by io_uring_cmd and SPDK do not update the kernel's page cache: do not read the same device by other means at
+  the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torchstorm.storage.xnvme_queues import CommandQueues, Piece, Target, cut
 _NAMESPACE = re.compile(r"/dev/(?:nvme|ng)(\d+n\d+)")
 _PCI_ADDRESS = re.compile(r"(?:[0-9a-f]{4}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 _PAGE = 4096
-_MOST_SECTORS = 2**16  # of one command
+_MOST_SECTORS = 2**16  # per command
 _GONE = {errno.ENODEV, errno.ENXIO}
 
 
@@ -48,28 +49,28 @@ class XnvmeDevice(Backend):
 
     Args:
         uri: "/dev/ng0n1" (io_uring_cmd), "/dev/nvme0n1" (io_uring) or a PCI address as "0000:01:00.0" (SPDK).
-        queue_depth: commands under way on each queue; a power of two below 4096.
-        submitters: queues, each with a thread.
-        command_bytes: most bytes of one command; less where the drive or the kernel takes less.
-        namespace: number of the namespace behind a PCI address. A device node is one already.
-        read_only: opens it for reading.
-        timeout_seconds: how long a command may take before the drive counts as lost. The kernel's own limit, after
-            which it resets the drive, is 30 s.
+        queue_depth: commands in flight per queue; a power of two below 4096.
+        submitters: number of queues, each with its own thread.
+        command_bytes: largest size of a command; reduced to the limits of the drive and the kernel.
+        namespace: number of the namespace, for a PCI address. A device node already names a namespace.
+        read_only: opens it for reading only.
+        timeout_seconds: time limit of a command, after which the drive counts as lost. The kernel resets a drive after
+            30 s.
         backend: xNVMe's backend, "linux", "spdk" or "ramdisk"; None chooses by `uri`.
         asynchronous: how xNVMe submits: "io_uring_cmd", "io_uring", "emu" ...; None chooses by `uri`.
-        library: path of libxnvme.so; None looks for it.
+        library: path of libxnvme.so; None searches for it.
 
     Attributes:
-        uri: as given.
-        namespace: its number.
-        sector_bytes: bytes of a sector: 512 or 4096.
-        num_sectors: sectors of the namespace.
-        size_bytes: bytes of the namespace.
-        command_bytes: most bytes of one command.
+        uri: the URI as given.
+        namespace: number of the namespace.
+        sector_bytes: size of a sector, 512 or 4096.
+        num_sectors: number of sectors of the namespace.
+        size_bytes: size of the namespace.
+        command_bytes: largest size of a command.
 
     Raises:
-        StorageError: the library is missing, or the device is not there, in use, or none that this can drive.
-        UnsupportedError: it is zoned or keeps metadata in its sectors.
+        StorageError: the library is missing, or the device does not exist, is in use, or is not supported.
+        UnsupportedError: the namespace is zoned, or its sectors have metadata.
     """
 
     def __init__(
@@ -113,17 +114,17 @@ class XnvmeDevice(Backend):
         self._submitters = submitters
         self._read_only = read_only
         self._failed_flush = 0
-        # At exit, or where nobody closed it: what is under way ends, then the threads.
+        # At exit, or if nobody called `close`: waits for running commands, then ends the threads.
         self._release = weakref.finalize(self, self._queues.stop_soon)
 
     @property
     def align_bytes(self) -> int:
-        """What an offset and a length are multiples of where nothing needs a bounce buffer or a read before a write."""
+        """Alignment of offsets and lengths that avoids bounce buffers and read-modify-write."""
         return int(self.sector_bytes)
 
     @property
     def staging_bytes(self) -> int:
-        """Most bytes of the library's buffers: one per command under way, allocated when first needed, and kept."""
+        """Largest size of the library's buffers: one per command in flight, allocated on first use, and kept."""
         return self._queues.queue_depth * self._submitters * self.command_bytes
 
     def read_batch_async(
@@ -139,24 +140,24 @@ class XnvmeDevice(Backend):
         return self._queue(True, requests, after)
 
     def sync(self) -> None:
-        """See `Backend`. A flush command: the drive's own cache becomes durable."""
+        """See `Backend`. Sends a flush command, which makes the drive's cache durable."""
         self._queues.check_usable()
         if self._queues.lost is not None:
-            raise StorageError(f"{self.uri}: making it durable failed, for the drive is lost: {self._queues.lost}")
+            raise StorageError(f"{self.uri}: making it durable failed, since the drive is lost: {self._queues.lost}")
         context = self._library.xnvme_cmd_ctx_from_dev(self._target.device)
         context.opcode = FLUSH
         context.namespace = self.namespace
         status = self._failed_flush or self._library.xnvme_cmd_pass(ctypes.byref(context), None, 0, None, 0)
         if status:
             self._failed_flush = status
-            raise _told(
+            raise _storage_error(
                 abs(status),
                 f"{self.uri}: making it durable failed: {os.strerror(abs(status))}. See dmesg and the drive's own log, "
-                "open it again, and write again what was written since the last flush that went well.",
+                "reopen it, and repeat the writes since the last successful flush.",
             )
 
     def info(self) -> BackendInfo:
-        """See `Backend`. What the library names is what it told after it had opened the device."""
+        """See `Backend`. The reason names what the library reported after opening the device."""
         return BackendInfo(path="xnvme", reason=self._reason, counters=self._queues.counters())
 
     def close(self) -> None:
@@ -178,29 +179,31 @@ class XnvmeDevice(Backend):
         number = ctypes.get_errno()
         way_out = f"The library was asked for backend '{backend}' with '{asynchronous or 'its own choice'}'."
         if number in (errno.EACCES, errno.EPERM):
-            way_out = "This user may not: run as root, or give the user the device node."
+            way_out = "Permission denied: run as root, or give this user access to the device node."
         elif number == errno.ENOENT:
-            way_out = "There is no such device node: `nvme list` shows those that are."
+            way_out = "The device node does not exist: `nvme list` shows existing ones."
         elif backend == "spdk":
             way_out = (
                 "SPDK drives a device by its PCI address: build the library with it (`make xnvme XNVME_SPDK=enabled`), "
-                "unbind the device from the kernel and set huge pages aside (.xnvme/bin/xnvme-driver)."
+                "unbind the device from the kernel and reserve huge pages (.xnvme/bin/xnvme-driver)."
             )
-        raise _told(number, f"{self.uri} cannot be opened by xNVMe {self._version}: {os.strerror(number)}. {way_out}")
+        raise _storage_error(
+            number, f"{self.uri} cannot be opened by xNVMe {self._version}: {os.strerror(number)}. {way_out}"
+        )
 
     def _describe(self, device: int, node: str, command_bytes: int, timeout_seconds: float) -> Target:
-        """Reads the geometry, and what the library really uses."""
+        """Reads the geometry, and the backends that the library really uses."""
         geometry = self._library.xnvme_dev_get_geo(device).contents
         sector = geometry.sector_bytes
         if geometry.type != CONVENTIONAL or geometry.metadata_interleaved or geometry.protection_type:
             raise UnsupportedError(
                 f"{self.uri}: geometry type {geometry.type}, {geometry.sector_metadata_bytes} bytes of metadata a "
                 f"sector, protection type {geometry.protection_type}. Only a conventional namespace (type "
-                f"{CONVENTIONAL}) with plain sectors is supported: name another, or format this one (nvme format)."
+                f"{CONVENTIONAL}) with plain sectors is supported: use another, or format this one (nvme format)."
             )
         if sector < 512 or sector & (sector - 1) or not geometry.total_bytes:
             raise StorageError(
-                f"{self.uri} is no usable namespace: {geometry.total_bytes} bytes in sectors of {sector}."
+                f"{self.uri} is not a usable namespace: {geometry.total_bytes} bytes in sectors of {sector}."
             )
         used = self._library.xnvme_dev_get_opts(device).contents
         names = [
@@ -211,7 +214,7 @@ class XnvmeDevice(Backend):
         unit = _PAGE if most >= _PAGE else sector
         if names[1] == "io_uring" and node and not used.direct:
             raise StorageError(
-                f"{self.uri} was opened without O_DIRECT, which the kernel refused. Name /dev/ng... instead."
+                f"{self.uri} was opened without O_DIRECT, which the kernel refused. Use /dev/ng... instead."
             )
         self.sector_bytes = sector
         self.num_sectors = geometry.total_bytes // sector
@@ -228,7 +231,7 @@ class XnvmeDevice(Backend):
             namespace=self._library.xnvme_dev_get_nsid(device),
             sector_bytes=sector,
             command_bytes=round_down(most, unit),
-            # The kernel maps user memory at words for a passed-on command, at sectors for O_DIRECT.
+            # The kernel requires word alignment of memory for pass-through commands, sector alignment for O_DIRECT.
             address_align={"io_uring_cmd": 4, "io_uring": sector}.get(names[1], 0),
             counts_bytes=names[1] == "io_uring",
             timeout_seconds=timeout_seconds,
@@ -239,7 +242,7 @@ class XnvmeDevice(Backend):
         self, writing: bool, requests: Sequence[tuple[torch.Tensor, int]], after: Sequence[StorageCopy]
     ) -> StorageCopy:
         if writing and self._read_only:
-            # The kernel passes commands on from a node that is open for reading, too, where root asks.
+            # Checked here, since for root the kernel passes writes on even if the node is open for reading only.
             raise StorageError(f"{self.uri} was opened with read_only=True and cannot be written.")
         pieces: list[Piece] = []
         for tensor, offset in requests:
@@ -247,7 +250,7 @@ class XnvmeDevice(Backend):
             nbytes = tensor.nbytes
             if nbytes and offset + nbytes > self.size_bytes:
                 raise StorageError(
-                    f"{self.uri} ends too early: wanted {nbytes} bytes at offset {offset}, got "
+                    f"{self.uri} is too short: wanted {nbytes} bytes at offset {offset}, got "
                     f"{max(self.size_bytes - offset, 0)}; it is {self.size_bytes} bytes long."
                 )
             if nbytes:
@@ -257,20 +260,20 @@ class XnvmeDevice(Backend):
 
 
 def _device_node(uri: str) -> str:
-    """The device node behind `uri`, links followed; "" for a PCI address."""
+    """The device node of `uri` with links resolved; "" for a PCI address."""
     if _PCI_ADDRESS.fullmatch(uri):
         return ""
     node = os.path.realpath(uri)
     if not _NAMESPACE.fullmatch(node):
         raise StorageError(
-            f"{uri} is no NVMe namespace. Name one: /dev/ng0n1, /dev/nvme0n1 or a PCI address as 0000:01:00.0. Files, "
-            "partitions and other disks are for DirectFile."
+            f"{uri} is not an NVMe namespace. Use /dev/ng0n1, /dev/nvme0n1 or a PCI address as 0000:01:00.0. Files, "
+            "partitions and other disks need DirectFile."
         )
     return node
 
 
 def _refuse_in_use(uri: str, node: str) -> None:
-    """Raises StorageError where the namespace is mounted, or part of a volume group or an array."""
+    """Raises StorageError if the namespace is mounted, or part of a volume group or an array."""
     block_device = _NAMESPACE.sub(r"/dev/nvme\1", node)
     for tries_left in (2, 1, 0):
         try:
@@ -278,22 +281,22 @@ def _refuse_in_use(uri: str, node: str) -> None:
             return
         except OSError as error:
             if error.errno != errno.EBUSY:
-                return  # opening it will tell
+                return  # opening it later raises the error
             if not tries_left:
-                raise _told(
+                raise _storage_error(
                     errno.EBUSY,
-                    f"{uri} is in use: mounted, or part of a volume group or an array. Writing would destroy what is "
-                    "on it. Unmount it first, or open it with read_only=True.",
+                    f"{uri} is in use: mounted, or part of a volume group or an array. Writing would destroy its "
+                    "data. Unmount it first, or open it with read_only=True.",
                 ) from error
-        time.sleep(0.02)  # someone else was asking the same
+        time.sleep(0.02)  # another process may be doing the same check
 
 
 def _kernel_limit(node: str) -> int:
-    """Most bytes of a command that the kernel passes on from any memory; 0 where it does not tell."""
+    """Largest command that the kernel accepts for any memory; 0 if it does not report a limit."""
     limits = Path("/sys/class/block") / f"nvme{node.removeprefix('/dev/ng').removeprefix('/dev/nvme')}" / "queue"
     try:
         most_bytes = int((limits / "max_hw_sectors_kb").read_text()) * 1024
-        # Pages of user memory lie anywhere; one more is touched where it does not start at a page.
+        # User pages are not contiguous, and memory that starts within a page touches one more.
         return min(most_bytes, (int((limits / "max_segments").read_text()) - 1) * _PAGE)
     except (OSError, ValueError):
         return 0
@@ -304,8 +307,8 @@ def _explain(uri: str, node: str, sector_bytes: int, piece: Piece, happened: str
     first, last = block.start // sector_bytes, (block.stop - 1) // sector_bytes
     way_out = "See the drive's own log (nvme error-log) and the kernel's (dmesg)."
     if number in _GONE or (node and not os.path.exists(node)):
-        way_out = "The device is gone: see `nvme list` and dmesg, and open it again when it is back."
-    error = _told(
+        way_out = "The device is gone: see `nvme list` and dmesg, and reopen it when it is back."
+    error = _storage_error(
         number,
         f"{uri}: {'writing' if piece.writing else 'reading'} {block.nbytes} bytes at offset {block.offset} failed in "
         f"sectors {first} to {last}: {happened}. {way_out}",
@@ -314,7 +317,7 @@ def _explain(uri: str, node: str, sector_bytes: int, piece: Piece, happened: str
     return error
 
 
-def _told(number: int, message: str) -> StorageError:
+def _storage_error(number: int, message: str) -> StorageError:
     error = StorageError(message)
     if number:
         error.errno = number

@@ -1,7 +1,7 @@
-"""libxnvme by ctypes: where it is looked for, and as much of its interface as `xnvme.py` uses.
+"""Loads libxnvme with ctypes, and declares the part of its interface that `xnvme.py` uses.
 
-The layouts are those of xNVMe 0.7, which `make xnvme` builds; another version is refused, since a structure that
-had moved would be written to the wrong addresses.
+The structures are those of xNVMe 0.7, which `make xnvme` builds. Other versions are refused, since their structures may
+have another layout.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ VERSION = (0, 7)
 FLUSH = 0x00  # NVM command set, opcode
 CONVENTIONAL = 1  # geometry type: sectors that can be written in any order
 
-# Within `struct xnvme_cmd_ctx`: the completion, and the phase bit below which the status lies in its field.
+# Offsets in `struct xnvme_cmd_ctx`: the completion's result, and its status, whose lowest bit is the phase bit.
 _RESULT_OFFSET = 64
 _STATUS_OFFSET = 78
 _COMMAND_CONTEXT_BYTES = 128
-_OPTIONS_BYTES = 512  # more than any 0.7 has, since the library fills it in
+_OPTIONS_BYTES = 512  # larger than in any 0.7 release, since the library writes the structure
 
 Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Options(ctypes.Structure):
-    """The head of `struct xnvme_opts`, with room for the rest."""
+    """The first fields of `struct xnvme_opts`, with space for the rest."""
 
     _fields_ = (
         ("backend", ctypes.c_char_p),
@@ -69,7 +69,7 @@ class Geometry(ctypes.Structure):
 
 
 class CommandContext(ctypes.Structure):
-    """`struct xnvme_cmd_ctx`, whole, for a command that is waited for."""
+    """`struct xnvme_cmd_ctx` for a synchronous command."""
 
     _fields_ = (
         ("opcode", ctypes.c_uint8),
@@ -119,13 +119,13 @@ def load_library(path: str | os.PathLike[str] | None = None) -> tuple[ctypes.CDL
     """Loads libxnvme.
 
     Args:
-        path: the library; None looks at `XNVME_LIBRARY_PATH`, then where `make xnvme` puts it, then in the system.
+        path: path of the library; None tries `XNVME_LIBRARY_PATH`, the folder of `make xnvme`, then the system.
 
     Returns:
-        the library with its functions declared, and what it says of its version: "0.7.5".
+        The library with its functions declared, and its version: "0.7.5".
 
     Raises:
-        StorageError: it is not there, cannot be loaded, or is not of version 0.7.
+        StorageError: it does not exist, cannot be loaded, or is not of version 0.7.
     """
     named = path if path is not None else os.environ.get("XNVME_LIBRARY_PATH")
     built = Path(__file__).parents[3] / ".xnvme" / "lib" / "libxnvme.so"
@@ -141,7 +141,7 @@ def load_library(path: str | os.PathLike[str] | None = None) -> tuple[ctypes.CDL
             continue
         return library, _declared(library, candidate)
     raise StorageError(
-        f"The xNVMe library is needed and cannot be loaded: {'; '.join(tried)}. Build it by `make xnvme`, or name it: "
+        f"The xNVMe library is needed and cannot be loaded: {'; '.join(tried)}. Build it with `make xnvme`, or set "
         "XNVME_LIBRARY_PATH=/path/to/libxnvme.so."
     )
 
@@ -152,7 +152,9 @@ def _declared(library: ctypes.CDLL, path: str) -> str:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except AttributeError as error:
-        raise StorageError(f"{path} is no xNVMe library of version 0.7: {error}. `make xnvme` builds one.") from error
+        raise StorageError(
+            f"{path} is not an xNVMe library of version 0.7: {error}. `make xnvme` builds one."
+        ) from error
     version = tuple(getattr(library, f"xnvme_ver_{part}")() for part in ("major", "minor", "patch"))
     spelled = ".".join(map(str, version))
     if version[:2] != VERSION:
@@ -163,11 +165,11 @@ def _declared(library: ctypes.CDLL, path: str) -> str:
 
 
 def clear_completion(context: int) -> None:
-    """Forgets what the command that last used this context came to; some of the library's paths write only failures."""
+    """Clears the result of the context's last command, since some of the library's paths write only failures."""
     ctypes.memset(context + _RESULT_OFFSET, 0, _STATUS_OFFSET + 2 - _RESULT_OFFSET)
 
 
 def completion(context: int) -> tuple[int, int, int]:
-    """(status code type, status code, result) of the command that ended with this context; zeros say success."""
+    """(status code type, status code, result) of the ended command; a status of zeros means success."""
     status = ctypes.c_uint16.from_address(context + _STATUS_OFFSET).value
     return status >> 9 & 7, status >> 1 & 0xFF, ctypes.c_uint64.from_address(context + _RESULT_OFFSET).value

@@ -1,14 +1,14 @@
-"""NVMe commands under way: a few threads, each with an xNVMe queue of its own, fed from one list of pieces.
+"""Submits NVMe commands: several threads, each with its own xNVMe queue, take pieces from a shared list.
 
-A queue belongs to one thread, since xNVMe's are not safe to share. xNVMe is asked for completions, it does not tell of
-them; so a thread with commands under way asks, and sleeps a little longer each time that nothing has ended. A thread
-with none waits for work and costs nothing.
+A queue belongs to one thread, since xNVMe's queues are not thread-safe. xNVMe must be polled for completions. So a
+thread with commands in flight polls, and sleeps a little longer after each poll without a completion. A thread without
+commands waits for work.
 
-A piece of a write that covers a part of one sector reads that sector, changes it and writes it back. While it does, no
-other such piece touches that sector, so neighbours written at once lose nothing. Another process is not seen.
+A piece of a write that covers only a part of a sector is a read-modify-write. Meanwhile no other such piece of this
+object accesses the sector, so concurrent writes to one sector lose nothing. Other processes are not synchronized.
 
-A command that does not end in time cannot be taken back, and the drive may still write to its memory. So its queue is
-given up: every request fails, and what the drive may touch is never freed.
+A command that exceeds its time limit cannot be cancelled, and the drive may still write to its memory. So its queue is
+abandoned: every request fails, and memory that the drive may access is never freed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torchstorm.storage.xnvme_library import Callback, clear_completion, complet
 
 _SHORTEST_SLEEP_S = 10e-6
 _LONGEST_SLEEP_S = 200e-6
-_BUSY = {-errno.EAGAIN, -errno.EBUSY, -errno.EINTR}  # not now
-_abandoned: list[object] = []  # what a lost drive may still write to
+_BUSY = {-errno.EAGAIN, -errno.EBUSY, -errno.EINTR}  # temporary: try again
+_abandoned: list[object] = []  # memory that a lost drive may still write to
 
 
 class Piece(NamedTuple):
-    """What one command moves, or two where a part of a sector is written: `block` of a request."""
+    """A part of a request for one command, or for two if a part of a sector is written."""
 
     block: Block
     writing: bool
@@ -45,19 +45,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An open namespace: handles, and what commands to it must keep to.
+    """An open namespace: its handles, and the limits of its commands.
 
     Attributes:
         library: libxnvme.
-        device: its `struct xnvme_dev *`.
-        uri: its name.
-        namespace: its number.
-        sector_bytes: bytes of a sector.
-        command_bytes: most bytes of a command, a multiple of `sector_bytes`.
-        address_align: of host memory that commands reach; 0 where they reach only the library's own buffers.
-        counts_bytes: whether a completion tells how many bytes were moved.
-        timeout_seconds: how long a command may take.
-        explain: what an error of a piece means: (piece, what happened, errno or 0) -> error.
+        device: the `struct xnvme_dev *`.
+        uri: URI of the device.
+        namespace: number of the namespace.
+        sector_bytes: size of a sector.
+        command_bytes: largest size of a command, a multiple of `sector_bytes`.
+        address_align: required alignment of host memory; 0 if commands can use only the library's own buffers.
+        counts_bytes: whether a completion reports the number of bytes moved.
+        timeout_seconds: time limit of a command.
+        explain: makes the error of a piece: (piece, what happened, errno or 0) -> error.
     """
 
     library: ctypes.CDLL
@@ -73,27 +73,27 @@ class Target:
 
 
 class CommandQueues(RequestQueue[Piece]):
-    """Carries pieces out.
+    """Runs pieces.
 
     Args:
-        target: where; closed when the last thread has ended.
-        queue_depth: commands under way on each queue; a power of two.
-        num_queues: queues, each with a thread.
+        target: the namespace; closed when the last thread has ended.
+        queue_depth: commands in flight per queue; a power of two.
+        num_queues: number of queues, each with its own thread.
 
     Raises:
-        StorageError: the drive or the kernel gives no queue. The target is closed then, too.
+        StorageError: a queue cannot be created. The target is closed then.
     """
 
     def __init__(self, target: Target, queue_depth: int, num_queues: int) -> None:
         super().__init__(target.uri)
         self.target = target
         self.queue_depth = queue_depth
-        # Re-entrant: the garbage collector may run `stop_soon` in a thread that holds it.
+        # A re-entrant lock: the garbage collector may run `stop_soon` in a thread that holds it.
         self.changed = threading.Condition()
         self.lost: StorageError | None = None
         self.ending = False
         self._pieces: deque[tuple[Request, Piece]] = deque()
-        self._partial: dict[int, deque[tuple[Request, Piece]]] = {}  # sector being changed -> who waits for it
+        self._partial: dict[int, deque[tuple[Request, Piece]]] = {}  # sector being changed -> pieces that wait for it
         self._counts = [0, 0, 0, 0]
         queues: list[int] = []
         for _ in range(num_queues):
@@ -104,8 +104,8 @@ class CommandQueues(RequestQueue[Piece]):
                     target.library.xnvme_queue_term(made)
                 target.library.xnvme_dev_close(target.device)
                 raise StorageError(
-                    f"{target.uri}: no queue of {queue_depth} commands could be made: {os.strerror(abs(status))}. "
-                    "io_uring_cmd needs Linux 5.19 or newer, and io_uring must not be switched off "
+                    f"{target.uri}: cannot create a queue of {queue_depth} commands: {os.strerror(abs(status))}. "
+                    "io_uring_cmd needs Linux 5.19 or newer, and io_uring must not be disabled "
                     "(/proc/sys/kernel/io_uring_disabled)."
                 )
             queues.append(queue.value)
@@ -118,7 +118,7 @@ class CommandQueues(RequestQueue[Piece]):
             thread.start()
 
     def counters(self) -> IOCounters:
-        """What ended well so far."""
+        """Successful commands so far."""
         with self.changed:
             read_bytes, reads, write_bytes, writes = self._counts
         return IOCounters(
@@ -129,19 +129,19 @@ class CommandQueues(RequestQueue[Piece]):
         )
 
     def count(self, writing: bool, nbytes: int) -> None:
-        """Notes a command that ended well."""
+        """Counts a successful command."""
         with self.changed:
             self._counts[2 * writing] += nbytes
             self._counts[2 * writing + 1] += 1
 
     def stop_soon(self) -> None:
-        """Lets the threads end when nothing is left to do; does not wait for them."""
+        """Makes the threads end after the remaining pieces. Does not wait for them."""
         with self.changed:
             self.ending = True
             self.changed.notify_all()
 
     def take(self, wait: bool) -> tuple[Request, Piece] | None:
-        """The next piece whose sector is free; None where there is none, or for `wait`, where there will be none."""
+        """The next piece whose sector is free, or None. With `wait`, blocks until there is one, or the object ends."""
         with self.changed:
             while True:
                 while self._pieces:
@@ -158,12 +158,12 @@ class CommandQueues(RequestQueue[Piece]):
                 self.changed.wait()
 
     def changes_part(self, piece: Piece) -> bool:
-        """Whether the piece is a write of less than its one sector."""
+        """Whether the piece writes only a part of a sector."""
         start, stop = piece.block.start, piece.block.stop
         return piece.writing and (start % self.target.sector_bytes > 0 or stop % self.target.sector_bytes > 0)
 
     def end(self, request: Request, piece: Piece, error: StorageError | None) -> None:
-        """Ends a piece that `take` gave."""
+        """Ends a piece that `take` returned."""
         if self.changes_part(piece):
             with self.changed:
                 self._pieces.extendleft(self._partial.pop(piece.block.start // self.target.sector_bytes))
@@ -171,7 +171,7 @@ class CommandQueues(RequestQueue[Piece]):
         self._part_ended(request, error)
 
     def thread_ended(self) -> None:
-        """Closes the namespace with the last thread."""
+        """Called at the end of a thread. The last one closes the namespace."""
         with self.changed:
             self._running -= 1
             last = not self._running
@@ -186,7 +186,7 @@ class CommandQueues(RequestQueue[Piece]):
     def _part_ended(self, request: Request, error: BaseException | None, *, count: int = 1) -> None:
         super()._part_ended(request, error, count=count)
         if self.ending:
-            self.stop_soon()  # this may have been the last one, for which all threads waited
+            self.stop_soon()  # wakes the threads, since this may have been the last part
 
     def _stop(self) -> None:
         self.stop_soon()
@@ -198,16 +198,16 @@ class CommandQueues(RequestQueue[Piece]):
 class _Command:
     request: Request
     piece: Piece
-    writing: bool  # this command; a piece that changes a part of a sector reads first
+    writing: bool  # of this command: a read-modify-write piece reads first
     address: int
     first: int  # sector
     count: int  # sectors
-    bounce: int  # the library's buffer, 0 where the command reaches the tensor
+    bounce: int  # the library's buffer; 0 if the command uses the tensor's memory
     deadline: float
 
 
 class _Submitter:
-    """One thread's queue and its commands under way."""
+    """One thread's queue and its commands in flight."""
 
     def __init__(self, owner: CommandQueues, queue: int) -> None:
         self._owner = owner
@@ -215,7 +215,7 @@ class _Submitter:
         self._library = owner.target.library
         self._queue = queue
         self._under_way: dict[int, _Command] = {}  # by command context, oldest first
-        self._refused: deque[_Command] = deque()  # the library said: not now
+        self._refused: deque[_Command] = deque()  # the library's queue was full
         self._ended: list[int] = []
         self._bounces: list[int] = []
         ended = self._ended
@@ -223,7 +223,7 @@ class _Submitter:
         self._library.xnvme_queue_set_cb(queue, self._callback, None)
 
     def run(self) -> None:
-        """The thread: until the owner ends and nothing is left."""
+        """Runs the thread until the owner ends and no piece is left."""
         sleep_s = _SHORTEST_SLEEP_S
         while True:
             began = self._begin_what_fits()
@@ -243,7 +243,7 @@ class _Submitter:
         self._owner.thread_ended()
 
     def _begin_what_fits(self) -> bool:
-        """Begins pieces until the queue is full; whether there were any. Waits for one where nothing is under way."""
+        """Starts pieces until the queue is full. Blocks if none is in flight. Returns whether it started any."""
         began = False
         while self._refused and len(self._under_way) < self._owner.queue_depth:
             if not self._submit(self._refused.popleft()):
@@ -284,12 +284,12 @@ class _Submitter:
         return time.monotonic() + self._target.timeout_seconds
 
     def _submit(self, command: _Command) -> bool:
-        """Whether the library took it; if not, it is tried again later."""
+        """Whether the library accepted the command. Otherwise it is submitted again later."""
         context = self._library.xnvme_queue_get_cmd_ctx(self._queue)
         assert context, "a queue has a context for each of its commands"
         clear_completion(context)
         move = self._library.xnvme_nvm_write if command.writing else self._library.xnvme_nvm_read
-        # The number of sectors is counted from 0.
+        # NVMe encodes the number of sectors minus one.
         status = move(context, self._target.namespace, command.first, command.count - 1, command.address, None)
         if status == 0:
             self._under_way[context] = command
@@ -302,7 +302,7 @@ class _Submitter:
         return True
 
     def _reap(self) -> bool:
-        """Asks for completions and deals with them; whether there were any."""
+        """Polls for completions and handles them. Returns whether there were any."""
         status = self._library.xnvme_queue_poke(self._queue, 0)
         ended, self._ended[:] = self._ended[:], []
         for context in ended:
@@ -311,7 +311,7 @@ class _Submitter:
             self._library.xnvme_queue_put_cmd_ctx(self._queue, context)
             self._completed(command, kind, code, result)
         if status < 0 and status not in _BUSY:
-            self._lose(f"asking for completions failed: {os.strerror(abs(status))}", abs(status))
+            self._lose(f"polling for completions failed: {os.strerror(abs(status))}", abs(status))
         elif self._under_way and not ended:
             oldest = next(iter(self._under_way.values()))
             if time.monotonic() > oldest.deadline:
@@ -321,7 +321,7 @@ class _Submitter:
     def _completed(self, command: _Command, kind: int, code: int, result: int) -> None:
         nbytes = command.count * self._target.sector_bytes
         if kind or code:
-            # xNVMe passes the kernel's errors on as codes of the vendor's type, cut to a byte.
+            # xNVMe reports errors of the kernel as vendor-specific codes, truncated to a byte.
             number = min(code, 256 - code) if kind == 7 else 0
             told = f" (the kernel: {os.strerror(number)})" if number else _MEANINGS.get((kind, code), "")
             self._fail(command, f"NVMe status code type {kind:#x}, status code {code:#04x}{told}", number)
@@ -350,7 +350,7 @@ class _Submitter:
         self._owner.end(command.request, command.piece, self._target.explain(command.piece, happened, number))
 
     def _lose(self, happened: str, number: int) -> None:
-        """Gives the queue up, with all that the drive may still touch."""
+        """Abandons the queue and the memory that the drive may still access."""
         commands = [*self._under_way.values(), *self._refused]
         _abandoned.append([self._callback, *(list(command.request.tensors) for command in commands)])
         self._under_way.clear()
@@ -367,7 +367,7 @@ class _Submitter:
         size = round_up(self._target.command_bytes, 4096)
         address = self._library.xnvme_buf_alloc(self._target.device, size)
         if not address:
-            raise self._target.explain(piece, f"the library has no buffer of {size} bytes left", errno.ENOMEM)
+            raise self._target.explain(piece, f"the library cannot allocate a buffer of {size} bytes", errno.ENOMEM)
         return int(address)
 
 
@@ -386,14 +386,14 @@ _MEANINGS = {
     (2, 0x86): " (access denied)",
     (2, 0x87): " (a sector that was never written)",
     (3, 0x70): " (the path to the drive failed)",
-    (3, 0x71): " (the host gave the command up: the drive is gone or was reset)",
+    (3, 0x71): " (the host aborted the command: the drive is gone or was reset)",
 }
 
 
 def cut(block: Block, *, writing: bool, sector_bytes: int, command_bytes: int) -> list[Piece]:
-    """Cuts a request into what single commands move.
+    """Splits a request into pieces for single commands.
 
-    Cuts lie at multiples of `command_bytes` of the device. A write is cut at the edges of its whole sectors, too.
+    It is split at multiples of `command_bytes` of the device. A write is also split at the edges of its whole sectors.
     """
     edges = {block.start, block.stop}
     edges.update(range(round_down(block.start, command_bytes) + command_bytes, block.stop, command_bytes))

@@ -1,4 +1,4 @@
-"""What a file that is open for GPUDirect Storage holds, and memory on a GPU that no tensor knows of."""
+"""The resources of a file that is open for GPUDirect Storage, and raw device pointers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchstorm.storage.cufile import CuFile
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePointer:
-    """Memory on a GPU that no tensor knows of.
+    """Memory on a GPU that does not belong to a tensor.
 
     Attributes:
-        address: where it starts.
+        address: start address.
         nbytes: its size.
-        device_index: the GPU's number; -1 for host memory.
+        device_index: the GPU's index; -1 for host memory.
     """
 
     address: int
@@ -33,8 +33,8 @@ class DevicePointer:
 Memory = torch.Tensor | DevicePointer
 
 
-class Holdings:
-    """What a file holds of cuFile and the system, given back in the order that cuFile wants."""
+class GdsResources:
+    """The resources of an open file in cuFile and the system, freed in the order that cuFile requires."""
 
     def __init__(self, driver: CuFile) -> None:
         self.fd = -1
@@ -46,23 +46,23 @@ class Holdings:
 
     @property
     def usable(self) -> bool:
-        """Whether cuFile may be asked: neither closed, nor in a forked process."""
+        """Whether cuFile can be called: not closed, and not in a forked process."""
         return bool(self.handle) and os.getpid() == self._pid
 
     def borrow_batch(self) -> int:
-        """A batch of which nothing is under way."""
+        """A batch without running requests."""
         try:
             return self.batches.pop()
-        except IndexError:  # a thread holds one at a time, so there are never more than threads
+        except IndexError:  # a thread uses one at a time, so there are at most `threads`
             return self._driver.open_batch()
 
     def close(self) -> None:
-        """Batches, memory, the handle, its file, and last the driver. A forked process only closes the file."""
+        """Frees batches, memory, the handle, its file, and then the driver. A forked process only closes the file."""
         if os.getpid() == self._pid:
             for batch in self.batches:
                 self._driver.close_batch(batch)
             for base in self.buffers:
-                with contextlib.suppress(StorageError):  # the driver's end lets go of it all the same
+                with contextlib.suppress(StorageError):  # closing the driver frees it anyway
                     self._driver.deregister_memory(base)
             if self.handle:
                 self._driver.deregister_file(self.handle)
@@ -74,7 +74,7 @@ class Holdings:
 
 
 def as_tensor(pointer: DevicePointer, device: torch.device) -> torch.Tensor:
-    """(nbytes,) uint8 over the same memory, which the caller keeps alive."""
+    """(nbytes,) uint8 view of the memory. The caller keeps it alive."""
     if not pointer.nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if device.type == "cpu":
