@@ -378,7 +378,7 @@ def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
         file.write(bytes([byte ^ 1]))
     copy = tier.get(handle, out := torch.empty(5000, dtype=torch.uint8))
     for _ in range(2):
-        with pytest.raises(CorruptionError, match=r"blocks.3.mlp \(5000 bytes\) came back from .*spill with checksum"):
+        with pytest.raises(CorruptionError, match=r"blocks.3.mlp \(5000 bytes\) was read from .*spill with checksum"):
             copy.synchronize()
     tier.get(other, out).wait()
     assert torch.equal(out, numbered(5000, 1))
@@ -461,7 +461,7 @@ def test_cuda_is_told_to_come_through_the_host(tmp_path: Path) -> None:
     handle = tier.put(numbered(5))
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_gpu = torch.empty(5, dtype=torch.uint8, device="cuda:1")
-    told = "the disk reaches host memory, not cuda:1: a StagedDiskTier goes between"
+    told = "the disk tier accepts host memory, not cuda:1: use a StagedDiskTier"
     with pytest.raises(UnsupportedError, match=told):
         tier.put(on_gpu)
     with pytest.raises(UnsupportedError, match=told):

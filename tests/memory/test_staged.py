@@ -386,7 +386,7 @@ def test_changed_bytes_are_found_and_named(room: Room) -> None:
     for _ in range(6):
         copy = tier.get(handle, torch.empty(5 * PIECE, dtype=torch.uint8))
         for _ in range(2):
-            with pytest.raises(CorruptionError, match=r"^h\.3\.mlp \(65536 bytes\) came back from .*spill with check"):
+            with pytest.raises(CorruptionError, match=r"^h\.3\.mlp \(65536 bytes\) was read from .*spill with check"):
                 room.within(copy.synchronize)
         assert copy.done()
     assert torch.equal(room.fetch(tier, other), data(PIECE, 1))

@@ -414,7 +414,7 @@ def test_what_is_no_row_of_bytes_is_refused(room: Room) -> None:
     for freed, named in ((handle, r"h\.2\.mlp"), (unnamed, "a saved tensor")):
         assert torch.equal(room.fetch(tier, freed), room.data(8))
         tier.free(freed)
-        with pytest.raises(StorageError, match=f"^{named} was freed before it was fetched"):
+        with pytest.raises(StorageError, match=f"^{named} was freed before it was read back"):
             tier.get(freed, room.data(8))
 
 

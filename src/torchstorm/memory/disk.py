@@ -1,8 +1,8 @@
-"""Disk as a tier: storages in 4096-aligned slots of one spill file, written and read past the page cache.
+"""Disk as a tier: storages in 4096-aligned slots of one spill file, written and read with O_DIRECT.
 
-The budget is kept in program order: `free` gives a slot back at once, and what is put there next is ordered after the
-copies that still touch it. So `used_bytes` and BudgetError never depend on how far the disk has come. A slot may lie
-in several pieces of the file; hence a put fails for lack of room only where the sum says so, never by fragmentation.
+The budget is counted in program order: `free` frees a slot at once, and the next storage there waits for the copies
+that still use it. So `used_bytes` and BudgetError do not depend on the disk's progress. A slot may consist of several
+pieces of the file, so `put` never fails because of fragmentation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchstorm.errors import CorruptionError, StorageError, UnsupportedError
 from torchstorm.memory.spill import SpillDirectory
-from torchstorm.memory.tier import Handle, TierSpec, check_row_of_bytes, gone, no_room
+from torchstorm.memory.tier import Handle, TierSpec, budget_error, check_bytes_tensor, freed_error
 from torchstorm.storage.aligned import aligned_empty, byte_view
 from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.direct import DirectFile
@@ -30,11 +30,11 @@ _POISON_BYTES = 2**20
 
 
 class DiskHandle:
-    """One storage in the spill file.
+    """A storage in the spill file.
 
     Attributes:
-        nbytes: bytes that were put.
-        label: what the caller calls it; named in errors.
+        nbytes: size of the storage.
+        label: name for error messages.
         written: the copy into the file.
     """
 
@@ -42,25 +42,25 @@ class DiskHandle:
         self.nbytes = nbytes
         self.label = label
         self.written = StorageCopy()
-        self.pieces: list[tuple[int, int]] | None = pieces  # (offset, bytes); None once freed
+        self.pieces: list[tuple[int, int]] | None = pieces  # (offset, bytes); None after `free`
         self.checksum = checksum
         self.reads: list[StorageCopy] = []
 
 
 class DiskTier:
-    """A spill file in a directory of its own, which goes when the tier is closed or the process ends; a `Tier`.
+    """A `Tier` with a spill file in its own directory, which is removed when the tier is closed or the process ends.
 
-    Copies block the host when they are waited for. Buffers from `aligned_empty` are read into with no bounce buffer.
+    Waiting for a copy blocks the host. Reads into buffers from `aligned_empty` need no bounce buffer.
 
     Args:
-        directory: where the spill directory is made. It is itself made where only its parent exists. Spill
-            directories in it whose process has died are removed.
-        capacity_bytes: the budget; None: 90 % of what is free there.
-        check: checksums every storage and overwrites freed slots; for finding errors, not for speed.
-        threads: blocks under way at once.
+        directory: parent of the spill directory. It is created if its own parent exists. Spill directories of dead
+            processes in it are removed.
+        capacity_bytes: the budget; None for 90 % of the free space.
+        check: compares checksums of each storage, and overwrites freed slots. Slow; for debugging.
+        threads: number of blocks in flight.
         block_bytes: bytes of one system call.
-        write_bytes_per_s: speed for `spec`, as `measure_disk` gives it.
-        read_bytes_per_s: the same for what comes back.
+        write_bytes_per_s: write speed for `spec`, as measured by `measure_disk`.
+        read_bytes_per_s: read speed for `spec`.
 
     Raises:
         StorageError: the directory cannot be used.
@@ -78,7 +78,7 @@ class DiskTier:
         read_bytes_per_s: float = float("inf"),
     ) -> None:
         self._spill = SpillDirectory(directory)
-        # Now, and not when all is well: the process may end, or the next line fail, without close().
+        # Registered first, since the process may end, or the next line fail, without close().
         self._remove = weakref.finalize(self, self._spill.remove)
         if capacity_bytes is None:
             capacity_bytes = shutil.disk_usage(self._spill.path).free * 9 // 10
@@ -92,7 +92,7 @@ class DiskTier:
         self._extents = Extents(capacity_bytes, alignment_bytes=self._file.align_bytes)
         self._check = check
         self._poison: torch.Tensor | None = None
-        self._busy: list[tuple[int, int, StorageCopy]] = []  # (start, stop, copy) that still touches freed bytes
+        self._busy: list[tuple[int, int, StorageCopy]] = []  # freed extents that copies still use
         self._lock = threading.Lock()
         self._closed = False
         self.peak_bytes = 0
@@ -109,34 +109,34 @@ class DiskTier:
 
     @property
     def staging_bytes(self) -> int:
-        """Host bytes of bounce buffers: `threads * block_bytes`, allocated as they are first needed."""
+        """Host bytes of bounce buffers: `threads * block_bytes`, allocated on first use."""
         return self._file.staging_bytes
 
     def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from `used_bytes`."""
+        """Sets `peak_bytes` to `used_bytes`."""
         with self._lock:
             self.peak_bytes = self.used_bytes
 
     def counters(self) -> IOCounters:
-        """What the system calls moved so far."""
+        """Bytes and requests so far."""
         return self._file.info().counters
 
     def info(self) -> BackendInfo:
-        """Which path the bytes take, and why."""
+        """The I/O path and the reason for it."""
         return self._file.info()
 
     def put(self, source: torch.Tensor, *, label: str = "") -> DiskHandle:
-        """Begins to write a contiguous 1-D uint8 tensor.
+        """Starts to write a contiguous 1-D uint8 tensor.
 
         Args:
-            source: unchanged until `written` of the handle has ended.
-            label: what to call it in errors.
+            source: must stay unchanged until the handle's `written` has ended.
+            label: name for error messages.
 
         Raises:
-            BudgetError: the slots in use and this one exceed the capacity.
-            StorageError: the tier is closed. A full or failing disk is told by the wait for `written`; the slot has
-                then been given back and the tier stays usable.
-            UnsupportedError: the tensor is not of that kind or not on the CPU.
+            BudgetError: the slots in use and this one exceed the budget.
+            StorageError: the tier is closed. If the disk is full or fails, waiting for `written` raises the error; the
+                slot is freed then, and the tier stays usable.
+            UnsupportedError: the tensor is not contiguous 1-D uint8 on the CPU.
         """
         _check_bytes(source)
         checksum = zlib.crc32(byte_view(source)) if self._check and source.nbytes else None
@@ -155,11 +155,10 @@ class DiskTier:
         return handle
 
     def get(self, handle: Handle, out: torch.Tensor) -> StorageCopy:
-        """Begins to read a storage back; follows the `put` where that has not ended.
+        """Starts to read a storage back, after its `put` has ended.
 
         Returns:
-            The copy. Its wait raises CorruptionError where `check` found other bytes than were put, and the error of
-            the `put` where that failed.
+            The copy. Its wait raises CorruptionError if `check` finds changed bytes, and the error of a failed `put`.
 
         Raises:
             StorageError: the handle was freed, or the tier is closed, or `out` has another size.
@@ -173,14 +172,14 @@ class DiskTier:
             if handle.pieces is None:
                 if handle.written.error is not None:
                     return handle.written
-                raise gone(handle.label)
+                raise freed_error(handle.label)
             read = self._file.read_batch_async(_requests(out, handle.pieces), after=[handle.written])
             handle.reads = [earlier for earlier in handle.reads if not earlier.done()] + [copy]
         read.when_done(partial(self._get_ended, handle, out, read, copy))
         return copy
 
     def free(self, handle: Handle) -> None:
-        """Gives the slot back; what is put there next waits for the copies under way. Freeing twice does nothing."""
+        """Frees the slot. The next storage there waits for running copies. A second call does nothing."""
         assert isinstance(handle, DiskHandle)
         with self._lock:
             if handle.pieces is None or self._closed:
@@ -188,10 +187,10 @@ class DiskTier:
             after = [copy for copy in [handle.written, *handle.reads] if not copy.done()]
             if self._check:
                 after = [self._file.write_batch_async(self._poison_requests(handle.pieces), after=after)]
-            self._give_back(handle, after)
+            self._free_slot(handle, after)
 
     def close(self) -> None:
-        """Lets copies end, then removes the spill file and its directory. Closing twice does nothing."""
+        """Waits for copies, then removes the spill file and its directory. A second call does nothing."""
         with self._lock:
             self._closed = True
         self._file.close()
@@ -206,7 +205,7 @@ class DiskTier:
         used = self._extents.used_bytes
         if used + needed > self._extents.capacity_bytes:
             where = f" in {self.path}"
-            raise no_room(self.spec, label=label, wanted_bytes=needed, used_bytes=used, where=where)
+            raise budget_error(self.spec, label=label, wanted_bytes=needed, used_bytes=used, where=where)
         pieces = []
         while needed:
             size = min(needed, self._extents.largest_free_bytes())
@@ -217,7 +216,7 @@ class DiskTier:
         self.peak_bytes = max(self.peak_bytes, self._extents.used_bytes)
         return pieces
 
-    def _give_back(self, handle: DiskHandle, after: list[StorageCopy]) -> None:
+    def _free_slot(self, handle: DiskHandle, after: list[StorageCopy]) -> None:
         assert handle.pieces is not None
         for offset, nbytes in handle.pieces:
             self._extents.free(offset, nbytes)
@@ -226,13 +225,13 @@ class DiskTier:
 
     def _put_ended(self, handle: DiskHandle, pieces: list[tuple[int, int]], write: StorageCopy) -> None:
         if write.error is not None:
-            # What a put that failed has written would keep a full disk full. It is safe also where the slot was freed
-            # meanwhile: the next owner's write waits for `handle.written`.
+            # Discard the bytes of a failed put, which would keep a full disk full. This is safe even if the slot was
+            # freed meanwhile: the next owner's write waits for `handle.written`.
             for offset, nbytes in pieces:
                 self._file.discard(offset, nbytes)
             with self._lock:
                 if handle.pieces is not None:
-                    self._give_back(handle, [])
+                    self._free_slot(handle, [])
         handle.written.finish(write.error)
 
     def _get_ended(self, handle: DiskHandle, out: torch.Tensor, read: StorageCopy, copy: StorageCopy) -> None:
@@ -241,9 +240,9 @@ class DiskTier:
             found = zlib.crc32(byte_view(out))
             if found != handle.checksum:
                 error = CorruptionError(
-                    f"{handle.label or 'a saved tensor'} ({handle.nbytes} bytes) came back from "
-                    f"{self._spill.file_path} with checksum {found:08x}, but was put with {handle.checksum:08x}. "
-                    "The disk or memory is faulty, or something else wrote to the file."
+                    f"{handle.label or 'a saved tensor'} ({handle.nbytes} bytes) was read from "
+                    f"{self._spill.file_path} with checksum {found:08x}, but written with {handle.checksum:08x}. "
+                    "The disk or memory is faulty, or another program wrote to the file."
                 )
         copy.finish(error)
 
@@ -269,6 +268,6 @@ def _requests(tensor: torch.Tensor, pieces: list[tuple[int, int]]) -> list[tuple
 
 
 def _check_bytes(tensor: torch.Tensor, *, nbytes: int | None = None, label: str = "") -> None:
-    check_row_of_bytes(tensor, nbytes=nbytes, label=label)
+    check_bytes_tensor(tensor, nbytes=nbytes, label=label)
     if tensor.device.type != "cpu":
-        raise UnsupportedError(f"the disk reaches host memory, not {tensor.device}: a StagedDiskTier goes between.")
+        raise UnsupportedError(f"the disk tier accepts host memory, not {tensor.device}: use a StagedDiskTier.")

@@ -1,4 +1,4 @@
-"""Host memory as the next tier below a CUDA device: pinned arena, copies on the engine's streams."""
+"""Host memory as a tier below a CUDA device: a pinned arena, and copies on the engine's streams."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from itertools import accumulate
 import torch
 
 from torchstorm.errors import CorruptionError, StorageError
-from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
+from torchstorm.memory.tier import Copy, Handle, TierSpec, budget_error, check_bytes_tensor, freed_error
 from torchstorm.storage.aligned import byte_view
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, Slot
 
 
 class HostHandle:
-    """One storage in the arena."""
+    """A storage in the arena."""
 
     def __init__(self, slot: Slot, written: Copy, label: str, checksum: int | None) -> None:
         self.slot: Slot | None = slot
@@ -28,7 +28,7 @@ class HostHandle:
 
 
 class DoneCopy:
-    """A copy that had ended when it was returned."""
+    """A copy that has already ended."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -42,12 +42,12 @@ class DoneCopy:
 
 
 class HostTier:
-    """Pinned (or, where that fails, pageable) host memory.
+    """Pinned host memory; pageable memory if pinning fails.
 
     Args:
-        arena: where the bytes lie; closed with this tier.
-        engine: the device's copy streams; None for host tensors, which are copied at once.
-        check: checksum what leaves and what returns, and poison freed slots; slow, synchronous.
+        arena: the allocator of the memory; closed with this tier.
+        engine: the device's copy streams; None for host tensors, which are copied synchronously.
+        check: compares checksums of each storage, and overwrites freed slots. Slow and synchronous; for debugging.
         spec: capacity and speeds.
     """
 
@@ -70,41 +70,41 @@ class HostTier:
         return self.arena.peak_bytes
 
     def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from `used_bytes`."""
+        """Sets `peak_bytes` to `used_bytes`."""
         self.arena.peak_bytes = self.arena.used_bytes
 
     def put(self, source: torch.Tensor, *, label: str = "") -> HostHandle:
-        """Begins to copy (nbytes,) uint8 into the arena.
+        """Starts to copy a tensor (nbytes,) uint8 into the arena.
 
         Raises:
-            BudgetError: the arena has no room for it.
+            BudgetError: the arena's budget is too small.
             StorageError: the tier is closed.
-            UnsupportedError: the tensor is not of that kind.
+            UnsupportedError: the tensor is not contiguous 1-D uint8.
         """
-        check_row_of_bytes(source)
+        check_bytes_tensor(source)
         with self._lock:
             self._check_open()
             rounded = -(-source.nbytes // 4096) * 4096
             if self.used_bytes + rounded > self.spec.capacity_bytes:
-                raise no_room(self.spec, label=label, wanted_bytes=rounded, used_bytes=self.used_bytes)
+                raise budget_error(self.spec, label=label, wanted_bytes=rounded, used_bytes=self.used_bytes)
             slot = self.arena.allocate(source.nbytes)
             checksum = _checksum([source]) if self._check else None
             return HostHandle(slot, self._copy(source, slot, slot.after), label, checksum)
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
-        """Begins to copy the bytes back.
+        """Starts to copy the bytes back.
 
         Raises:
-            CorruptionError: with `check`, the bytes differ from those that were put.
+            CorruptionError: with `check`, the bytes have changed since `put`.
             StorageError: the handle was freed, `out` has another size, or the tier is closed.
-            UnsupportedError: `out` is not of the right kind.
+            UnsupportedError: `out` is not contiguous 1-D uint8.
         """
         assert isinstance(handle, HostHandle)
-        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
+        check_bytes_tensor(out, nbytes=handle.nbytes, label=handle.label)
         with self._lock:
             self._check_open()
             if handle.slot is None:
-                raise gone(handle.label)
+                raise freed_error(handle.label)
             if handle.checksum is not None:
                 handle.written.synchronize()
                 if _checksum(handle.slot.pieces) != handle.checksum:
@@ -120,7 +120,7 @@ class HostTier:
             return copy
 
     def free(self, handle: Handle) -> None:
-        """Gives the slot back. Freeing twice does nothing."""
+        """Frees the slot. A second call does nothing."""
         assert isinstance(handle, HostHandle)
         with self._lock:
             slot, handle.slot = handle.slot, None
@@ -135,7 +135,7 @@ class HostTier:
             self.arena.free(slot, after=after)
 
     def close(self) -> None:
-        """Lets copies end and gives the arena back. Closing twice does nothing."""
+        """Waits for running copies and frees the arena. A second call does nothing."""
         with self._lock:
             self._closed = True
             if self._engine is not None:
@@ -144,7 +144,7 @@ class HostTier:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StorageError("this tier of host memory is closed; make a new one.")
+            raise StorageError("this tier of host memory is closed; create a new one.")
 
     def _copy(self, source: torch.Tensor, slot: Slot, after: list[Copy]) -> Copy:
         copy: Copy = DoneCopy()
@@ -153,7 +153,7 @@ class HostTier:
                 piece.copy_(part)
             else:
                 copy = self._engine.copy_out(piece, part, after=after)
-        return copy  # one stream: the last to be queued is the last to end
+        return copy  # all copies are on one stream, so the last one ends last
 
 
 def _split(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -164,6 +164,6 @@ def _split(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tenso
 def _checksum(pieces: list[torch.Tensor]) -> int:
     checksum = 0
     for piece in pieces:
-        host = piece.cpu()  # the view does not keep it alive
+        host = piece.cpu()  # a variable keeps it alive, unlike the view
         checksum = zlib.crc32(byte_view(host), checksum)
     return checksum

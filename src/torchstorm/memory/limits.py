@@ -1,10 +1,10 @@
-"""How much host memory the process may still take: what the machine has left, and what its cgroups leave of that.
+"""Host memory that the process can still allocate, limited by the machine and by its cgroups.
 
-A container's limit is not in /proc/meminfo, and going past it is not an error to catch: the process is killed. Cgroups
-nest, and each level has a limit of its own, so the tightest one counts. File cache that has not been used lately
-(`inactive_file`) counts as usage there but is given back when memory runs short, so it counts as free here.
+A container's limit is not in /proc/meminfo, and a process that exceeds it is killed. Cgroups are nested, and each level
+has its own limit, so the tightest one counts. A cgroup's usage includes inactive file cache (`inactive_file`). The
+kernel frees it when memory is short, so it counts as free here.
 
-Each function takes the root of the file system that it reads, so that tests can show it another machine.
+Each function takes the root of the file system that it reads, so that tests can simulate another machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_LIMIT_BYTES = 2**62
 
 
 class _Level(NamedTuple):
-    """One cgroup on the way from the process's own up to the root."""
+    """A cgroup: the process's own or one of its ancestors."""
 
     limit_bytes: int
     usage_bytes: int
@@ -30,21 +30,21 @@ class _Level(NamedTuple):
 
 
 def total_ram_bytes(root: Path = _ROOT) -> int:
-    """Bytes of RAM that the process could use on an empty machine: all there is, or the tightest cgroup's limit."""
+    """Bytes of RAM that the process could use on an idle machine: its RAM, or the tightest cgroup limit."""
     limit_bytes = cgroup_limit_bytes(root)
     total_bytes = _meminfo(root).get("MemTotal") or psutil.virtual_memory().total
     return total_bytes if limit_bytes is None else min(total_bytes, limit_bytes)
 
 
 def available_ram_bytes(root: Path = _ROOT) -> int:
-    """Bytes of RAM that the process can still take without swapping or being killed; never below 0."""
+    """Bytes of RAM that the process can still allocate without swapping or being killed; at least 0."""
     rooms = [level.limit_bytes - level.usage_bytes + level.reclaimable_bytes for level in _levels(root)]
     available_bytes = _meminfo(root).get("MemAvailable") or psutil.virtual_memory().available
     return max(0, min([available_bytes, *rooms]))
 
 
 def cgroup_limit_bytes(root: Path = _ROOT) -> int | None:
-    """The tightest memory limit of the process's cgroups in bytes; None where there is none."""
+    """The tightest memory limit of the process's cgroups in bytes; None without a limit."""
     return min((level.limit_bytes for level in _levels(root)), default=None)
 
 
@@ -54,12 +54,12 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _levels(root: Path) -> Iterator[_Level]:
-    """The cgroups of this process that have a limit, of either version (a machine can have both mounted)."""
+    """The cgroups of this process that have a limit, of both versions (a machine can mount both)."""
     for version, mount_point, mount_root in _mounts(root):
         path = _path_in_hierarchy(root, version)
         if path is None:
             continue
-        # In a container the mount shows only a part of the hierarchy, and paths may be told from its top.
+        # In a container, the mount contains only a part of the hierarchy, and paths may start at the host's root.
         inside = PurePosixPath(path.removeprefix(mount_root) if mount_root != "/" else path)
         folder = root / mount_point.lstrip("/") / str(inside).lstrip("/")
         top = root / mount_point.lstrip("/")
@@ -84,7 +84,7 @@ def _level(folder: Path, version: int) -> _Level | None:
 
 
 def _mounts(root: Path) -> Iterator[tuple[int, str, str]]:
-    """(version, mount point, the part of the hierarchy mounted there) of every mount that limits memory."""
+    """(version, mount point, mounted part of the hierarchy) of every cgroup mount with a memory controller."""
     for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
         before, separator, after = line.partition(" - ")
         left, right = before.split(), after.split()

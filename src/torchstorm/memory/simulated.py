@@ -1,8 +1,8 @@
-"""A tier of any size and speed: real bytes in RAM, made-up time.
+"""A tier with any size and speed: real bytes in RAM, simulated time.
 
-Each direction is one channel that carries one copy after another; a copy takes `latency_s + bytes / speed`. Nothing
-moves before its time: a source that is changed too early is stored changed, and an `out` that is used before its copy
-was waited for holds garbage, just as on a real tier. So code that passes here has its waits in the right places.
+Each direction is a channel that runs one copy after another. A copy takes `latency_s + bytes / speed`. Bytes move at
+the simulated end of a copy, so errors of synchronization have the same effects as on a real tier: a source that is
+changed too early is stored with the change, and an `out` that is used without waiting holds garbage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchstorm.errors import StorageError
-from torchstorm.memory.tier import Handle, TierSpec, check_row_of_bytes, gone, no_room
+from torchstorm.memory.tier import Handle, TierSpec, budget_error, check_bytes_tensor, freed_error
 from torchstorm.storage.backend import StorageCopy
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class SimulatedCopy(StorageCopy):
     """A copy that ends at a point in simulated time.
 
     Attributes:
-        start_s: when its channel began to carry it.
-        end_s: when it ends.
+        start_s: simulated time when its channel starts it.
+        end_s: simulated time when it ends.
     """
 
     def __init__(self, tier: SimulatedTier, start_s: float, end_s: float) -> None:
@@ -36,13 +36,13 @@ class SimulatedCopy(StorageCopy):
         self._tier = tier
 
     def wait(self) -> None:
-        """Lets simulated time pass until the copy has ended (with `sleep`, real time)."""
+        """Advances simulated time to the end of the copy. With `sleep`, waits in real time."""
         self._tier._wait_until(self.end_s)
         super().wait()
 
 
 class SimulatedHandle:
-    """One storage in the simulated tier."""
+    """A storage in the simulated tier."""
 
     def __init__(self, nbytes: int, label: str, written: SimulatedCopy) -> None:
         self.nbytes = nbytes
@@ -54,11 +54,11 @@ class SimulatedHandle:
 
 
 class SimulatedTier:
-    """A `Tier` that exists nowhere.
+    """A simulated `Tier`.
 
     Args:
-        spec: its name, capacity and speeds.
-        sleep: copies take real time, in a thread; otherwise time passes only through waits and `advance`.
+        spec: name, capacity and speeds.
+        sleep: copies take real time, in a thread. Otherwise time advances only in waits and in `advance`.
     """
 
     def __init__(self, spec: TierSpec, *, sleep: bool = False) -> None:
@@ -81,22 +81,22 @@ class SimulatedTier:
         return time.monotonic() - self._origin_s if self._sleep else self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass, as computing would."""
+        """Advances the simulated time, as compute would."""
         self._wait_until(self.now_s + seconds)
 
     def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from `used_bytes`."""
+        """Sets `peak_bytes` to `used_bytes`."""
         with self._changed:
             self.peak_bytes = self.used_bytes
 
     def put(self, source: torch.Tensor, *, label: str = "") -> SimulatedHandle:
-        """Begins to copy a contiguous 1-D uint8 tensor; see `Tier`."""
-        check_row_of_bytes(source)
+        """Starts to copy a contiguous 1-D uint8 tensor; see `Tier`."""
+        check_bytes_tensor(source)
         with self._changed:
             self._check_open()
             needed = self.used_bytes + source.nbytes
             if needed > self.spec.capacity_bytes:
-                raise no_room(
+                raise budget_error(
                     self.spec,
                     label=label,
                     wanted_bytes=source.nbytes,
@@ -116,13 +116,13 @@ class SimulatedTier:
         return handle
 
     def get(self, handle: Handle, out: torch.Tensor) -> SimulatedCopy:
-        """Begins to copy a storage back, after its `put`; see `Tier`."""
+        """Starts to copy a storage back, after its `put`; see `Tier`."""
         assert isinstance(handle, SimulatedHandle)
-        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
+        check_bytes_tensor(out, nbytes=handle.nbytes, label=handle.label)
         with self._changed:
             self._check_open()
             if handle.freed:
-                raise gone(handle.label)
+                raise freed_error(handle.label)
             copy = self._copy("read", out.nbytes, self.spec.read_bytes_per_s, not_before_s=handle.written.end_s)
             handle.last_end_s = max(handle.last_end_s, copy.end_s)
 
@@ -135,7 +135,7 @@ class SimulatedTier:
         return copy
 
     def free(self, handle: Handle) -> None:
-        """Gives the room back at once; the bytes stay until copies under way have ended. Twice does nothing."""
+        """Frees the storage. Its bytes stay until running copies have ended. A second call does nothing."""
         assert isinstance(handle, SimulatedHandle)
         with self._changed:
             if handle.freed:
@@ -149,7 +149,7 @@ class SimulatedTier:
             self._schedule(handle.last_end_s, drop)
 
     def close(self) -> None:
-        """Lets copies end. Closing twice does nothing."""
+        """Waits for running copies. A second call does nothing."""
         with self._changed:
             self._closed = True
             last_s = max((event[0] for event in self._events), default=0.0)
@@ -169,7 +169,7 @@ class SimulatedTier:
         return SimulatedCopy(self, start_s, end_s)
 
     def _schedule(self, at_s: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (at_s, self._num_events, event))  # events of one moment keep their order
+        heapq.heappush(self._events, (at_s, self._num_events, event))  # the number orders events of equal time
         self._num_events += 1
         if self._sleep:
             if self._thread is None:
@@ -177,7 +177,7 @@ class SimulatedTier:
                 self._thread.start()
             self._changed.notify_all()
         else:
-            self._wait_until(self._now_s)  # what takes no time has ended
+            self._wait_until(self._now_s)  # runs events without duration
 
     def _wait_until(self, at_s: float) -> None:
         if self._sleep:
@@ -189,7 +189,7 @@ class SimulatedTier:
             self._now_s = max(self._now_s, at_s)
 
     def _play(self) -> None:
-        # Ends with the last event, so that a tier that nobody closes leaves no thread behind.
+        # The thread ends with the last event, so a tier that is never closed leaves no thread.
         with self._changed:
             while self._events:
                 left_s = self._events[0][0] - self.now_s

@@ -1,7 +1,7 @@
-"""Disk below a CUDA device: bytes pass through two small rings of pinned buffers, one a direction.
+"""Disk as a tier below a CUDA device, through two small rings of pinned buffers, one per direction.
 
-A parcel crosses in pieces, so that the link and the disk work at once and the rings stay small whatever a parcel's
-size. One thread a direction walks the pieces; the compute thread only waits, and only where the plan says so.
+A storage is copied in pieces, so that the link and the disk work at the same time, and the rings stay small for
+storages of any size. One thread per direction processes the pieces. The compute thread waits only where the plan says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from torchstorm.errors import BudgetError, StorageError
 from torchstorm.memory.disk import DiskHandle, DiskTier
-from torchstorm.memory.tier import Copy, Handle, TierSpec, check_row_of_bytes, gone, no_room
+from torchstorm.memory.tier import Copy, Handle, TierSpec, budget_error, check_bytes_tensor, freed_error
 from torchstorm.storage.backend import BackendInfo
 from torchstorm.storage.staged import CopyEngine
 from torchstorm.transfer.engine import StreamCopy
@@ -27,13 +27,13 @@ _PAGE = 4096
 
 
 class QueuedCopy:
-    """A copy that another thread queues piece by piece; done when the last one is."""
+    """A copy whose pieces another thread queues. It has ended when the last piece has."""
 
     def __init__(self, last: Future[StreamCopy]) -> None:
         self._last = last
 
     def wait(self) -> None:
-        """Makes the host wait until the last piece is queued, and the current stream until it has ended.
+        """Makes the host wait until the last piece is queued, and the current stream until the copy has ended.
 
         Raises:
             StorageError: a piece failed.
@@ -45,12 +45,12 @@ class QueuedCopy:
         self._last.result().synchronize()
 
     def done(self) -> bool:
-        """Whether the copy has ended, well or not."""
+        """Whether the copy has succeeded or failed."""
         return self._last.done() and (self._last.exception() is not None or self._last.result().done())
 
 
 class StagedHandle:
-    """One storage on disk, in pieces."""
+    """A storage on disk, in pieces."""
 
     def __init__(self, nbytes: int, label: str) -> None:
         self.nbytes = nbytes
@@ -58,11 +58,11 @@ class StagedHandle:
         self.pieces: list[DiskHandle] = []
         self.queued: Future[StreamCopy] = Future()
         self.freed = False
-        self.num_busy = 1  # the put and the gets that still need the pieces
+        self.num_busy = 1  # the number of running puts and gets
 
     @property
     def written(self) -> Copy:
-        """The copy off the device. The disk may still be writing, from the ring."""
+        """The copy from the device to the ring. The write to disk may still be running."""
         return QueuedCopy(self.queued)
 
 
@@ -70,8 +70,8 @@ class StagedDiskTier:
     """A `DiskTier` for tensors on a CUDA device.
 
     Args:
-        disk: where the bytes end up; closed with this tier.
-        arena: gives the rings' buffers, half a direction; closed with this tier.
+        disk: the disk tier; closed with this tier.
+        arena: allocates the buffers of both rings, half for each; closed with this tier.
         engine: the device's copy streams.
         piece_bytes: size of one buffer.
     """
@@ -82,13 +82,13 @@ class StagedDiskTier:
         self._engine = engine
         self._piece_bytes = piece_bytes
         self._depth = max(arena.capacity_bytes // piece_bytes // 2, 1)
-        # In one: a new arena gives it in one piece, whatever its segments.
+        # One allocation: a new arena returns it in one piece, whatever its segment size.
         (buffers,) = arena.allocate(2 * self._depth * piece_bytes).pieces
         rings = buffers.split(self._depth * piece_bytes)
         self._out_ring, self._back_ring = self._ring(rings[0]), self._ring(rings[1])
         self._out = ThreadPoolExecutor(1, thread_name_prefix="torchstorm-out")
         self._back = ThreadPoolExecutor(1, thread_name_prefix="torchstorm-back")
-        # Room is counted here, in program order; the disk's own count follows as the copies do.
+        # The budget is counted here, in program order. The disk tier counts later, when the copies run.
         self._used = self._peak = 0
         self._changed = threading.Condition()
         self._closed = False
@@ -109,30 +109,30 @@ class StagedDiskTier:
         return self._peak
 
     def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from `used_bytes`."""
+        """Sets `peak_bytes` to `used_bytes`."""
         with self._changed:
             self._peak = self._used
 
     def info(self) -> BackendInfo:
-        """Which path the disk's bytes take, and why."""
+        """The disk's I/O path and the reason for it."""
         return self.disk.info()
 
     def put(self, source: torch.Tensor, *, label: str = "") -> StagedHandle:
-        """Begins to move (nbytes,) uint8 to disk.
+        """Starts to move a tensor (nbytes,) uint8 to disk.
 
         Raises:
-            BudgetError: the disk has no room for it.
-            StorageError: the tier is closed. What fails later is told by the waits.
-            UnsupportedError: the tensor is not of that kind.
+            BudgetError: the disk's budget is too small.
+            StorageError: the tier is closed. Waits raise later failures.
+            UnsupportedError: the tensor is not contiguous 1-D uint8.
         """
-        check_row_of_bytes(source)
+        check_bytes_tensor(source)
         ready = self._engine.mark()
         wanted = self._rounded(source.nbytes)
         with self._changed:
             self._check_open()
             if self._used + wanted > self.spec.capacity_bytes:
                 where = f" in {self.disk.path}"
-                raise no_room(self.spec, label=label, wanted_bytes=wanted, used_bytes=self._used, where=where)
+                raise budget_error(self.spec, label=label, wanted_bytes=wanted, used_bytes=self._used, where=where)
             self._used += wanted
             self._peak = max(self._peak, self._used)
             handle = StagedHandle(source.nbytes, label)
@@ -140,26 +140,26 @@ class StagedDiskTier:
         return handle
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
-        """Begins to bring the bytes back; what fails is told by the wait for the copy.
+        """Starts to read the bytes back. Waiting for the copy raises its errors.
 
         Raises:
             StorageError: the handle was freed, `out` has another size, or the tier is closed.
-            UnsupportedError: `out` is not of the right kind.
+            UnsupportedError: `out` is not contiguous 1-D uint8.
         """
         assert isinstance(handle, StagedHandle)
-        check_row_of_bytes(out, nbytes=handle.nbytes, label=handle.label)
+        check_bytes_tensor(out, nbytes=handle.nbytes, label=handle.label)
         ready = self._engine.mark()
         queued: Future[StreamCopy] = Future()
         with self._changed:
             self._check_open()
             if handle.freed:
-                raise gone(handle.label)
+                raise freed_error(handle.label)
             handle.num_busy += 1
             self._run(self._back, handle, queued, lambda: self._bring(handle, out, ready))
         return QueuedCopy(queued)
 
     def free(self, handle: Handle) -> None:
-        """Gives the room back; what is put there next waits for the copies under way. Freeing twice does nothing."""
+        """Frees the slot. The next storage there waits for running copies. A second call does nothing."""
         assert isinstance(handle, StagedHandle)
         with self._changed:
             if not handle.freed:
@@ -169,7 +169,7 @@ class StagedDiskTier:
                     self._free_pieces(handle)
 
     def close(self) -> None:
-        """Lets copies end, removes the spill file and gives the rings back. Closing twice does nothing."""
+        """Waits for copies, removes the spill file and frees the rings. A second call does nothing."""
         with self._changed:
             self._closed = True
         self._out.shutdown()
@@ -182,7 +182,7 @@ class StagedDiskTier:
             raise StorageError(f"the disk tier in {self.disk.path} is closed.")
 
     def _rounded(self, nbytes: int) -> int:
-        """What the disk takes for the pieces of so many bytes."""
+        """Bytes on disk for a storage of `nbytes`, each piece rounded up."""
         whole, rest = divmod(nbytes, self._piece_bytes)
         return whole * -(-self._piece_bytes // _PAGE) * _PAGE + -(-rest // _PAGE) * _PAGE
 
@@ -203,8 +203,8 @@ class StagedDiskTier:
             last, failed = None, None
             try:
                 last = work()
-            except BaseException as error:  # whoever waits for the copy is told
-                failed = error.with_traceback(None)  # whose frames would keep the tensors alive
+            except BaseException as error:  # raised again by waits for the copy
+                failed = error.with_traceback(None)  # its frames would keep the tensors alive
             with self._changed:
                 handle.num_busy -= 1
                 if handle.freed and not handle.num_busy:
@@ -223,7 +223,7 @@ class StagedDiskTier:
         self._changed.notify_all()
 
     def _put_piece(self, staged: torch.Tensor, label: str) -> DiskHandle:
-        """Puts what there is room for in program order, once those whose room it takes have ended."""
+        """Puts a piece on disk. It fits by the count in program order, but may have to wait for earlier frees."""
         with self._changed:
             while True:
                 try:
@@ -274,7 +274,7 @@ class StagedDiskTier:
             while copying:
                 self._reclaim(copying)
         finally:
-            while copying:  # only after a failure, like what follows
+            while copying:  # reached only after a failure
                 with contextlib.suppress(Exception):
                     self._reclaim(copying)
             for _, buffer, read in reading:
@@ -290,7 +290,7 @@ class StagedDiskTier:
         copying: deque[tuple[torch.Tensor, StreamCopy]],
         ready: object,
     ) -> StreamCopy:
-        part, buffer, read = reading[0]  # stays there until the copy in is queued
+        part, buffer, read = reading[0]  # stays in the list until its copy to the device is queued
         read.synchronize()
         copy = self._engine.copy_in(part, buffer[: part.nbytes], ready=ready)
         reading.popleft()

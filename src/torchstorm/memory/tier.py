@@ -1,8 +1,8 @@
-"""What every tier of memory promises: device memory, host memory, disk, and the simulated one.
+"""The interface of memory tiers: device memory, host memory, disk, and a simulated tier.
 
-A tier holds whole storages as flat bytes: `put` takes a contiguous uint8 tensor on the fast device, `get` brings the
-same bytes back into another. Copies run beside compute: both return at once, and a `Copy` says when the bytes are
-there. No torch at import, so that plan/ can speak of tiers without it.
+A tier holds whole storages as flat bytes. `put` copies a contiguous uint8 tensor from the fast device into the tier;
+`get` copies the bytes back into another tensor. Copies run asynchronously: both methods return at once, and a `Copy`
+tells when the copy has ended. This module does not import torch, so plan/ can use it without torch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TierSpec:
-    """What a tier can do.
+    """Capacity and speed of a tier.
 
     Attributes:
         name: "vram", "ram" or "disk".
         capacity_bytes: the budget for this tier.
-        write_bytes_per_s: speed of bytes that leave the fast device for this tier.
-        read_bytes_per_s: speed of bytes that come back.
-        latency_s: what each copy costs besides its bytes.
+        write_bytes_per_s: bandwidth from the fast device to this tier.
+        read_bytes_per_s: bandwidth from this tier to the fast device.
+        latency_s: fixed time per copy.
     """
 
     name: str
@@ -37,12 +37,12 @@ class TierSpec:
 
 
 class Copy(Protocol):
-    """A copy under way."""
+    """An asynchronous copy."""
 
     def wait(self) -> None:
-        """Orders what the caller does next after the copy.
+        """Makes the caller's next work wait for the copy.
 
-        On CUDA the current stream waits and the host goes on; on CPU the host waits.
+        On CUDA the current stream waits, and the host continues. On CPU the host waits.
 
         Raises:
             StorageError: the copy failed.
@@ -52,66 +52,66 @@ class Copy(Protocol):
         """Blocks the host until the copy has ended. Raises as `wait` does."""
 
     def done(self) -> bool:
-        """Whether the copy has ended, well or not. Never blocks."""
+        """Whether the copy has succeeded or failed. Never blocks."""
 
 
 class Handle(Protocol):
-    """What a tier knows of one storage it holds."""
+    """A storage that a tier holds."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were put."""
+        """Size of the storage."""
 
     @property
     def written(self) -> Copy:
-        """The copy into the tier; the source must stay alive and unchanged until it has ended."""
+        """The copy into the tier. The source must stay alive and unchanged until it has ended."""
 
 
 class Tier(Protocol):
-    """A place that holds storages as flat bytes. Safe to call from several threads."""
+    """Holds storages as flat bytes. Thread-safe."""
 
     @property
     def spec(self) -> TierSpec:
-        """What it can do."""
+        """Its capacity and speed."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes now taken, as the budget counts them."""
+        """Bytes in use, as the budget counts them."""
 
     @property
     def peak_bytes(self) -> int:
         """The largest `used_bytes` since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from `used_bytes`."""
+        """Sets `peak_bytes` to `used_bytes`."""
 
     def put(self, source: torch.Tensor, *, label: str = "") -> Handle:
-        """Begins to copy a contiguous 1-D uint8 tensor into the tier; `label` names it in errors.
+        """Starts to copy a contiguous 1-D uint8 tensor into the tier. `label` names it in errors.
 
         Raises:
-            BudgetError: the tier has no room for it.
+            BudgetError: the tier's budget is too small.
             StorageError: the tier failed.
         """
 
     def get(self, handle: Handle, out: torch.Tensor) -> Copy:
-        """Begins to copy a storage back into `out`, a contiguous 1-D uint8 tensor of `handle.nbytes` bytes.
+        """Starts to copy a storage back into `out`, a contiguous 1-D uint8 tensor of `handle.nbytes` bytes.
 
-        The handle stays valid: a storage can be fetched more than once. A `get` before the `put` has ended follows it.
+        The handle stays valid, so a storage can be read several times. A `get` waits for a `put` that is still running.
         """
 
     def free(self, handle: Handle) -> None:
-        """Gives the storage's room back; copies still under way are let end first. Freeing twice does nothing."""
+        """Frees the storage after its running copies. A second call does nothing."""
 
     def close(self) -> None:
-        """Gives back everything: memory, threads, files. Closing twice does nothing."""
+        """Frees memory, threads and files. A second call does nothing."""
 
 
-def check_row_of_bytes(tensor: torch.Tensor, *, nbytes: int | None = None, label: str = "") -> None:
-    """Holds what `put` and `get` ask of a tensor.
+def check_bytes_tensor(tensor: torch.Tensor, *, nbytes: int | None = None, label: str = "") -> None:
+    """Checks a tensor for `put` or `get`.
 
     Raises:
-        UnsupportedError: it is not contiguous 1-D uint8, or has no bytes at all (device "meta").
-        StorageError: it has not `nbytes` bytes.
+        UnsupportedError: it is not contiguous 1-D uint8, or is on the device "meta".
+        StorageError: its size is not `nbytes`.
     """
     is_row = str(tensor.dtype) == "torch.uint8" and tensor.ndim == 1 and tensor.is_contiguous()
     if not is_row or tensor.device.type == "meta":
@@ -123,8 +123,8 @@ def check_row_of_bytes(tensor: torch.Tensor, *, nbytes: int | None = None, label
         raise StorageError(f"{label or 'a saved tensor'} has {nbytes} bytes, but out has {tensor.nbytes}.")
 
 
-def no_room(spec: TierSpec, *, label: str, wanted_bytes: int, used_bytes: int, where: str = "") -> BudgetError:
-    """The error of a tier whose budget is spent."""
+def budget_error(spec: TierSpec, *, label: str, wanted_bytes: int, used_bytes: int, where: str = "") -> BudgetError:
+    """The error for a tier whose budget is too small."""
     needed = used_bytes + wanted_bytes
     return BudgetError(
         f"{spec.name}={format_size(spec.capacity_bytes)}{where}, but {label or 'a saved tensor'} needs "
@@ -136,6 +136,6 @@ def no_room(spec: TierSpec, *, label: str, wanted_bytes: int, used_bytes: int, w
     )
 
 
-def gone(label: str) -> StorageError:
-    """The error for a storage that was freed before it was asked for."""
-    return StorageError(f"{label or 'a saved tensor'} was freed before it was fetched.")
+def freed_error(label: str) -> StorageError:
+    """The error for a storage that was freed before it was read."""
+    return StorageError(f"{label or 'a saved tensor'} was freed before it was read back.")
