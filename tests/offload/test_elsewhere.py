@@ -82,7 +82,7 @@ def test_a_machine_of_ones_own_is_taken_and_one_without_rates_refused() -> None:
         plan_of(machine=Machine(name="mine"))
 
 
-def test_what_is_asked_wrongly_is_told() -> None:
+def test_what_is_asked_wrongly_is_reported() -> None:
     with pytest.raises(PlanError, match="use one of rtx4090"):
         plan_of(machine="rtx5090")
     with pytest.raises(SizeError, match="vram='much'"):

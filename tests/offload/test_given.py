@@ -44,7 +44,7 @@ def test_a_plan_fits_the_model_it_was_made_for_wherever_that_is(tmp_path: Path) 
     assert read_plan(plan, model_of()) is plan
     check_inputs(plan, ("256x32 float32",))
     check_inputs(plan, None)  # the model's forward was not called
-    assert read_plan(replace(plan, subject=None), nn.Linear(2, 2)).subject is None  # nothing is known of its model
+    assert read_plan(replace(plan, workload=None), nn.Linear(2, 2)).workload is None  # nothing is known of its model
 
 
 def on_cpu(plan: Plan) -> Trace:
@@ -54,8 +54,8 @@ def on_cpu(plan: Plan) -> Trace:
 def test_a_plan_that_was_measured_knows_its_batch_and_its_machine() -> None:
     model = model_of()
     plan = torchstorm.plan(model, torch.zeros(256, 32), lambda model, x: model(x).sum(), ram="1GiB")
-    assert plan.subject == subject_of(model, [torch.zeros(256, 32)])
-    assert plan.subject.inputs == ("256x32 float32",)
+    assert plan.workload == subject_of(model, [torch.zeros(256, 32)])
+    assert plan.workload.inputs == ("256x32 float32",)
     assert plan.machine is not None
     assert not plan.simulated
 
@@ -99,7 +99,7 @@ def test_a_plan_file_reproduces_the_run_from_its_first_step(how: str, tmp_path: 
     torch.manual_seed(0)
     model = mlp()
     file, losses, plan = measured_plan(tmp_path, copy.deepcopy(model))
-    assert plan.subject == subject_of(model, [torch.zeros(256, 32)])
+    assert plan.workload == subject_of(model, [torch.zeros(256, 32)])
     assert plan.machine is not None
     assert len({placement.tier for placement in plan.placements}) > 1
     torch.manual_seed(1)
@@ -114,7 +114,7 @@ def test_a_plan_file_reproduces_the_run_from_its_first_step(how: str, tmp_path: 
     assert report.budget.ram == plan.budget.ram
     assert report.num_planned == len(losses)
     assert found is not None
-    assert (found.placements, found.trace, found.subject) == (plan.placements, plan.trace, plan.subject)
+    assert (found.placements, found.trace, found.workload) == (plan.placements, plan.trace, plan.workload)
 
 
 def test_a_plan_for_another_batch_is_refused_in_the_first_step_with_both_shapes(tmp_path: Path) -> None:
@@ -132,13 +132,13 @@ def test_a_plan_for_another_batch_is_refused_in_the_first_step_with_both_shapes(
         assert session.report().num_planned == 1
 
 
-def test_a_plan_of_another_step_that_says_nothing_of_its_model_gives_way_and_is_told(tmp_path: Path) -> None:
+def test_a_plan_of_another_step_that_says_nothing_of_its_model_gives_way_and_is_reported(tmp_path: Path) -> None:
     file, _, plan = measured_plan(tmp_path, mlp())
     other = mlp(num_layers=5)
     expected = copy.deepcopy(other)
     torch.manual_seed(2)
     expected(torch.randn(256, 32)).square().mean().backward()
-    replace(plan, subject=None).save(file)
+    replace(plan, workload=None).save(file)
     torch.manual_seed(2)
     with Session(other, disk=str(tmp_path), ram="64MiB", plan=file) as session:
         step(session, other)

@@ -15,7 +15,7 @@ from torchstorm.errors import PlanError, StorageError
 from torchstorm.plan.describe import outer_block
 from torchstorm.plan.forecast import Figures, Placement
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Budget, Plan, Subject
+from torchstorm.plan.plan import Budget, Plan, Workload
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import Moment, Op, SavedStorage, Trace, Value, make_parcels
 from torchstorm.sizes import parse_size
@@ -106,7 +106,7 @@ def changed(text: str, **fields: object) -> str:
     ],
 )
 def test_text_that_is_no_trace_is_a_plan_error(text: str) -> None:
-    with pytest.raises(PlanError, match="this is not a trace that torchstorm wrote"):
+    with pytest.raises(PlanError, match="the text is not a trace written by torchstorm"):
         Trace.from_json(text)
 
 
@@ -125,14 +125,16 @@ def test_text_that_is_no_trace_is_a_plan_error(text: str) -> None:
     ],
 )
 def test_text_that_is_no_plan_is_a_plan_error(text: str) -> None:
-    with pytest.raises(PlanError, match="this is not a plan that torchstorm wrote"):
+    with pytest.raises(PlanError, match="the text is not a plan written by torchstorm"):
         Plan.from_json(text)
 
 
 @pytest.mark.parametrize("num_placements", [0, 1, 2, 4])
 def test_a_plan_whose_placements_do_not_fit_its_trace_is_a_plan_error(num_placements: int) -> None:
     placements = [{"tier": "keep", "drop": 0, "fetch": 0}] * num_placements
-    with pytest.raises(PlanError, match=rf"places {num_placements} parcels, but its trace has 3: it was changed"):
+    with pytest.raises(
+        PlanError, match=rf"has {num_placements} placements, but its trace has 3 parcels: it was changed"
+    ):
         Plan.from_json(changed(PLAN_TEXT, placements=placements))
 
 
@@ -258,11 +260,11 @@ def test_a_plan_for_a_machine_that_is_not_here_says_that_it_is_a_forecast() -> N
     assert "FORECAST" not in str(replace(plan, simulated=False))
 
 
-SUBJECT = Subject(model="GPT", num_parameters=7, shapes_sha256="ab", inputs=("4x128 int64",))
+WORKLOAD = Workload(model="GPT", num_parameters=7, shapes_sha256="ab", inputs=("4x128 int64",))
 
 
 def test_a_saved_plan_is_the_same_after_loading(tmp_path: Path) -> None:
-    plan = replace(example(), machine=FAST_DISK, simulated=True, subject=SUBJECT, notes=("It was late.",))
+    plan = replace(example(), machine=FAST_DISK, simulated=True, workload=WORKLOAD, notes=("It was late.",))
     assert str(plan).splitlines()[-1] == "note: It was late."
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

@@ -588,7 +588,7 @@ def test_a_tier_of_no_speed_is_named(device: str, budget: Budget, used: set[str]
     machine = replace(MACHINE, **{missing: 0.0})
     tier = "disk" if "disk" in missing else "ram"
     if tier in used:
-        with pytest.raises(PlanError, match=rf"machine 'test' says no speed for {tier}, .*, or leave (\w+)=") as caught:
+        with pytest.raises(PlanError, match=rf"machine 'test' has no speed for {tier}, .*, or leave (\w+)=") as caught:
             solve(trace, machine, budget)
         # The way out names a tier that the user has named.
         named = str(caught.value).rsplit("leave ", 1)[1].split("=", 1)[0]
@@ -602,7 +602,7 @@ def test_a_tier_of_no_speed_is_named(device: str, budget: Budget, used: set[str]
 
 def test_a_machine_of_no_speed_at_all_is_not_a_division_by_zero() -> None:
     trace = trace_of("p0 p1 u1 u0", [storage(100, 1, 4, 5, 0), storage(100, 2, 3, 4, 1)], seconds=[1.0] * 5)
-    with pytest.raises(PlanError, match=r"disk=9\.77 KiB was asked, but machine 'bare' says no speed for disk"):
+    with pytest.raises(PlanError, match=r"disk=9\.77 KiB was given, but machine 'bare' has no speed for disk"):
         solve(trace, Machine(name="bare"), Budget(ram=150, disk=10_000))
     budget = Budget(ram=200)
     assert_keeps_to(solve(trace, Machine(name="bare"), budget), budget)

@@ -64,7 +64,7 @@ def plan_elsewhere(
         plan = solve(trace, machine, budget, spare=_SPARE, own_bytes=own_bytes)
     except BudgetError as error:
         raise _told(error, found, trace, machine, budget, own_bytes) from error
-    return replace(plan, machine=machine, simulated=True, subject=subject_of(model, found.inputs))
+    return replace(plan, machine=machine, simulated=True, workload=subject_of(model, found.inputs))
 
 
 def with_micro_batch(

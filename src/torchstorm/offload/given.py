@@ -66,9 +66,9 @@ def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, re
             f"This plan is for a step on {found.trace.device!r}, but the model is on {device!r}. Move the model there, "
             f"or {_WAY_OUT}"
         )
-    if found.subject is None:
+    if found.workload is None:
         return found
-    planned, here = found.subject, subject_of(model)
+    planned, here = found.workload, subject_of(model)
     if (planned.num_parameters, planned.shapes_sha256) != (here.num_parameters, here.shapes_sha256):
         differs = (
             f"{planned.num_parameters} parameters, this one {here.num_parameters}"
@@ -93,7 +93,7 @@ def check_inputs(plan: Plan, shapes: tuple[str, ...] | None) -> None:
     Raises:
         PlanError: it is for a batch of other shapes.
     """
-    planned = plan.subject
+    planned = plan.workload
     if planned is not None and planned.inputs and shapes is not None and planned.inputs != shapes:
         raise PlanError(
             f"This plan is for a batch of ({', '.join(planned.inputs)}), but {planned.model} was given "

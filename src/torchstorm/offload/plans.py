@@ -13,7 +13,7 @@ from torchstorm.offload.saved import slab_bytes
 from torchstorm.offload.stack import Stack, bounce_buffers
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Plan, Subject
+from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
 from torchstorm.sizes import format_size
@@ -60,7 +60,7 @@ class Planned:
     is_least: bool = False
     times_s: list[float] = field(default_factory=list)
     is_given: bool = False
-    subject: Subject | None = None
+    subject: Workload | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -125,7 +125,7 @@ class Plans:
         planned = self.in_force
         if planned is None or planned.plan is None or planned.plan.machine is not None:
             return planned.plan if planned is not None else None
-        return replace(planned.plan, machine=machine(), subject=planned.subject)
+        return replace(planned.plan, machine=machine(), workload=planned.subject)
 
     def is_measured_again(self, planned: Planned) -> bool:
         """Whether the next step that follows it measures something."""

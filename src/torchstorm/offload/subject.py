@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from torchstorm.plan.plan import Subject
+from torchstorm.plan.plan import Workload
 
 
-def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Subject:
+def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Workload:
     """What identifies a model, and the tensors that it is given.
 
     Args:
@@ -21,7 +21,7 @@ def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> S
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in sorted(named):
             digest.update(f"{kind} {name} {shape_of(tensor)}\n".encode())
-    return Subject(
+    return Workload(
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         shapes_sha256=digest.hexdigest(),

@@ -1,7 +1,8 @@
-"""Leaves a local optimum: simulated annealing over choices.
+"""Simulated annealing over choices, to leave a local optimum.
 
-A better plan often moves one tensor less, computes another again and keeps a third: each change alone makes the step
-slower. Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", Science 220 (1983).
+A better plan often differs in several tensors at once: one is not moved, another recomputed, a third kept. Each change
+alone makes the step slower. Source: Kirkpatrick, Gelatt and Vecchi, "Optimization by Simulated Annealing", Science 220
+(1983).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 from torchstorm.plan.schedule import Schedule
 
-_WARM = 0.06  # the first temperature, as a share of what the start costs beyond the model's own compute
+_WARM = 0.06  # first temperature, relative to the start's time beyond the model's own compute
 
 
-def annealed(
+def anneal(
     start: Schedule,
     groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
     attempt: Callable[[bytes], Schedule | None],
@@ -25,16 +26,16 @@ def annealed(
     seed: int,
     is_late: Callable[[], bool],
 ) -> Schedule:
-    """The best schedule met on a random walk that goes uphill ever less.
+    """Returns the best schedule found by simulated annealing.
 
     Args:
-        start: a schedule that fits; what is returned is no slower.
-        groups: parcels that are alike, in the order of making, and the tiers that each of them may have.
-        attempt: places a choice; None where it is impossible.
+        start: a schedule within the budget. The result is not slower.
+        groups: equal parcels in the order of creation, and the codes that each of them may have.
+        attempt: returns a choice's schedule; None if it is impossible.
         compute_s: seconds of the model's own compute.
-        num_steps: choices to try.
-        seed: of the walk; the same one walks the same way.
-        is_late: whether to stop.
+        num_steps: number of choices to try.
+        seed: random seed.
+        is_late: returns True to stop.
     """
     rng = random.Random(seed)
     now = best = start
@@ -46,7 +47,7 @@ def annealed(
         for _ in range(rng.choice((1, 1, 2, 2, 3))):
             members, tiers = rng.choice(groups)
             place = rng.randrange(len(members))
-            if rng.random() < 0.5:  # where a run of one tier begins or ends, more is to be gained
+            if rng.random() < 0.5:  # changes at the ends of a run of equal codes help more often
                 alike = [index for index, number in enumerate(members) if choice[number] == choice[members[place]]]
                 place = alike[rng.choice((0, -1))]
             tier = rng.choice(tiers)

@@ -1,4 +1,4 @@
-"""The frontier: what a step costs at every budget, beside keeping everything and checkpointing every block."""
+"""The frontier of step time and budget, compared with keeping everything and with checkpointing every block."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Point:
     """One way to run the step.
 
     Attributes:
-        way: "plan", "unlimited" (everything kept) or "checkpoint" (every block's insides computed again).
-        budget_bytes: what the plan may take of the fast tier; the other ways' own peak.
-        peak_bytes: forecast of what it takes there.
-        step_ms: forecast of the step's time.
-        ram_bytes, disk_bytes: forecast of the tiers below; on CPU `ram_bytes` is the fast tier.
+        way: "plan", "unlimited" (everything kept) or "checkpoint" (every block recomputed).
+        budget_bytes: budget of the plan on the fast tier; for the other ways, their peak.
+        peak_bytes: forecast peak on the fast tier.
+        step_ms: forecast step time in milliseconds.
+        ram_bytes, disk_bytes: forecast peaks of the slower tiers. On CPU, `ram_bytes` is the fast tier.
     """
 
     way: str
@@ -39,14 +39,14 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A step's frontier.
+    """The frontier of a step.
 
     Attributes:
-        machine: its name.
-        tier: the fast tier that the budgets are of, "vram" or "ram".
-        points: of plans, by rising budget; never slower with more.
-        unlimited: everything kept.
-        checkpoint: None where the model has no repeated blocks.
+        machine: name of the machine.
+        tier: the fast tier, "vram" or "ram".
+        points: plans by increasing budget; step times never increase.
+        unlimited: the step with everything kept.
+        checkpoint: the step with every block recomputed; None if the model has no repeated blocks.
     """
 
     machine: str
@@ -56,7 +56,7 @@ class Curve:
     checkpoint: Point | None
 
     def to_dict(self) -> dict[str, Any]:
-        """The curve as JSON takes it."""
+        """The curve as a dictionary for JSON."""
         return asdict(self)
 
 
@@ -69,17 +69,17 @@ def curve(
     spare: Budget | None = None,
     own_bytes: Callable[[int], int] | None = None,
 ) -> Curve:
-    """Plans the same step within budgets from the smallest feasible one to that which keeps everything.
+    """Plans a step for several budgets, from the smallest feasible one to the one that keeps everything.
 
     Args:
         trace: the step.
         machine: speeds of the link and the disk.
-        budget: of the tiers below; the fast tier's is left out of account.
-        num_points: how many budgets, at least 2.
-        spare, own_bytes: as for `solve`.
+        budget: budgets of the slower tiers; the fast tier's is ignored.
+        num_points: number of budgets, at least 2.
+        spare, own_bytes: as in `solve`.
 
     Returns:
-        The frontier. Where the tiers below are too small for the smallest budgets, it begins above those.
+        The frontier. Budgets for which the slower tiers are too small are left out.
     """
     tier = "ram" if trace.device == "cpu" else "vram"
     unlimited = unlimited_point(trace)
@@ -91,7 +91,7 @@ def curve(
         least = error.smallest_bytes if error.tier == tier and error.smallest_bytes else most // num_points
     points: list[Point] = []
     for number in range(num_points):
-        share = (number / (num_points - 1)) ** 1.6  # where memory is scarce, more happens
+        share = (number / (num_points - 1)) ** 1.6  # more points at small budgets, where the curve is steeper
         limit = round(least + (most - least) * share) if most > least else most
         try:
             plan = solve(trace, machine, replace(budget, **{tier: limit}), spare=spare, own_bytes=own_bytes)
@@ -105,7 +105,7 @@ def curve(
             ram_bytes=plan.forecast.ram_bytes,
             disk_bytes=plan.forecast.disk_bytes,
         )
-        # A plan for less memory also keeps to more.
+        # A plan for less memory is also valid for more.
         if points and points[-1].step_ms < found.step_ms:
             found = replace(points[-1], budget_bytes=limit)
         points.append(found)
@@ -127,11 +127,11 @@ def unlimited_point(trace: Trace) -> Point:
 
 
 def checkpoint_point(trace: Trace) -> Point | None:
-    """Every block's insides computed again, as `torch.utils.checkpoint` around each block does: what the block saved
-    first (its input) stays, its forward runs once more when its backward begins, and everything it saves is there then.
+    """Models `torch.utils.checkpoint` around every block: the first saved tensor of a block (its input) is kept. Its
+    forward runs again at the start of its backward, and all its saved tensors exist from then on.
 
     Returns:
-        None where fewer than two blocks have a number in their name.
+        None if fewer than two blocks have a number in their name.
     """
     blocks: dict[str, list[int]] = {}
     for number, storage in enumerate(trace.storages):
@@ -158,7 +158,7 @@ def checkpoint_point(trace: Trace) -> Point | None:
         again_s += float(seconds[first:last].sum())
         for storage in rest:
             held[begin : storage.freed] += storage.nbytes
-        # While the block's forward runs again, it holds what it held the first time.
+        # While a block's forward runs again, it needs the same memory as the first time.
         made = np.zeros(last - first, dtype=np.int64)
         for storage in rest:
             made[max(0, storage.owned - first) :] += storage.nbytes

@@ -1,4 +1,4 @@
-"""A plan as people read it: per block what goes where and why, then the forecast."""
+"""Formats a plan as a table: what happens to each block's tensors and why, then the forecast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchstorm.plan.waits import recompute_seconds, waiting_seconds
 from torchstorm.sizes import format_size
 
 _TIERS = (KEEP, RECOMPUTE, RAM, DISK)
-_NO_WAIT_S = 50e-6  # less than this nobody notices
+_NO_WAIT_S = 50e-6  # shorter waits are not mentioned
 
 
 def describe(
@@ -25,16 +25,16 @@ def describe(
     simulated: bool,
     notes: Sequence[str] = (),
 ) -> str:
-    """Writes a plan down.
+    """Formats a plan.
 
     Args:
-        trace: the step it was made from.
+        trace: the traced step.
         placements: one per parcel of the trace.
-        forecast: what the step costs with them.
-        limits: bytes per tier ("vram", "ram", "disk"), 0 where there is none.
-        machine: what it was made for; without one, no copy's waiting is known.
-        simulated: whether nothing was measured on that machine.
-        notes: what the user should know besides; a line each.
+        forecast: forecast of the step with them.
+        limits: bytes per tier ("vram", "ram", "disk"); 0 for no tier.
+        machine: machine of the plan; None leaves out times spent waiting for copies.
+        simulated: whether the trace was computed instead of measured on that machine.
+        notes: further remarks for the user, one per line.
 
     Returns:
         Lines of at most about 120 characters, as a table.
@@ -79,7 +79,7 @@ def describe(
 
 
 def outer_block(name: str) -> str:
-    """The repeated block a module belongs to: "h.3.mlp.c_fc" -> "h.3"; names without a number keep two parts."""
+    """The repeated block of a module: "h.3.mlp.c_fc" -> "h.3". Names without a number keep two parts."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():

@@ -1,8 +1,8 @@
-"""Plays a plan forward: bytes on every tier at every moment, and how long the step takes.
+"""Simulates a step with a plan: bytes on every tier at every moment, and the step time.
 
-Bytes are exact, because they follow from the order of moments alone: a parcel leaves the fast tier at its `drop`
-moment, whatever the clock says (the compute waits for the copy there), and takes room again from its `fetch` moment.
-Time is an estimate: compute from the trace, one channel out and one back, first come first served.
+Bytes are exact, because they follow from the order of moments alone: a parcel's memory on the fast tier is freed at its
+`drop` moment (compute waits there for the copy) and allocated again at its `fetch` moment. Time is an estimate: compute
+times from the trace, and one channel per tier and direction, which runs copies in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchstorm.plan.recompute import RECOMPUTE, replays
 from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
-SLOT_BYTES = 4096  # slower tiers hand out whole pages
+SLOT_BYTES = 4096  # slower tiers allocate whole pages
 
 Profile = npt.NDArray[np.int64]
 
@@ -29,10 +29,10 @@ class Placement:
 
     Attributes:
         tier: "keep", "recompute", "ram" or "disk".
-        drop: moment at which its room on the fast tier is given back, after waiting for the copy out. A recomputed one
-            takes none from the start.
-        fetch: moment at which it takes room again and its copy back begins, or at which it is computed again; where
-            it is needed at the latest.
+        drop: moment when its memory on the fast tier is freed, after waiting for the copy out. A recomputed parcel has
+            no memory before `fetch`.
+        fetch: moment when its memory is allocated again and its copy back starts, or when it is recomputed. At the
+            latest the moment when it is needed.
     """
 
     tier: str
@@ -42,13 +42,13 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a step costs, forecast or measured.
+    """Time and memory of a step, forecast or measured.
 
     Attributes:
         step_ms: milliseconds of one step.
         vram_bytes: peak of allocated device memory; 0 on CPU.
-        ram_bytes: on CUDA pinned arena and staging; on CPU saved storages and staging, at their peak.
-        disk_bytes: bytes in spill files, at their peak.
+        ram_bytes: peak of pinned arena and staging on CUDA; of saved storages and staging on CPU.
+        disk_bytes: peak bytes in spill files.
     """
 
     step_ms: float
@@ -58,8 +58,8 @@ class Figures:
 
 
 def fast_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
-    """Bytes on the fast tier in every interval: what the Session holds and what it does not, and what computing again
-    takes at the moment before it.
+    """All bytes on the fast tier in every interval: those of the Session, all others, and temporaries of recomputation
+    at the moment before the interval.
 
     Returns:
         (num_moments,) int64.
@@ -73,7 +73,7 @@ def fast_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
 
 
 def held_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
-    """Bytes on the fast tier that the Session alone keeps there, in every interval: (num_moments,) int64."""
+    """Bytes on the fast tier that the Session holds, in every interval: (num_moments,) int64."""
     edges = _kept_edges(trace, placements)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier == RECOMPUTE:
@@ -85,7 +85,7 @@ def held_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
 
 
 def held_before_profile(trace: Trace, placements: Sequence[Placement]) -> Profile:
-    """The same at every moment, before anything leaves, comes back or is computed there: (num_moments,) int64."""
+    """As `held_profile`, at every moment before its drops, fetches and recomputations: (num_moments,) int64."""
     edges = _kept_edges(trace, placements)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier != KEEP:
@@ -96,7 +96,7 @@ def held_before_profile(trace: Trace, placements: Sequence[Placement]) -> Profil
 
 
 def _kept_edges(trace: Trace, placements: Sequence[Placement]) -> Profile:
-    """Where bytes that neither leave nor are computed again come and go: (num_moments + 2,), to be added up."""
+    """Changes of the bytes that stay on the fast tier: (num_moments + 2,); the cumulative sum gives the bytes."""
     edges = np.zeros(trace.num_moments + 2, dtype=np.int64)
     for storage in trace.storages:
         if storage.parcel < 0 or placements[storage.parcel].tier == KEEP:
@@ -105,12 +105,12 @@ def _kept_edges(trace: Trace, placements: Sequence[Placement]) -> Profile:
 
 
 def other_profile(trace: Trace) -> Profile:
-    """Bytes of the fast tier that no placement changes, in every interval: (num_moments,) int64."""
+    """Bytes on the fast tier that do not depend on placements, in every interval: (num_moments,) int64."""
     return np.array([moment.other_bytes for moment in trace.moments], dtype=np.int64) + trace.staging_bytes
 
 
 def tier_peak(trace: Trace, placements: Sequence[Placement], tier: str) -> int:
-    """Most bytes at once that a slower tier holds for the step."""
+    """Peak bytes of the step on a slower tier."""
     edges = np.zeros(trace.num_moments + 1, dtype=np.int64)
     for parcel, placement in zip(trace.parcels, placements, strict=True):
         if placement.tier == tier:
@@ -121,11 +121,11 @@ def tier_peak(trace: Trace, placements: Sequence[Placement], tier: str) -> int:
 def forecast_s(
     trace: Trace, placements: Sequence[Placement], machine: Machine, *, waits: list[float] | None = None
 ) -> float:
-    """Seconds of the step: compute, and what it waits for copies.
+    """Step time in seconds: compute, and waiting for copies.
 
     Args:
-        trace, placements, machine: as for `solve`; one placement per parcel.
-        waits: by parcel; what compute waits for its copies is added.
+        trace, placements, machine: as in `solve`; one placement per parcel.
+        waits: seconds per parcel; the time that compute waits for its copies is added.
     """
     drops: dict[int, list[int]] = {}
     fetches: dict[int, list[int]] = {}
@@ -141,7 +141,7 @@ def forecast_s(
             if parcel.needed < trace.num_moments:
                 needs.setdefault(parcel.needed, []).append(number)
     clock = 0.0
-    # (tier, direction) -> when it is next idle. A parcel bound for disk on CUDA crosses the link first.
+    # (tier, direction) -> time when it is next idle. On CUDA, a parcel for the disk uses the link first.
     idle: dict[tuple[str, str], float] = {}
     left: dict[int, float] = {}
     back: dict[int, float] = {}
@@ -161,7 +161,7 @@ def forecast_s(
         clock = max(clock, until)
 
     def arrive(number: int) -> None:
-        """Waits for a parcel; one that nobody has fetched yet is fetched before all others."""
+        """Waits for a parcel. If its fetch has not started, it starts before all others."""
         if number not in back:
             back[number] = move(number, "back", max(clock, left[number]))
         wait(number, back[number])
@@ -188,14 +188,14 @@ def forecast_s(
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:
-    """The channels a parcel crosses on its way out."""
+    """The channels of a parcel's copy out, in order."""
     if device == "cpu":
         return (DISK,)
     return (RAM,) if tier == RAM else (RAM, DISK)
 
 
 def channel_speed(machine: Machine, channel: str, direction: str) -> float:
-    """Bytes per second of one channel in one direction ("out" or "back")."""
+    """Bytes per second of a channel in one direction ("out" or "back")."""
     if channel == RAM:
         return machine.d2h_bytes_per_s if direction == "out" else machine.h2d_bytes_per_s
     return machine.disk_write_bytes_per_s if direction == "out" else machine.disk_read_bytes_per_s

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a machine: how much each tier holds, and how fast bytes move between them."""
+"""A machine's properties for planning: sizes of the tiers, and bandwidths between them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torchstorm.errors import PlanError
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Speeds and sizes, measured here or written down elsewhere.
+    """Speeds and sizes of a machine, measured or from a profile.
 
-    Those from `half_flops` on say how fast the GPU computes. Only a forecast for hardware that is not here asks for
-    them: where a step was measured, its times are known.
+    The attributes from `half_flops` on describe the GPU's compute speed. Only forecasts for other hardware use them; a
+    measured step has measured times.
 
     Attributes:
-        name: what it is, for people.
+        name: name for messages.
         device: the fast device, "cpu" or "cuda:<index>".
-        vram_bytes: memory of the GPU in all; 0 where the CPU is the fast device.
-        ram_bytes: memory of the host in all, as far as the process may use it.
-        disk_bytes: free bytes where spill files go; 0 for no disk.
-        d2h_bytes_per_s: from the GPU to pinned host memory; 0 for no GPU.
-        h2d_bytes_per_s: the same for what comes back.
-        disk_write_bytes_per_s: from host memory to the disk; 0 for no disk.
-        disk_read_bytes_per_s: the same for what comes back.
-        half_flops: operations per second in matrix products of float16 and bfloat16, dense, summed in float32.
-        tf32_flops: the same in float32 with TF32 allowed.
-        fp32_flops: the same in float32 without.
-        attention_flops: operations per second in fused attention, forward.
-        attention_backward_flops: the same in its backward.
-        memory_bytes_per_s: bytes read and written on the GPU per second.
-        kernel_s: seconds that a kernel takes besides, however small.
-        launch_s: seconds that the host takes per operation.
-        workspace_bytes: memory that cuBLAS holds from its first call on.
+        vram_bytes: total memory of the GPU; 0 if the CPU is the fast device.
+        ram_bytes: total host memory that the process may use.
+        disk_bytes: free bytes in the spill directory; 0 for no disk.
+        d2h_bytes_per_s: bandwidth from the GPU to pinned host memory; 0 for no GPU.
+        h2d_bytes_per_s: bandwidth from pinned host memory to the GPU; 0 for no GPU.
+        disk_write_bytes_per_s: bandwidth from host memory to the disk; 0 for no disk.
+        disk_read_bytes_per_s: bandwidth from the disk to host memory; 0 for no disk.
+        half_flops: FLOP/s of dense float16 and bfloat16 matrix products with float32 accumulation.
+        tf32_flops: FLOP/s of float32 matrix products with TF32.
+        fp32_flops: FLOP/s of float32 matrix products without TF32.
+        attention_flops: FLOP/s of fused attention in forward.
+        attention_backward_flops: FLOP/s of fused attention in backward.
+        memory_bytes_per_s: bandwidth of GPU memory, reads and writes together.
+        kernel_s: fixed time per kernel in seconds.
+        launch_s: host time per operation in seconds.
+        workspace_bytes: size of cuBLAS's workspace, which exists from its first call on.
 
     Raises:
         PlanError: a number is negative or not finite.
@@ -68,7 +68,7 @@ class Machine:
             elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise PlanError(
                     f"machine {self.name!r}: {field.name}={value!r}, but it must be a number from 0 up "
-                    "(0: there is no such tier)."
+                    "(0: no such tier)."
                 )
 
     def to_json(self) -> str:
@@ -77,7 +77,7 @@ class Machine:
 
     @staticmethod
     def from_json(text: str) -> Machine:
-        """Reads what `to_json` wrote.
+        """Parses the text of `to_json`.
 
         Raises:
             PlanError: the text is not a machine.
@@ -85,4 +85,4 @@ class Machine:
         try:
             return Machine(**json.loads(text))
         except (ValueError, TypeError) as error:
-            raise PlanError(f"this is not a machine that torchstorm wrote: {error}") from error
+            raise PlanError(f"the text is not a machine written by torchstorm: {error}") from error

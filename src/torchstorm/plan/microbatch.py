@@ -1,4 +1,4 @@
-"""The largest micro-batch that would fit, estimated from the trace of a batch that does not."""
+"""Estimates the largest micro-batch that fits, from the trace of a batch that does not."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchstorm.plan.recompute import can_recompute
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import Trace
 
-_SECONDS = 5.0  # to make sure that the estimate holds
+_SECONDS = 5.0  # time limit of the plan that verifies the estimate
 
 
 def scaled(trace: Trace, share: float) -> Trace:
-    """The trace that a batch of another size would leave, about.
+    """Estimates the trace of a batch of another size.
 
-    All that autograd saves grows with the batch. Of the rest, what stays until the step ends (gradients) and what lay
-    there before (weights) does not; all else does.
+    All memory scales with the batch, except for memory that stays until the end of the step (gradients) or existed
+    before it (weights).
 
     Args:
-        trace: of a whole batch.
-        share: of the batch, above 0.
+        trace: trace of the whole batch.
+        share: size of the other batch relative to the whole, above 0.
     """
 
     def of(nbytes: int) -> int:
@@ -65,15 +65,15 @@ def largest_micro_batch(
     spare: Budget | None = None,
     own_bytes: Callable[[int], int] | None = None,
 ) -> int:
-    """How many samples of a batch fit at once.
+    """The largest number of samples that fit at once.
 
     Args:
-        trace: of the whole batch.
-        machine, budget, spare, own_bytes: as for `solve`.
-        batch_size: samples in the traced batch.
+        trace: trace of the whole batch.
+        machine, budget, spare, own_bytes: as in `solve`.
+        batch_size: number of samples of the traced batch.
 
     Returns:
-        The largest size, at most `batch_size`, for which a plan keeps to the budget; 0 where not even one sample does.
+        The largest size, at most `batch_size`, with a plan within the budget; 0 if a single sample does not fit.
     """
 
     tier = "ram" if trace.device == "cpu" else "vram"
@@ -98,8 +98,8 @@ def largest_micro_batch(
 
 
 def _could_fit(trace: Trace, limit: int, below_bytes: int) -> bool:
-    """Whether the step fits with every parcel away whenever nobody needs it, which no plan can undercut by much. Much
-    quicker to tell than a plan is to find."""
+    """Whether the step fits if every parcel is on a slower tier whenever it is not needed. Almost no plan needs less
+    memory, and this is much faster to compute than a plan."""
     kept = np.zeros(trace.num_moments, dtype=np.int64)
     away = np.zeros(trace.num_moments, dtype=np.int64)
     can_leave = can_recompute(trace) if not below_bytes else [True] * len(trace.parcels)
@@ -118,13 +118,13 @@ def _could_fit(trace: Trace, limit: int, below_bytes: int) -> bool:
 
 
 def _staying(trace: Trace) -> list[int]:
-    """For every interval, bytes that do not grow with the batch: what is there from then on to the end of the step or
-    was there before it, but for the model's own inputs."""
+    """For every interval, bytes that do not scale with the batch: they exist from then on to the end of the step, or
+    existed before it and are not inputs of the model."""
     if trace.device == "cpu":
         return [0] * trace.num_moments
     inputs = sum(storage.nbytes for storage in trace.storages if storage.owned > trace.num_moments)
     stays: list[int] = []
-    # The trace does not see the step's end. Its last moments fall within an operation, but not all of them do.
+    # The trace does not include the step's end. Some of its last moments, but not all, are within an operation.
     tail = trace.moments[-max(4, trace.num_moments // 16) :]
     least = min(moment.still_bytes for moment in tail)
     for moment in reversed(trace.moments):

@@ -1,4 +1,4 @@
-"""The decision: for every parcel of a traced step, where it waits and when it moves. A frozen value; prints, JSON."""
+"""A plan: for every parcel of a traced step, its tier and the moments of its copies. Immutable; prints, JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchstorm.plan.trace import Trace, trace_from_dict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes that may be taken on each tier; 0 where there is none.
+    """The memory limit of each tier in bytes; 0 for no tier.
 
     Attributes:
-        vram: peak of allocated device memory within a step, weights and all. Unused on CPU.
-        ram: on CUDA pinned arena and staging; on CPU saved storages with staging and prefetched ones.
+        vram: peak of allocated device memory within a step, weights included. Unused on CPU.
+        ram: pinned arena and staging on CUDA; saved storages, prefetched ones and staging on CPU.
         disk: bytes in spill files.
     """
 
@@ -33,14 +33,14 @@ class Budget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What a plan is for, as far as it tells one model and batch from another.
+class Workload:
+    """The model and batch that a plan is for.
 
     Attributes:
-        model: the class's name, for people.
-        num_parameters: elements of all parameters, tied ones once.
-        shapes_sha256: of the names, shapes and types of all parameters and buffers.
-        inputs: shape and type of every tensor that the model was given, as in "4x128 int64".
+        model: name of the model's class, for messages.
+        num_parameters: number of elements of all parameters; tied ones count once.
+        shapes_sha256: hash of the names, shapes and dtypes of all parameters and buffers.
+        inputs: shape and dtype of each input tensor, as in "4x128 int64".
     """
 
     model: str
@@ -51,17 +51,17 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a Session does in a step like the traced one.
+    """What a Session does with each saved tensor in a step like the traced one.
 
     Attributes:
-        trace: the step it was made from.
-        budget: what it keeps to.
+        trace: the traced step.
+        budget: the memory limits.
         placements: one per parcel of the trace.
-        forecast: peak bytes per tier and step time.
-        notes: what the user should know, such as that the planner ran out of time.
-        machine: whose speeds the forecast has; None where they were not kept.
+        forecast: peak bytes per tier, and step time.
+        notes: remarks for the user, such as that the planner ran out of time.
+        machine: the machine of the forecast; None if unknown.
         simulated: whether the trace was computed from the model's shapes instead of measured on that machine.
-        subject: the model and batch; None where they were not noted.
+        workload: the model and batch; None if unknown.
     """
 
     trace: Trace
@@ -71,10 +71,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     machine: Machine | None = None
     simulated: bool = False
-    subject: Subject | None = None
+    workload: Workload | None = None
 
     def moved_bytes(self, tier: str) -> int:
-        """Bytes that one step sends to a tier ("ram" or "disk")."""
+        """Bytes that a step moves to a tier ("ram" or "disk")."""
         return sum(
             parcel.nbytes
             for parcel, placement in zip(self.trace.parcels, self.placements, strict=True)
@@ -82,18 +82,18 @@ class Plan:
         )
 
     def maker(self, ordinal: int) -> tuple[int, int]:
-        """Number and signature of the operation that makes a storage; where a step's differ, it came another way."""
+        """Number and signature of the operation that creates a storage; equal in steps with the same operations."""
         op = self.trace.ops[self.trace.values[self.trace.storages[ordinal].value].op]
         return op.number, op.signature
 
     @cached_property
     def drops(self) -> dict[int, list[int]]:
-        """Parcels whose room on the fast tier is given back, by moment."""
+        """Moment -> parcels whose memory on the fast tier is freed."""
         return self._by_moment("drop")
 
     @cached_property
     def fetches(self) -> dict[int, list[int]]:
-        """Parcels whose copy back begins, by moment, in the order in which they are needed."""
+        """Moment -> parcels whose copy back starts, in the order in which they are needed."""
         parcels = self.trace.parcels
         return {
             moment: sorted(numbers, key=lambda number: (parcels[number].needed, number))
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether anything is computed again."""
+        """Whether any parcel is recomputed."""
         return any(placement.tier == RECOMPUTE for placement in self.placements)
 
     def _by_moment(self, field: str) -> dict[int, list[int]]:
@@ -124,15 +124,15 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan, its trace included, as JSON takes it."""
+        """The plan with its trace as a dictionary for JSON."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """The same as JSON text."""
+        """The plan with its trace as JSON text."""
         return json.dumps(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan, so that whoever reads `path` at any moment finds a whole file: this one or the one before.
+        """Writes the plan to a file. The file is replaced atomically.
 
         Raises:
             ConfigError: `path` is no path.
@@ -142,30 +142,30 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
             ConfigError: `path` is no path.
-            PlanError: there is no such file, or it is not a plan.
+            PlanError: the file does not exist, or is not a plan.
         """
         path = user_path(path, name="plan")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"The plan {path} cannot be read: {error}. Give a file that Plan.save() wrote, or make one "
-                "with torchstorm.plan(...) or `torchstorm plan --json FILE`."
+                f"The plan {path} cannot be read: {error}. Give a file that Plan.save() wrote, or create "
+                "one with torchstorm.plan(...) or `torchstorm plan --json FILE`."
             ) from error
         try:
             return Plan.from_json(text)
         except PlanError as error:
             raise PlanError(
-                f"{path}: {str(error).rstrip(chr(46))}. Make it anew with torchstorm.plan(...).save(...)."
+                f"{path}: {str(error).rstrip(chr(46))}. Write it again: torchstorm.plan(...).save(...)."
             ) from error
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Reads what `to_json` wrote.
+        """Parses the text of `to_json`.
 
         Raises:
             PlanError: the text is not a plan.
@@ -179,18 +179,18 @@ class Plan:
                 forecast=Figures(**fields["forecast"]),
                 machine=Machine(**fields["machine"]) if fields["machine"] else None,
                 simulated=bool(fields["simulated"]),
-                subject=_subject(fields["subject"]),
+                workload=_workload(fields["workload"]),
                 notes=tuple(fields["notes"]),
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"this is not a plan that torchstorm wrote: {error}") from error
+            raise PlanError(f"the text is not a plan written by torchstorm: {error}") from error
         if len(plan.placements) != len(plan.trace.parcels):
             raise PlanError(
-                f"this plan places {len(plan.placements)} parcels, but its trace has {len(plan.trace.parcels)}: it was "
-                "changed after it was written."
+                f"the plan has {len(plan.placements)} placements, but its trace has {len(plan.trace.parcels)} parcels: "
+                "it was changed after it was written."
             )
         return plan
 
 
-def _subject(fields: dict[str, Any] | None) -> Subject | None:
-    return None if fields is None else Subject(**{**fields, "inputs": tuple(fields["inputs"])})
+def _workload(fields: dict[str, Any] | None) -> Workload | None:
+    return None if fields is None else Workload(**{**fields, "inputs": tuple(fields["inputs"])})

@@ -1,22 +1,22 @@
-"""Shifts single copies of a schedule, where a few parcels of very different sizes make the forced order a bad one."""
+"""Local search over the moments of single copies, for schedules with few parcels of very different sizes."""
 
 from __future__ import annotations
 
 from torchstorm.plan.schedule import KEPT, TO_RAM, Schedule, Scheduler
 
-_GAIN = 1e-9  # seconds below which nothing is better
+_GAIN = 1e-9  # smallest improvement in seconds
 
 
-def polished(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Schedule | None:
-    """A choice with moments of leaving and coming back found by changing one parcel's at a time, from all away as long
-    as can be on. Takes time with the square of the parcels that move; for a handful.
+def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Schedule | None:
+    """Searches the drop and fetch moments of a choice, changing one parcel at a time. It starts with every parcel away
+    as long as possible. The time grows with the square of the number of parcels that move.
 
     Args:
-        scheduler, choice, limit: as for `Scheduler.place`.
-        most_s: seconds of the step above which nothing is of interest.
+        scheduler, choice, limit: as in `Scheduler.place`.
+        most_s: upper limit of the step time; slower schedules are rejected.
     """
     choice, slow_over = scheduler.slow_over(choice)
-    least = scheduler.least(choice)
+    least = scheduler.lower_bound(choice)
     if least is None:
         return None
     profile, need, again = least
@@ -31,7 +31,7 @@ def polished(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> 
     fetches = list(last)
 
     def take(number: int, sign: int) -> None:
-        """What a parcel takes before it is dropped and after it is fetched, beyond the least."""
+        """Adds (sign 1) or removes (-1) a parcel's bytes before its drop and after its fetch."""
         start, nbytes = max(parcels[number].sealed + 1, parcels[number].owned), sign * parcels[number].nbytes
         profile[start : max(start, drops[number])] += nbytes
         profile[fetches[number] : last[number]] += nbytes
@@ -56,7 +56,7 @@ def polished(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> 
                 take(number, 1)
                 if profile.max() <= limit:
                     seconds = scheduler.seconds(choice, drops, fetches, again)
-                    # At equal time, what comes back later leaves the others more room.
+                    # At equal time, a later fetch leaves more memory for the others.
                     equal = seconds <= best_s and (fetch, drop) > (best[1], best[0])
                     if seconds < best_s - _GAIN or equal:
                         best, best_s, improved = (drop, fetch), seconds, True

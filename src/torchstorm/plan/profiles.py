@@ -1,8 +1,8 @@
-"""Machines that a plan can be made for without having them.
+"""Profiles of machines, to make forecasts for hardware that is not available.
 
-Every rate is what training steps get, not what a data sheet promises: a chip that multiplies without a pause runs into
-its power limit, and links and memories carry headers and refresh. The H200's were measured (see docs/benchmarks.md).
-The others are the vendor's numbers times an estimate of the share that is reached, and were never measured.
+Every rate is one that training steps reach, below the data sheet's: continuous matrix products run into the power
+limit, and links and memories have overhead (headers, refresh). The H200's rates were measured (see docs/benchmarks.md).
+The others are the vendor's numbers times an estimated efficiency, and were not measured.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ _PROFILES = (
 )
 
 PROFILES: dict[str, Machine] = {machine.name: machine for machine in _PROFILES}
-"""By name; `torchstorm plan --machine NAME`."""
+"""Profiles by name, for `torchstorm plan --machine NAME`."""
 
 
 def named_machine(name: str) -> Machine:
-    """The profile of that name, in any letter case; spaces, dashes and underscores do not count.
+    """The profile of that name. Letter case, spaces, dashes and underscores are ignored.
 
     Raises:
-        PlanError: there is none; lists those that exist.
+        PlanError: the name is unknown. The message lists the known names.
     """
     found = PROFILES.get(name.lower().translate(str.maketrans("", "", " -_")))
     if found is None:

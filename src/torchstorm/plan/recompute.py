@@ -1,11 +1,11 @@
-"""What runs again, when, and in which order, once it is decided which parcels are computed again.
+"""Simulates recomputation: which operations run again, when, and in which order.
 
-At the moment when a recomputed storage is first needed, its operation runs again. An input of that operation is used
-where it lies if autograd still holds it there (kept, or moved and fetched by then). Otherwise it is computed too: one
-that was itself to be recomputed and is still going to be needed stays from then on; any other is let go after the last
-operation that reads it. All outputs of an operation appear together; those that nobody waits for are let go with it.
+A recomputed storage is computed at the moment when it is first needed, by running its operation again. Inputs that
+autograd still holds (kept, or moved and fetched by then) are used as they are. Other inputs are computed, too. One that
+is itself a recomputed parcel and is needed later stays from then on; any other is freed after the last operation that
+reads it. All outputs of an operation are created together; unused ones are freed with it.
 
-The Session does exactly this (`offload.replay`), so bytes and operations here are those of the real step.
+The Session does exactly the same (`offload.replay`), so bytes and operations here are those of the real step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torchstorm.plan.trace import Trace
 
 RECOMPUTE = "recompute"
 
-_STAYS, _GONE, _BACK = 0, 1, 2  # a parcel: not recomputed; recomputed, not yet there; recomputed, there again
-_REMEMBERED = 12  # ways to compute one parcel again that are remembered
+_STAYS, _GONE, _BACK = 0, 1, 2  # a parcel is: not recomputed; not yet recomputed; already recomputed
+_REMEMBERED = 12  # cached replays per parcel
 
 
 class HasTier(Protocol):
-    """A placement, as far as it matters here."""
+    """The part of a placement that is used here."""
 
     @property
     def tier(self) -> str:
@@ -32,14 +32,14 @@ class HasTier(Protocol):
 
 @dataclass(eq=False)
 class Replay:
-    """What is computed again at one moment.
+    """The recomputation at one moment.
 
     Attributes:
         ops: operations in the order in which they run.
-        made: parcels whose bytes are there from this moment on.
-        sources: parcels whose bytes it reads; those that moved must be back by then.
-        transient_bytes: the most that is allocated meanwhile, beyond the bytes of all that stays.
-        seconds: of all its operations.
+        made: parcels that exist from this moment on.
+        sources: parcels that it reads. Moved ones must be back by then.
+        transient_bytes: peak of temporarily allocated bytes.
+        seconds: time of all its operations.
     """
 
     ops: list[int] = field(default_factory=list)
@@ -50,28 +50,28 @@ class Replay:
 
 
 def can_recompute(trace: Trace) -> list[bool]:
-    """For every parcel, whether it may be computed again while all others stay: one storage, made by something that can
-    run again from what is there when it is needed."""
+    """For every parcel, whether it can be recomputed while all others are kept. Such a parcel has one storage, whose
+    operation can run again from values that exist when it is needed."""
     replayer = Replayer(trace)
     return [replayer.alone(number) is not None for number in range(len(trace.parcels))]
 
 
 def replays(trace: Trace, placements: Sequence[HasTier]) -> dict[int, Replay] | None:
-    """Plays the recomputation of every parcel placed on "recompute".
+    """Simulates the recomputation of every parcel with the placement "recompute".
 
     Args:
         trace: the step.
-        placements: one per parcel; only `tier` is looked at.
+        placements: one per parcel; only `tier` is used.
 
     Returns:
-        By moment, what is computed again there; None where one cannot be computed from what is there then.
+        Moment -> its recomputation; None if a parcel cannot be recomputed from the values that exist then.
     """
     recomputed = [number for number, placement in enumerate(placements) if placement.tier == RECOMPUTE]
     return Replayer(trace).play(recomputed) if recomputed else {}
 
 
 class Replayer:
-    """Plays recomputations of one trace; remembers how it computed each parcel, as plans of one search differ little.
+    """Simulates recomputations of one trace. It caches results per parcel, since the plans of a search are similar.
 
     Args:
         trace: the step.
@@ -99,11 +99,11 @@ class Replayer:
             and storage.value >= 0
             and trace.values[storage.value].op >= 0
         }
-        # By parcel: what was found under which states of the parcels that were looked at.
+        # Per parcel: results, with the states of the other parcels that they depend on.
         self._known: dict[int, list[tuple[dict[int, int], Replay | None]]] = {}
 
     def alone(self, number: int) -> Replay | None:
-        """How a parcel is computed again while all others stay; None where that cannot be."""
+        """The recomputation of one parcel while all others are kept; None if impossible."""
         if number not in self._value_of:
             return None
         if number in self._never_needed:
@@ -114,10 +114,10 @@ class Replayer:
         return replay if replay is None or self._needed[number] < self.num else Replay()  # a later step computes it
 
     def play(self, recomputed: Iterable[int]) -> dict[int, Replay] | None:
-        """What is computed again, by moment in rising order; None where something cannot be.
+        """Moment -> its recomputation, in order; None if impossible.
 
         Args:
-            recomputed: numbers of the parcels that are not held.
+            recomputed: numbers of the recomputed parcels.
         """
         order = sorted(recomputed, key=lambda number: (self._needed[number], number))
         state = [_STAYS] * len(self._needed)
@@ -156,11 +156,11 @@ class Replayer:
         return replay
 
     def _compute(self, number: int, state: list[int], seen: dict[int, int]) -> Replay | None:
-        """Computes a parcel at the moment when it is needed. Notes in `seen` every state that it looked at."""
+        """Simulates the recomputation of a parcel when it is needed. Adds the states that it depends on to `seen`."""
         moment = self._needed[number]
         replay = Replay()
-        there: set[int] = set()  # values that are known to be at hand
-        made: list[tuple[int, int, bool, bool]] = []  # place of the operation, value, whether it stays, or is read
+        there: set[int] = set()  # values that exist
+        made: list[tuple[int, int, bool, bool]] = []  # (index of the operation, value, stays, is read)
 
         def at_hand(value: int) -> bool:
             if value in there:
@@ -194,7 +194,7 @@ class Replayer:
             replay.ops.append(index)
             replay.seconds += op.compute_s
             for output in op.outputs:
-                is_read = output not in there  # else the one at hand is
+                is_read = output not in there  # otherwise the existing value is read
                 there.add(output)
                 storage = self._storage_of[output]
                 parcel = self._parcel_of[storage] if storage >= 0 else -1
@@ -209,7 +209,7 @@ class Replayer:
         return replay
 
     def _transient_bytes(self, ops: list[int], made: list[tuple[int, int, bool, bool]]) -> int:
-        """The most bytes that operations have allocated at once, less those that stay."""
+        """Peak of temporarily allocated bytes, without values that stay."""
         last = {value: place for place, index in enumerate(ops) for value in self._ops[index].inputs}
         changes = [0] * (len(ops) + 1)
         stay_bytes = 0

@@ -1,9 +1,9 @@
-"""Given what happens to every parcel, when it leaves and when it comes back, and how long the step then takes.
+"""Schedules a choice: when each parcel's memory is freed, when it is fetched, and how long the step takes.
 
-Both orders are forced. Copies out run in the order in which parcels are sealed; where room is needed, the one whose
-copy ends first gives its own up, as late as memory allows, and earlier only when its copy has long ended. Copies back
-are wanted in the order of need, so they begin in that order, each as soon as there is room until it is needed.
-With more memory every copy back begins no later, in the same order.
+The orders are fixed. Copies out run in the order in which parcels are complete ("sealed"). When memory is needed, the
+parcel whose copy ends first is dropped, as late as memory allows; it is dropped earlier only if its copy has surely
+ended. Fetches start in the order in which parcels are needed, each as soon as there is memory for it until then. With
+more memory, every fetch starts at the same time or earlier, in the same order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchstorm.plan.recompute import RECOMPUTE, Replay, Replayer
 from torchstorm.plan.trace import Trace
 
 TIERS = (KEEP, RECOMPUTE, RAM, DISK)
-KEPT, AGAIN, TO_RAM, TO_DISK = range(4)
-"""A choice has one byte per parcel: its tier's place in `TIERS`."""
+KEPT, RECOMPUTED, TO_RAM, TO_DISK = range(4)
+"""A choice has one byte per parcel: the index of its tier in `TIERS`."""
 
-_MARGIN = 0.3  # a copy that ended this share of its own time ago has surely ended
-_DROP, _SEAL, _REPLAY, _NEED, _FETCH = range(5)  # what happens at a moment, in order
+_MARGIN = 0.3  # relative safety margin: a copy has surely ended after 1.3 times its forecast duration
+_DROP, _SEAL, _REPLAY, _NEED, _FETCH = range(5)  # events of one moment, in this order
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,15 +34,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(eq=False, kw_only=True)
 class Schedule:
-    """A choice, placed in time.
+    """A choice with the moments of its copies.
 
     Attributes:
-        choice: the choice, less what would come back at once when it leaves: that is kept.
-        drops, fetches: moments, by parcel; 0 for those kept.
-        over_bytes: by how much it exceeds the limit on the fast tier; where it does, it is not placed in time, and
-            `seconds` has the bytes of the mean interval.
-        slow_over_bytes: by how much what moves exceeds what the slower tiers hold.
-        seconds: of the step.
+        choice: the choice. Parcels that would be fetched as soon as they are dropped are kept.
+        drops, fetches: moments per parcel; 0 for kept parcels.
+        over_bytes: bytes above the limit of the fast tier. If positive, there are no moments, and `seconds` is the mean
+            number of bytes per interval.
+        slow_over_bytes: bytes above the limits of the slower tiers.
+        seconds: step time.
     """
 
     choice: bytes
@@ -54,11 +54,11 @@ class Schedule:
 
     @property
     def score(self) -> tuple[int, int, float]:
-        """Smaller is better: first what fits, then what is fast."""
+        """Sort key, smaller is better: bytes over the limits first, then time."""
         return (self.over_bytes, self.slow_over_bytes, self.seconds)
 
     def placements(self) -> tuple[Placement, ...]:
-        """One per parcel."""
+        """The placements, one per parcel."""
         return tuple(
             Placement(tier=KEEP) if code == KEPT else Placement(tier=TIERS[code], drop=drop, fetch=fetch)
             for code, drop, fetch in zip(self.choice, self.drops, self.fetches, strict=True)
@@ -66,17 +66,17 @@ class Schedule:
 
 
 class Scheduler:
-    """Places the parcels of one trace on one machine.
+    """Schedules choices for one trace on one machine.
 
     Args:
-        trace, machine: as for `solve`.
-        ram_bytes, disk_bytes: what may move there, as the trace's device has such a tier; None for no such tier.
+        trace, machine: as in `solve`.
+        ram_bytes, disk_bytes: limits of the slower tiers; None for no such tier.
     """
 
     def __init__(self, trace: Trace, machine: Machine, *, ram_bytes: int | None, disk_bytes: int | None) -> None:
         self.trace, self.machine, self.num = trace, machine, trace.num_moments
         self.limits = {TO_RAM: ram_bytes, TO_DISK: disk_bytes}
-        self.spreads = True  # whether what RAM has no room for goes to disk; otherwise choices say what does
+        self.spreads = True  # whether parcels that do not fit in RAM go to disk; otherwise the choice says which do
         self.replayer = Replayer(trace)
         self.away = TO_RAM if ram_bytes is not None else TO_DISK if disk_bytes is not None else KEPT
         self._clock = [0.0, *accumulate(moment.compute_s for moment in trace.moments)]
@@ -130,11 +130,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ bytes
 
-    def least(self, choice: bytes) -> tuple[Floats, Ints, dict[int, Replay]] | None:
-        """Bytes in every interval if all that moves is away as long as can be; when each is needed first, by itself or
-        to compute another; and what is computed again. None where something cannot be."""
+    def lower_bound(self, choice: bytes) -> tuple[Floats, Ints, dict[int, Replay]] | None:
+        """Bytes in every interval if every moved parcel is away as long as possible; the moment when each is first
+        needed, by itself or for a recomputation; and the recomputations. None if one is impossible."""
         codes = np.frombuffer(choice, dtype=np.uint8)
-        again = self.replayer.play(np.flatnonzero(codes == AGAIN).tolist())
+        again = self.replayer.play(np.flatnonzero(codes == RECOMPUTED).tolist())
         if again is None:
             return None
         need = self._needed
@@ -172,14 +172,14 @@ class Scheduler:
         return np.cumsum(edges)[:-1] + other, back, again
 
     def slow_over(self, choice: bytes) -> tuple[bytes, int]:
-        """The choice with what RAM has no room for on disk, needed last first; and by how much it is still too much."""
+        """Moves parcels that do not fit in RAM to disk, the last needed first. Returns choice and excess bytes."""
         codes = np.frombuffer(choice, dtype=np.uint8)
         ram, disk = self.limits[TO_RAM], self.limits[TO_DISK]
         if self.spreads and ram is not None and disk is not None:
             codes = np.where(codes == TO_DISK, TO_RAM, codes).astype(np.uint8)
             if self._slow_peak(codes == TO_RAM) > ram:
                 order = [number for number in self._by_need[::-1].tolist() if codes[number] == TO_RAM]
-                # As few as will do: the peak falls with every one that goes.
+                # As few as necessary: each one lowers the peak.
                 low, high = 0, len(order)
                 while low < high:
                     middle = (low + high) // 2
@@ -198,7 +198,7 @@ class Scheduler:
         return choice, over
 
     def slow_peak(self, choice: bytes, tier: int) -> int:
-        """Most bytes at once that a slower tier holds."""
+        """Peak bytes on a slower tier."""
         return self._slow_peak(np.frombuffer(choice, dtype=np.uint8) == tier)
 
     def _slow_peak(self, there: npt.NDArray[np.bool_]) -> int:
@@ -213,15 +213,15 @@ class Scheduler:
     # ------------------------------------------------------------------ time
 
     def place(self, choice: bytes, limit: int) -> Schedule | None:
-        """Places a choice within a limit on the fast tier; None where something cannot be computed again."""
+        """Schedules a choice within a limit on the fast tier; None if a recomputation is impossible."""
         choice, slow_over = self.slow_over(choice)
-        found = self.least(choice)
+        found = self.lower_bound(choice)
         if found is None:
             return None
         profile, need, again = found
         over = max(0, int(profile.max()) - limit)
         if over:
-            # Where two peak alike, the one that takes less on the whole is nearer to what fits.
+            # Of two choices with equal peaks, the one with fewer bytes on average is closer to fitting.
             return Schedule(
                 choice=choice,
                 drops=[],
@@ -236,7 +236,7 @@ class Scheduler:
         drops = self._drop(profile, codes, moved, back, limit)
         self._fetch(profile, codes, moved, back, drops, limit)
         for number, code in enumerate(codes):
-            if code == AGAIN:
+            if code == RECOMPUTED:
                 drops[number] = self.trace.parcels[number].sealed
         seconds = self.seconds(codes, drops, back, again)
         return Schedule(
@@ -244,14 +244,14 @@ class Scheduler:
         )
 
     def _drop(self, profile: Floats, codes: bytearray, moved: Ints, need: list[int], limit: int) -> list[int]:
-        """Chooses the drops; adds what they take until then to the profile. What is never dropped is kept."""
+        """Chooses the drops, and adds the parcels' bytes until then to the profile. Parcels without a drop are kept."""
         drops = [0] * len(codes)
         if not moved.size:
             return drops
         clock, nbytes = self._clock, self._nbytes
         starts = np.maximum(self._sealed[moved] + 1, self._owned[moved])
         needs = np.minimum(np.array(need, dtype=np.int64)[moved], self.num)
-        # A parcel counts from its start; at its need it is in the profile. Both come before what is sealed then.
+        # A parcel counts from its start, and the profile has it from its need on. Both precede a seal at that moment.
         events = np.concatenate((needs * 3, starts * 3 + 1, self._sealed[moved] * 3 + 2))
         numbers = np.concatenate((moved, moved, moved))
         order = np.lexsort((self._seal_rank[numbers], events))
@@ -321,7 +321,7 @@ class Scheduler:
     def _fetch(
         self, profile: Floats, codes: bytearray, moved: Ints, back: list[int], drops: list[int], limit: int
     ) -> None:
-        """Chooses the fetches: turns `back` from when each parcel is needed into when it comes."""
+        """Chooses the fetches: replaces the moments in `back`, when parcels are needed, by the fetches."""
         wanted = [number for number in moved.tolist() if codes[number] != KEPT and back[number] < self.num]
         rank = self._need_rank.tolist()
         wanted.sort(key=lambda number: (back[number], rank[number]))
@@ -342,7 +342,7 @@ class Scheduler:
     def seconds(
         self, codes: Sequence[int], drops: Sequence[int], fetches: Sequence[int], again: dict[int, Replay]
     ) -> float:
-        """Seconds of the step: what `forecast.forecast_s` says of the same placements."""
+        """Step time in seconds, equal to `forecast.forecast_s` for the same placements."""
         kinds = np.frombuffer(bytes(codes), dtype=np.uint8)
         moved = np.flatnonzero(kinds >= TO_RAM)
         base = len(codes) + 1
@@ -390,7 +390,7 @@ class Scheduler:
                 waited = (by_need[number],)
             for one in waited:
                 if kind == _REPLAY and drops[one] > moment:
-                    continue  # it has not left yet
+                    continue  # not dropped yet
                 if one not in came:
                     now = max(clock[moment] + delay, left[one])
                     times = back_s[codes[one]]

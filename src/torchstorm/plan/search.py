@@ -1,10 +1,10 @@
-"""Looks for the fastest choice of keep, recompute or move for every parcel.
+"""Searches the fastest choice of keep, recompute or move for every parcel.
 
-Few parcels: every choice is tried. Many: parcels that are alike (bytes, the operations that make them again) form a
-class, the same tensor of every repeated block. From a few starts the search changes several members of one class at
-once, those made first or last, by large steps and then by small ones, as long as the forecast gets better; then it
-anneals. At last it keeps what no longer has to move: where copies hide behind compute, the forecast alone does not
-care, but they wear the disk, and on a CPU the threads that copy take their time from the same cores.
+With few parcels, every choice is tried. With many, equal parcels (same bytes, same operations to recompute them) form a
+group: the same tensor of every repeated block. The search starts from a few choices. It changes several members of a
+group at once, the first or the last ones, by large steps and then by small ones, as long as the forecast improves. Then
+it uses simulated annealing. In the end it keeps parcels that need not move. The forecast does not change if their
+copies overlap with compute, but they wear the disk, and on a CPU the copying threads compete for the same cores.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchstorm.plan.anneal import annealed
-from torchstorm.plan.polish import polished
-from torchstorm.plan.schedule import AGAIN, KEPT, TO_DISK, TO_RAM, Schedule, Scheduler
+from torchstorm.plan.anneal import anneal
+from torchstorm.plan.polish import polish
+from torchstorm.plan.schedule import KEPT, RECOMPUTED, TO_DISK, TO_RAM, Schedule, Scheduler
 
-_EXHAUSTIVE = 800  # so few choices are all tried
-_POLISHED = 5  # so few moves in a choice are each tried at every moment
-_STARTS = 2  # so many starts are followed
-_ROUNDS = 2  # of annealing
-_STEPS = 35  # of a round, per parcel; fewer where there are very many, as each takes longer
-_SMALL_STEP = 2  # members of a class that change together after annealing
-_SAME = 1e-6  # times that differ by so small a share are the same
-_GOOD = 1e-3  # a plan that costs so little beyond the model's own compute is good enough
+_EXHAUSTIVE = 800  # largest number of choices to try all of
+_POLISHED = 5  # largest number of moved parcels for `polish`
+_STARTS = 2  # starts to continue from
+_ROUNDS = 2  # rounds of annealing
+_STEPS = 35  # steps of a round per parcel; fewer with very many parcels, since each step takes longer
+_SMALL_STEP = 2  # members of a group that change together after annealing
+_SAME = 1e-6  # relative difference below which times count as equal
+_GOOD = 1e-3  # relative overhead below which a plan is good enough
 
 
 @dataclass(frozen=True, kw_only=True)
-class Class:
-    """Parcels that are alike, in the order of making.
+class ParcelGroup:
+    """Equal parcels in the order of creation.
 
     Attributes:
-        members: their numbers.
-        seconds: what computing one again takes where its inputs are at hand; infinite where that cannot be.
-        nbytes: of one.
+        members: numbers of the parcels.
+        seconds: time to recompute one if its inputs exist; infinite if impossible.
+        nbytes: bytes of one parcel.
     """
 
     members: tuple[int, ...]
@@ -45,12 +45,12 @@ class Class:
 
     @property
     def seconds_per_byte(self) -> float:
-        """What computing again costs for what it saves."""
+        """Recompute time per byte saved."""
         return self.seconds / self.nbytes
 
 
-def classes_of(scheduler: Scheduler) -> list[Class]:
-    """Groups a trace's parcels by structure, those that are cheapest to compute again first."""
+def group_parcels(scheduler: Scheduler) -> list[ParcelGroup]:
+    """Groups equal parcels of a trace; the group that is cheapest to recompute per byte comes first."""
     trace = scheduler.trace
     groups: dict[tuple[object, ...], list[int]] = {}
     seconds: dict[tuple[object, ...], float] = {}
@@ -61,42 +61,42 @@ def classes_of(scheduler: Scheduler) -> list[Class]:
         groups.setdefault(key, []).append(number)
         seconds[key] = max(seconds.get(key, 0.0), math.inf if replay is None else replay.seconds)
     found = [
-        Class(members=tuple(members), seconds=seconds[key], nbytes=trace.parcels[members[0]].nbytes)
+        ParcelGroup(members=tuple(members), seconds=seconds[key], nbytes=trace.parcels[members[0]].nbytes)
         for key, members in groups.items()
     ]
     return sorted(found, key=lambda one: (one.seconds_per_byte, one.members))
 
 
 class Search:
-    """Looks for the best choice within a limit on the fast tier.
+    """Searches the best choice within a limit on the fast tier.
 
     Args:
-        scheduler: places a choice.
+        scheduler: schedules choices.
         limit: bytes of the fast tier.
-        deadline: by `time.perf_counter`.
+        deadline: end of the search, by `time.perf_counter`.
     """
 
     def __init__(self, scheduler: Scheduler, limit: int, deadline: float) -> None:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
-        self._classes = classes_of(scheduler)
-        # What fits is looked for in an order that does not depend on measured times: a budget that one step's error
-        # names as enough must be enough for the next step, whose times differ.
-        self._by_bytes = sorted(self._classes, key=lambda one: (-one.nbytes, one.members))
+        self._groups = group_parcels(scheduler)
+        # The search for a choice that fits must not depend on measured times: a budget that an error message names as
+        # sufficient must be sufficient in the next step, whose times differ.
+        self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._able = [False] * len(scheduler.trace.parcels)
-        for one in self._classes:
+        for one in self._groups:
             for number in one.members:
                 self._able[number] = one.seconds < math.inf
-        self._largest_step = 1 << max((len(one.members) for one in self._classes), default=1).bit_length() - 1
+        self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
 
     def run(self) -> Schedule:
-        """The best choice found; one that exceeds the limit where none that fits was."""
+        """The best schedule found. It exceeds the limit if none was found that fits."""
         away = [self.scheduler.away] if self.scheduler.away != KEPT else []
-        options = [[KEPT, *away, *([AGAIN] if able else [])] for able in self._able]
+        options = [[KEPT, *away, *([RECOMPUTED] if able else [])] for able in self._able]
         if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
             return self._try_all(options)
-        ranked = self._ranked(self._classes)
+        ranked = self._ranked(self._groups)
         if ranked[0].over_bytes:
             ranked = self._ranked(self._by_bytes)
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
@@ -109,11 +109,11 @@ class Search:
         return self._keeping_more(best)
 
     def _annealed(self, best: Schedule) -> Schedule:
-        groups = [(one.members, tuple(self._options(one))) for one in self._classes]
+        groups = [(one.members, tuple(self._options(one))) for one in self._groups]
         num_parcels = len(self._able)
         num_steps = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
         for seed in range(_ROUNDS):
-            found = annealed(
+            found = anneal(
                 best,
                 groups,
                 self.attempt,
@@ -126,7 +126,7 @@ class Search:
         return best
 
     def attempt(self, choice: bytes) -> Schedule | None:
-        """Places one choice; None where it is impossible."""
+        """Schedules one choice; None if it is impossible. Results are cached."""
         if choice not in self._seen:
             self._seen[choice] = self.scheduler.place(choice, self.limit)
         return self._seen[choice]
@@ -146,7 +146,7 @@ class Search:
                 best = min((best, *tried), key=lambda found: found.score)
         for choice in choices:
             if sum(code >= TO_RAM for code in choice) <= _POLISHED:
-                found = polished(self.scheduler, choice, self.limit, best.seconds)
+                found = polish(self.scheduler, choice, self.limit, best.seconds)
                 if found is not None and found.score < best.score:
                     best = found
         return best
@@ -157,35 +157,35 @@ class Search:
         self.complete = False
         return True
 
-    def _ranked(self, classes: list[Class]) -> list[Schedule]:
-        """The starts, the best first."""
+    def _ranked(self, groups: list[ParcelGroup]) -> list[Schedule]:
+        """The starting choices, the best first."""
         starts: dict[bytes, Schedule] = {}
-        for choice in self._starts(classes):
+        for choice in self._starts(groups):
             found = self.attempt(choice)
             if found is not None:
                 starts.setdefault(found.choice, found)
         return sorted(starts.values(), key=lambda found: found.score)
 
-    def _starts(self, classes: list[Class]) -> Iterator[bytes]:
-        """Everything kept, everything away, and ever more classes computed again beside both."""
+    def _starts(self, groups: list[ParcelGroup]) -> Iterator[bytes]:
+        """Everything kept, everything moved, and both with more and more groups recomputed."""
         for rest in dict.fromkeys((KEPT, self.scheduler.away)):
             choice = bytearray([rest]) * len(self._able)
             yield bytes(choice)
-            for one in classes:
+            for one in groups:
                 if one.seconds == math.inf:
                     continue
                 for number in one.members:
-                    choice[number] = AGAIN
+                    choice[number] = RECOMPUTED
                 yield bytes(choice)
 
     def _keeping_most(self) -> Iterator[Schedule]:
-        """Everything away but what fits beside it: the last made first, which are needed soonest; or the largest."""
+        """Moves everything, then keeps what fits: the last created first (they are needed first), or the largest."""
         parcels = self.scheduler.trace.parcels
         for rank in (lambda number: parcels[number].sealed, lambda number: parcels[number].nbytes):
             choice = bytearray([self.scheduler.away]) * len(parcels)
             for number in sorted(range(len(parcels)), key=rank, reverse=True):
                 choice[number] = KEPT
-                least = self.scheduler.least(bytes(choice))
+                least = self.scheduler.lower_bound(bytes(choice))
                 if least is None or least[0].max() > self.limit:
                     choice[number] = self.scheduler.away
             found = self.attempt(bytes(choice))
@@ -193,7 +193,7 @@ class Search:
                 yield found
 
     def _keeping_more(self, best: Schedule) -> Schedule:
-        """As fast with less that moves: the largest are kept first, of those alike the last made, which leave last."""
+        """Keeps parcels while the step stays as fast: the largest first, and of a group the last created first."""
         most_s = best.seconds * (1 + _SAME)
         step = self._largest_step
         while step:
@@ -215,7 +215,7 @@ class Search:
         step = step or self._largest_step
         while step:
             improved = True
-            # What fits is looked for to the end, so that an error names the true need however short the time.
+            # No time limit until a choice fits, so that an error message names the true requirement.
             while improved and (best.over_bytes or best.slow_over_bytes or not self._late()):
                 improved = False
                 for changed in self._moves(best, step):
@@ -227,11 +227,11 @@ class Search:
         return best
 
     def _moves(self, best: Schedule, step: int) -> Iterator[bytes]:
-        """Choices that differ in one class by `step` members."""
-        for one in self._by_bytes if best.over_bytes else self._classes:
+        """Choices that differ in one group by `step` members."""
+        for one in self._by_bytes if best.over_bytes else self._groups:
             yield from self._moves_of(best.choice, one, step)
 
-    def _moves_of(self, choice: bytes, one: Class, step: int) -> Iterator[bytes]:
+    def _moves_of(self, choice: bytes, one: ParcelGroup, step: int) -> Iterator[bytes]:
         options = self._options(one)
         for source in options:
             places = [number for number in one.members if self._kind(choice[number]) == source]
@@ -246,9 +246,9 @@ class Search:
                         changed[number] = target
                     yield bytes(changed)
 
-    def _options(self, one: Class) -> list[int]:
-        """Where parcels of a class may be."""
-        return [*dict.fromkeys((KEPT, self.scheduler.away)), *([AGAIN] if one.seconds < math.inf else [])]
+    def _options(self, one: ParcelGroup) -> list[int]:
+        """The codes that parcels of a group may have."""
+        return [*dict.fromkeys((KEPT, self.scheduler.away)), *([RECOMPUTED] if one.seconds < math.inf else [])]
 
     def _kind(self, code: int) -> int:
         return self.scheduler.away if code >= TO_RAM else code

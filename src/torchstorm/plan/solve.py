@@ -1,7 +1,7 @@
-"""Chooses what to keep, compute again and move: (trace, machine, budget) -> Plan.
+"""The planner: chooses what to keep, recompute and move. (trace, machine, budget) -> Plan.
 
-Memory is a constraint in every interval. `search` looks for the choice, `schedule` says when what moves leaves and
-comes back, and `forecast` plays the whole forward; the fastest that fits wins.
+Memory is limited in every interval. `search` generates choices, `schedule` computes the moments of their copies, and
+`forecast` simulates the step. The result is the fastest choice that fits.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def solve(
         trace: the measured step.
         machine: speeds of the link and the disk.
         budget: bytes per tier.
-        spare: bytes of each budget that are kept free of what is planned.
-        own_bytes: what a Session with a given budget on the fast tier and a slower one below takes of it for copies;
-            the trace's `staging_bytes` where it does not depend on the budget.
-        slow_own_bytes: what a Session needs of a slower tier beside what is planned, before it has a plan.
-        time_limit_s: seconds after which the best plan found so far is taken; its notes say so.
+        spare: bytes of each budget that the plan leaves free.
+        own_bytes: returns the bytes of the fast tier that a Session with a given budget uses for copies, if there is a
+            slower tier; the trace's `staging_bytes` if they do not depend on the budget.
+        slow_own_bytes: bytes of a slower tier that a Session needs besides planned ones, before it has a plan.
+        time_limit_s: seconds after which the best plan found so far is returned, with a note.
 
     Returns:
-        The fastest plan found whose forecast keeps to the budget on every tier. With a handful of parcels all choices
-        are tried; with more, a larger budget may get a plan that is slower by some tenths of a percent.
+        The fastest plan found whose forecast is within the budget on every tier. With few parcels all choices are
+        tried; with more, a larger budget may give a plan that is slower by some tenths of a percent.
 
     Raises:
-        BudgetError: no plan does; names the block, its need and the smallest feasible budget.
-        PlanError: the machine has no speed for a tier that the budget names.
+        BudgetError: no plan fits. The message names the block, its requirement and the smallest feasible budget.
+        PlanError: the machine has no speed for a tier of the budget.
     """
     spare = spare or Budget()
     deadline = time.perf_counter() + time_limit_s
@@ -91,7 +91,7 @@ def solve(
 
 
 def shift_base(trace: Trace, delta_bytes: int) -> Trace:
-    """The same step with `delta_bytes` more memory that is not the Session's in every interval."""
+    """The same step with `delta_bytes` more memory outside the Session in every interval."""
     moments = tuple(
         replace(
             moment,
@@ -109,23 +109,23 @@ def _check_speeds(trace: Trace, machine: Machine, budget: Budget) -> None:
         if not min(channel_speed(machine, channel, direction) for direction in ("out", "back")) > 0:
             below = named[0] if channel != DISK else DISK
             raise PlanError(
-                f"{below}={format_size(getattr(budget, below))} was asked, but machine {machine.name!r} says no speed "
-                f"for {channel}, which the way there crosses: measure one, or leave {below}= out."
+                f"{below}={format_size(getattr(budget, below))} was given, but machine {machine.name!r} has no speed "
+                f"for {channel}, which copies there use: measure it, or leave {below}= out."
             )
 
 
 def _too_little(
     scheduler: Scheduler, found: Schedule, budget: Budget, spare: Budget, own_bytes: Callable[[int], int], fast: str
 ) -> BudgetError:
-    """The error for a fast tier that is too small whatever leaves it.
+    """The error for a fast tier that is too small for every choice.
 
-    The search went the way that it goes with any limit that is too small: towards the lowest peak. With that peak as
-    its limit it arrives there, and with less it does not.
+    With any limit that is too small, the search minimizes the peak in the same way. So the peak that it found is the
+    smallest limit with which it finds a plan.
     """
     trace = scheduler.trace
     limit, kept_free = getattr(budget, fast), getattr(spare, fast)
     needed = limit + found.over_bytes
-    least = scheduler.least(found.choice)
+    least = scheduler.lower_bound(found.choice)
     assert least is not None
     block = _block_at(trace, int(least[0].argmax()))
     where = f"block {block!r} alone" if block else "the code around the model"
@@ -162,7 +162,7 @@ def _too_little(
 def _too_little_below(
     scheduler: Scheduler, found: Schedule, budget: Budget, spare: Budget, slow_own_bytes: int
 ) -> BudgetError:
-    """The error for slower tiers that cannot hold what must leave the fast one."""
+    """The error for slower tiers that are too small for the parcels that must move."""
     for tier, code in ((RAM, TO_RAM), (DISK, TO_DISK)):
         bounded = scheduler.limits[code]
         peak, limit = scheduler.slow_peak(found.choice, code) + getattr(spare, tier), getattr(budget, tier)
@@ -170,7 +170,7 @@ def _too_little_below(
             break
     smallest = peak + slow_own_bytes
     return BudgetError(
-        f"{tier}={format_size(limit)}, but what leaves the fast tier takes {format_size(peak)} there at once. "
+        f"{tier}={format_size(limit)}, but the tensors moved there need {format_size(peak)} at once. "
         f"Give {tier}={smallest} ({format_size(smallest)}), or a larger budget on the fast tier.",
         tier=tier,
         budget_bytes=limit,
@@ -180,7 +180,7 @@ def _too_little_below(
 
 
 def _with_own(nbytes: int, own_bytes: Callable[[int], int]) -> int:
-    """The smallest budget found that holds `nbytes` besides what a Session with it takes for itself."""
+    """The smallest budget found for `nbytes` and the Session's own bytes with that budget."""
     budget = nbytes
     while budget < nbytes + own_bytes(budget):
         budget = nbytes + own_bytes(budget)
@@ -190,7 +190,7 @@ def _with_own(nbytes: int, own_bytes: Callable[[int], int]) -> int:
 def _block_at(trace: Trace, interval: int) -> str:
     storage = trace.moments[interval].storage
     if storage < 0:
-        # The entry or a weight: the nearest moment that belongs to a block says where we are.
+        # The step's entry or a weight: use the nearest moment that belongs to a block.
         near = sorted(range(trace.num_moments), key=lambda index: abs(index - interval))
         storage = next((trace.moments[index].storage for index in near if trace.moments[index].storage >= 0), -1)
     return trace.storages[storage].block if storage >= 0 else ""

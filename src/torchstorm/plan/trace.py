@@ -1,13 +1,13 @@
-"""One measured step as a value: which storages autograd saved, how large, when made, when needed, when let go.
+"""The trace of a measured step: the storages that autograd saved, and when they were created, needed and freed.
 
-Time is counted in moments. Moment 0 is the step's entry; every later one is a call of a saved-tensor hook: a `pack`
-in forward, an `unpack` in backward. Interval i is the stretch of the user's own work between moments i and i + 1.
-Memory only has to be known per interval, because the Session can act at moments and nowhere else.
+Time is counted in moments. Moment 0 is the start of the step. Every later moment is a call of a saved-tensor hook: a
+`pack` in forward or an `unpack` in backward. Interval i is the user's own work between moments i and i + 1. Memory is
+recorded per interval, because the Session can act only at moments.
 
-Storages travel in parcels: a large storage alone, several small ones together (small copies waste the link).
+A parcel is the unit of copies: one large storage, or several small ones together (small copies waste bandwidth).
 
-What a storage could be computed from again stands in `ops` and `values`: every operation of the step whose output was
-saved, or that one of those can be traced back to. A value is what an operation made: the bytes of one new storage.
+`ops` and `values` describe recomputation: every operation whose output was saved, and the operations that it depends
+on. A value is the output of an operation: the bytes of one new storage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Moment:
 
     Attributes:
         kind: "enter", "pack" or "unpack".
-        storage: the storage's number in the step, in the order of first saving; -1 for the entry, and for storages
-            that are not the step's own (left over from an earlier one) or not counted (weights).
-        nbytes: the storage's bytes, which with kind and storage make up what a later step is compared with.
+        storage: number of the storage, in the order of first saving; -1 for the start of the step, for storages of an
+            earlier step, and for weights, which are not counted.
+        nbytes: bytes of the storage. With `kind` and `storage`, they are compared with those of later steps.
         compute_s: seconds of the user's own work until the next moment.
-        other_bytes: on CUDA, the interval's peak of allocated bytes that the Session does not hold: weights,
-            gradients, activations that the model itself still holds, temporaries. 0 on CPU, where they do not count.
-        still_bytes: the same at the moment itself, when no kernel of the user's runs: what lies there while the
-            Session computes something again. At most `other_bytes` of the interval that follows.
+        other_bytes: on CUDA, the interval's peak of allocated bytes outside the Session: weights, gradients,
+            activations that the model holds, temporaries. 0 on CPU, where they are not counted.
+        still_bytes: as `other_bytes`, but at the moment itself, when no kernel of the user runs. It is the memory
+            outside the Session during a recomputation. At most `other_bytes` of the following interval.
     """
 
     kind: str
@@ -47,24 +47,24 @@ class Moment:
 
     @property
     def signature(self) -> tuple[str, int, int]:
-        """What must agree for a later step to follow the same plan."""
+        """What must be equal for a later step to follow the same plan."""
         return (self.kind, self.storage, self.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedStorage:
-    """One storage that autograd saved.
+    """A storage that autograd saved.
 
     Attributes:
-        nbytes: as the budget counts it.
+        nbytes: bytes, as the budget counts them.
         made: moment of the first pack.
-        owned: first interval in which nobody but autograd holds it, so that moving it away frees memory. On CPU equal
-            to `made`: there the budget counts what autograd saved, whoever else holds it.
-        needed: moment of the first unpack; the number of moments where the step had none.
-        freed: first interval in which autograd has let go; the number of moments where that came after the step.
-        parcel: the parcel it travels in, -1 where it may not move (inputs, and storages below 4 KiB).
-        block: dotted name of the innermost module that was running when it was saved.
-        value: what its bytes are, in `Trace.values`; -1 where it cannot be computed again.
+        owned: first interval in which only autograd holds it, so that moving it frees memory. On CPU equal to `made`,
+            since the budget counts all storages that autograd saved.
+        needed: moment of the first unpack; the number of moments if there is none.
+        freed: first interval after autograd has released it; the number of moments if that is after the step.
+        parcel: number of its parcel; -1 if it is not moved (inputs, and storages below 4 KiB).
+        block: qualified name of the innermost module that ran when it was saved.
+        value: its index in `Trace.values`; -1 if it cannot be recomputed.
     """
 
     nbytes: int
@@ -79,17 +79,17 @@ class SavedStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One operation of the step, as it would be run again: with the same arguments, and random state where it draws.
+    """An operation of the step that can run again with the same arguments and random state.
 
     Attributes:
         name: "aten.addmm.default".
-        compute_s: seconds it takes.
-        scratch_bytes: on CUDA, the most it allocates besides its outputs; 0 on CPU.
-        inputs: values that it reads. Weights and the model's own inputs are always at hand, and not named.
-        outputs: values that it makes, all at once.
-        number: its place among all operations that the step recorded.
-        signature: a checksum of the names and sizes of all of them up to this one: a later step with the same one has
-            come the same way.
+        compute_s: duration in seconds.
+        scratch_bytes: on CUDA, peak of allocated bytes besides its outputs; 0 on CPU.
+        inputs: values that it reads, without weights and inputs of the model, which always exist.
+        outputs: values that it creates.
+        number: its index among all operations that the step recorded.
+        signature: checksum of the names and sizes of all operations up to this one. If it is equal in a later step,
+            that step ran the same operations.
     """
 
     name: str
@@ -103,12 +103,12 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Value:
-    """The bytes of one storage as an operation left them.
+    """The content of a storage after an operation.
 
     Attributes:
-        nbytes: of the storage.
-        op: what makes it, in `Trace.ops`; -1 where that cannot be run again, so that the bytes must be at hand.
-        storage: the saved storage that holds it, in `Trace.storages`; -1 where autograd did not save it.
+        nbytes: bytes of the storage.
+        op: index in `Trace.ops` of the operation that creates it; -1 if it cannot run again.
+        storage: index in `Trace.storages` of the saved storage with this value; -1 if autograd did not save it.
     """
 
     nbytes: int
@@ -122,13 +122,13 @@ class Parcel:
 
     Attributes:
         nbytes: bytes of the copy, padding between small storages included.
-        made: moment from which its buffer takes room: the first storage's pack.
+        made: moment when its buffer is allocated: the first storage's pack.
         owned: first interval in which its buffer counts against the budget.
-        sealed: moment of the last storage's pack, when the copy out can begin.
+        sealed: moment of the last storage's pack, when the copy out can start.
         needed: moment of the first unpack of any of its storages.
-        freed: first interval in which all of its storages have been let go.
-        num_storages: how many it holds.
-        block: the first storage's block.
+        freed: first interval after all its storages are released.
+        num_storages: number of storages.
+        block: block of the first storage.
     """
 
     nbytes: int
@@ -143,17 +143,17 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One measured step.
+    """The trace of one measured step.
 
     Attributes:
         device: "cpu" or "cuda".
-        moments: all moments, the entry first.
-        storages: in the order of first saving.
-        parcels: in the order of first saving.
-        base_bytes: on CUDA, bytes allocated at the step's entry that are not the Session's; 0 on CPU.
-        staging_bytes: constant room on the fast tier's budget for copies under way (on CPU, bounce buffers).
-        ops: operations that could be run again, in the order in which the step ran them.
-        values: what those made or read.
+        moments: all moments; the first is the start of the step.
+        storages: saved storages in the order of first saving.
+        parcels: parcels in the order of first saving.
+        base_bytes: on CUDA, bytes allocated outside the Session at the start of the step; 0 on CPU.
+        staging_bytes: constant part of the fast tier's budget for copies in progress (on CPU, bounce buffers).
+        ops: operations that can run again, in the order of the step.
+        values: their inputs and outputs.
     """
 
     device: str
@@ -167,12 +167,12 @@ class Trace:
 
     @property
     def num_moments(self) -> int:
-        """Moments, and so intervals."""
+        """Number of moments, which is also the number of intervals."""
         return len(self.moments)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all storages that the step saved."""
+        """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.storages)
 
     @property
@@ -186,7 +186,7 @@ class Trace:
 
     @staticmethod
     def from_json(text: str) -> Trace:
-        """Reads what `to_json` wrote.
+        """Parses the text of `to_json`.
 
         Raises:
             PlanError: the text is not a trace.
@@ -194,11 +194,11 @@ class Trace:
         try:
             return trace_from_dict(json.loads(text))
         except (ValueError, TypeError, KeyError) as error:
-            raise PlanError(f"this is not a trace that torchstorm wrote: {error}") from error
+            raise PlanError(f"the text is not a trace written by torchstorm: {error}") from error
 
 
 def trace_from_dict(fields: dict[str, Any]) -> Trace:
-    """Builds a trace from the dictionary that `dataclasses.asdict` makes of one."""
+    """Creates a trace from the result of `dataclasses.asdict`."""
     return Trace(
         **{
             **fields,
@@ -214,11 +214,11 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
 
 
 def make_parcels(storages: Sequence[SavedStorage], parcel_bytes: Sequence[int]) -> tuple[Parcel, ...]:
-    """Derives the parcels from their storages.
+    """Creates the parcels from their storages.
 
     Args:
-        storages: all storages of the step; `parcel` says which one each travels in.
-        parcel_bytes: bytes of each parcel's copy.
+        storages: all storages of the step; `parcel` is the number of each one's parcel.
+        parcel_bytes: bytes of each parcel.
     """
     members: list[list[SavedStorage]] = [[] for _ in parcel_bytes]
     for storage in storages:
@@ -228,7 +228,7 @@ def make_parcels(storages: Sequence[SavedStorage], parcel_bytes: Sequence[int]) 
         Parcel(
             nbytes=nbytes,
             made=min(storage.made for storage in group),
-            # Several storages are copied into a buffer of the Session's own, which counts from the start.
+            # Several storages are copied into a buffer of the Session, which counts from its allocation.
             owned=group[0].owned if len(group) == 1 else min(storage.made for storage in group),
             sealed=max(storage.made for storage in group),
             needed=min(storage.needed for storage in group),

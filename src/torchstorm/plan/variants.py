@@ -1,11 +1,11 @@
-"""Chooses a variant for every compiled block: what it saves, and so what its backward computes again.
+"""Chooses a variant for every compiled block: what it saves for backward, and what its backward recomputes.
 
-A compiled block's backward asks for all that it saved at once, and what it can compute again was settled when it was
-compiled: in a few variants, once for all blocks that are alike. A plan chooses among them, block by block, and
-`plan.solve` then moves what they save. One measured step tells times and memory of all blocks in the variant that they
-ran in; for another variant the trace is rewritten by what their graphs say.
+The backward of a compiled block unpacks all its saved tensors at once, and its recomputation is fixed at compile time.
+So equal blocks are compiled in a few variants. This module chooses a variant for each block, and `plan.solve` then
+moves what the blocks save. One measured step gives the times and the memory of all blocks in their current variants.
+For other variants, the trace is rewritten with sizes and costs from the compiled graphs.
 
-First blocks are needed last, when the gradients exist, so they save least: only such mixes are tried.
+The first blocks' tensors are needed last, when the gradients exist. So only mixes are tried in which they save least.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torchstorm.plan.trace import PACK, UNPACK, Moment, SavedStorage, Trace, mak
 
 SAVE, CHEAP, LEAN, INPUTS = "save", "cheap", "lean", "inputs"
 VARIANTS = (SAVE, CHEAP, LEAN, INPUTS)
-"""From the one that saves most to the one that computes most again."""
+"""Variant names, from the one that saves most to the one that recomputes most."""
 
-_SMALL_BYTES = 4096  # of a storage that no plan moves
+_SMALL_BYTES = 4096  # smaller storages are never moved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What one block saves in one variant, beyond its inputs, outputs and weights.
+    """The saved tensors and the recomputation of one block in one variant, without its inputs, outputs and weights.
 
     Attributes:
         name: one of `VARIANTS`.
-        sizes: bytes of every saved storage, of 1 KiB and more.
-        small_bytes: of all smaller ones.
-        backward_flops: floating-point operations of the matrix products that run again in backward.
-        backward_bytes: bytes that operations of forward write again in backward.
-        peak_bytes: most that backward holds at once, what was saved included.
+        sizes: bytes of every saved storage of at least 1 KiB.
+        small_bytes: total bytes of smaller ones.
+        backward_flops: floating-point operations of the matrix products that are recomputed in backward.
+        backward_bytes: bytes that recomputed operations write in backward.
+        peak_bytes: peak memory of backward, saved tensors included.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Variant:
 
     @property
     def saved_bytes(self) -> int:
-        """All that it saves."""
+        """Total bytes saved."""
         return sum(self.sizes) + self.small_bytes
 
     def then(self, other: Variant) -> Variant:
-        """Both together, one after the other in forward: two graphs of one block."""
+        """The sum of two graphs of one block, which run one after the other in forward."""
         return Variant(
             name=self.name,
             sizes=self.sizes + other.sizes,
@@ -70,10 +70,10 @@ class BlockTable:
     """One block's variants.
 
     Attributes:
-        name: dotted, as the trace calls it.
-        variants: by name; those that would save no less than the one before are missing.
-        forward_flops: of its matrix products, convolutions and attention.
-        kind: the same for blocks that are built alike, which take equally long.
+        name: qualified name, as in the trace.
+        variants: variants by name, without those that save no less than the previous one.
+        forward_flops: floating-point operations of its matrix products, convolutions and attention.
+        kind: an equal value for blocks with equal structure, which take equally long.
     """
 
     name: str
@@ -82,7 +82,7 @@ class BlockTable:
     kind: int = 0
 
     def nearest(self, name: str) -> Variant:
-        """The variant of that name; where there is none, the leanest that saves more."""
+        """The variant of that name. If it does not exist, the next one that saves more."""
         while name not in self.variants:
             name = VARIANTS[VARIANTS.index(name) - 1]
         return self.variants[name]
@@ -94,9 +94,9 @@ class Choice:
 
     Attributes:
         variants: variant by block.
-        step_ms: forecast of the step; None where no mix was found that keeps to the budget, so that the leanest was
+        step_ms: forecast step time; None if no mix was found within the budget, and the one with the least memory was
             taken.
-        num_tried: mixes that were planned to find it.
+        num_tried: number of mixes that were planned.
     """
 
     variants: dict[str, str]
@@ -114,15 +114,15 @@ def choose_variants(
     max_tries: int = 60,
     max_seconds: float = 10.0,
 ) -> Choice:
-    """Finds the fastest mix whose plan keeps to the budget.
+    """Finds the fastest mix whose plan is within the budget.
 
     Args:
         trace: a measured step.
-        tables: the blocks in the order in which they run.
-        measured: the variant that each block ran in when the trace was taken.
-        plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
-        memory_bytes_per_s: how fast element-wise operations write, roughly.
-        max_tries, max_seconds: when to stop and take the best found.
+        tables: the blocks in the order of forward.
+        measured: the variant of each block in the traced step.
+        plan_of: plans a trace within the budget; None or BudgetError if that is impossible.
+        memory_bytes_per_s: approximate rate at which element-wise operations write.
+        max_tries, max_seconds: limits of the search; the best mix found by then is returned.
     """
     num = len(tables)
     trace = warm_trace(trace, tables)
@@ -130,7 +130,7 @@ def choose_variants(
     scores: dict[tuple[int, ...], tuple[int, float]] = {}
 
     def names(cuts: tuple[int, ...]) -> dict[str, str]:
-        """Block i is as lean as there are cuts beyond it."""
+        """The variant of block i is the number of cuts after it."""
         return {
             table.name: table.nearest(VARIANTS[sum(index < cut for cut in cuts)]).name
             for index, table in enumerate(tables)
@@ -156,7 +156,7 @@ def choose_variants(
         better = min((moved for moved in _neighbours(best, step, num)), key=score, default=best)
         if len(scores) > max_tries or time.monotonic() > stop:
             break
-        # A tenth of a percent is inside the forecast's error.
+        # Differences below a tenth of a percent are within the forecast's error.
         if score(better) < (score(best)[0], score(best)[1] * 0.999):
             best = better
         else:
@@ -167,7 +167,7 @@ def choose_variants(
 
 
 def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, ...]]:
-    """Mixes with one cut moved, the others pushed along so that they stay in order."""
+    """Mixes with one cut moved. Other cuts are moved along to keep their order."""
     found = []
     for place in range(len(cuts)):
         for delta in (-step, step):
@@ -179,7 +179,7 @@ def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, .
 
 
 def warm_trace(trace: Trace, tables: Sequence[BlockTable]) -> Trace:
-    """The step with every block as fast as the fastest of its kind: the first one was being compiled meanwhile."""
+    """The step with every block as fast as the fastest of its kind, since the first one's time includes compilation."""
     moments = list(trace.moments)
     groups: dict[int, list[_Span]] = {}
     for table in tables:
@@ -198,11 +198,11 @@ def warm_trace(trace: Trace, tables: Sequence[BlockTable]) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Where a block is in a step.
+    """The moments of a block in a step.
 
     Attributes:
-        storages: those that it saved first.
-        before: the last moment of what ran before it.
+        storages: storages that it was the first to save.
+        before: last moment before the block.
         packed: moment of its last pack.
         unpacked: moment of its last unpack.
     """
@@ -213,26 +213,26 @@ class _Span:
     unpacked: int
 
     def forward(self) -> range:
-        """The intervals in which its forward ran."""
+        """The intervals of its forward."""
         return range(self.before, self.packed)
 
     def backward(self) -> range:
-        """The interval in which its backward ran: after all its storages were asked for."""
+        """The interval of its backward: after the last unpack of its storages."""
         return range(self.unpacked, self.unpacked + 1)
 
 
 def _span_of(trace: Trace, storages: Sequence[SavedStorage], name: str) -> _Span | None:
-    """None where the step has no backward of the block."""
+    """The moments of a block; None if the step has no backward of it."""
     own = {n for n, storage in enumerate(storages) if storage.block == name or storage.block.startswith(f"{name}.")}
     needed = [storages[n].needed for n in own if storages[n].needed < trace.num_moments]
     if not needed:
         return None
     first = min(storages[n].made for n in own)
-    # What the block saves besides may have been saved before: its own input, for one.
+    # The block may also save storages that were saved before, such as its input.
     before = max((s.made for n, s in enumerate(storages) if n not in own and s.made < first), default=0)
     unpacked = max(needed)
     while unpacked + 1 < trace.num_moments and trace.moments[unpacked + 1].signature[:2] in {(UNPACK, n) for n in own}:
-        unpacked += 1  # another view of a storage that was asked for already
+        unpacked += 1  # another view of a storage that was already unpacked
     return _Span(tuple(sorted(own)), before, max(storages[n].made for n in own), unpacked)
 
 
@@ -244,14 +244,14 @@ def mixed_trace(
     *,
     memory_bytes_per_s: float,
 ) -> Trace:
-    """The step as it would be with other variants.
+    """Rewrites a trace for other variants.
 
-    Storages that a block would not save any more have no bytes in it; those that it would save besides are packed and
-    unpacked with its others. Times change by what runs again, at the speed at which the block's forward ran.
+    Storages that a block does not save in its new variant get 0 bytes. Additional storages are packed and unpacked with
+    the block's others. Recomputation adds time, at the measured speed of the block's forward.
     """
     moments = list(trace.moments)
     storages = list(trace.storages)
-    inserted: list[tuple[int, Moment]] = []  # before which old moment
+    inserted: list[tuple[int, Moment]] = []  # (old moment to insert before, moment)
     added: list[tuple[int, int, int, SavedStorage]] = []  # (pack, unpack) in `inserted`, old moment of freeing
     for table in tables:
         old, new = table.nearest(measured[table.name]), table.nearest(wanted[table.name])
@@ -267,7 +267,7 @@ def mixed_trace(
         for nbytes in (Counter(new.sizes) - Counter(old.sizes)).elements():
             places = []
             for at, kind in ((span.packed, PACK), (unpacked, UNPACK)):
-                still = moments[at].still_bytes  # nothing of the user's runs in between
+                still = moments[at].still_bytes  # no kernel of the user runs in between
                 moment = Moment(
                     kind=kind,
                     storage=len(trace.storages) + len(added),
@@ -307,7 +307,7 @@ def _with_inserted(
     ats = [inserted[place][0] for place in order]
 
     def now(old: int) -> int:
-        """Where an old moment is."""
+        """The new index of an old moment."""
         return old + bisect_right(ats, old)
 
     new_index = {place: inserted[place][0] + rank for rank, place in enumerate(order)}
@@ -323,7 +323,7 @@ def _with_inserted(
     for pack, unpack, freed, storage in added:
         made = new_index[pack]
         moved.append(replace(storage, made=made, owned=made, needed=new_index[unpack], freed=now(freed)))
-    # Parcels anew: those that lost all their storages are gone, every added storage travels alone.
+    # New parcels: those without storages are removed, and each added storage gets its own.
     numbers: dict[int, int] = {}
     parcel_bytes: list[int] = []
     for number, storage in enumerate(moved):

@@ -1,4 +1,4 @@
-"""What a plan costs beside the model's own compute: seconds of recomputing, and what each copy makes compute wait."""
+"""The overhead of a plan per parcel: seconds of recomputation, and seconds that compute waits for copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchstorm.plan.trace import Trace
 
 
 def recompute_seconds(trace: Trace, placements: Sequence[Placement]) -> list[float]:
-    """For every parcel, seconds of operations that run again because it is needed; shared among those made at once."""
+    """Recompute seconds per parcel. Parcels that are recomputed together share them."""
     seconds = [0.0] * len(trace.parcels)
     for replay in (replays(trace, placements) or {}).values():
         for number in replay.made:
@@ -20,8 +20,8 @@ def recompute_seconds(trace: Trace, placements: Sequence[Placement]) -> list[flo
 
 
 def waiting_seconds(trace: Trace, placements: Sequence[Placement], machine: Machine) -> list[float]:
-    """For every parcel, seconds that compute waits for its copies: at its drop until it has left, and when it is needed
-    until it is back.
+    """Seconds per parcel that compute waits for its copies: for the copy out at its drop, and for the copy back when it
+    is needed.
     """
     waits = [0.0] * len(trace.parcels)
     forecast_s(trace, placements, machine, waits=waits)
