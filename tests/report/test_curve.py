@@ -42,7 +42,7 @@ def test_another_format_is_taken_from_the_ending(plan: Plan, tmp_path: Path) -> 
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
-def test_what_cannot_be_written_is_told(plan: Plan, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_reported(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"curve.gif2: '.gif2' is not one of .*png"):
         write_curve(plan, tmp_path / "curve.gif2")
     with pytest.raises(StorageError, match="Give a path in a folder that exists"):

@@ -1,4 +1,4 @@
-"""The frontier as a picture and as JSON: step time against the budget, beside keeping everything and checkpointing."""
+"""Plots the frontier of step time and budget, with keeping everything and checkpointing for comparison; JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _OPTION = "--curve"
 def write_curve(
     plan: Plan, path: str | os.PathLike[str], *, json_path: str | os.PathLike[str] | None = None, title: str = ""
 ) -> Curve:
-    """Computes the frontier of a planned step, and writes its picture.
+    """Computes the frontier of a planned step, and writes a plot of it.
 
     Args:
-        plan: whose step, machine and tiers below the fast one are taken.
-        path: of the picture; its ending says the format (.png, .svg, .pdf).
-        json_path: where the numbers go too; None for nowhere.
-        title: stands above the picture.
+        plan: gives the step, the machine and the slower tiers.
+        path: file of the plot. Its suffix is the format (.png, .svg, .pdf).
+        json_path: file for the numbers; None for no file.
+        title: title of the plot.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+        ConfigError: matplotlib is not installed, or does not write this format.
         StorageError: a file cannot be written.
     """
     require_matplotlib(_OPTION)
@@ -43,13 +43,13 @@ def draw_curve(found: Curve, path: str | os.PathLike[str], *, title: str = "", s
     """Draws a frontier.
 
     Args:
-        found: what to draw.
-        path: of the picture; its ending says the format.
-        title: stands above it.
-        simulated: whether the picture has to say that nothing was measured.
+        found: the frontier.
+        path: file of the plot. Its suffix is the format.
+        title: title of the plot.
+        simulated: whether to note that the numbers were not measured.
 
     Raises:
-        ConfigError: the ending names no format that matplotlib writes.
+        ConfigError: matplotlib does not write this format.
         StorageError: the file cannot be written.
     """
     draw(path, lambda axes: _draw(axes, found, title, simulated), option=_OPTION)

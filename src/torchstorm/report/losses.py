@@ -1,4 +1,4 @@
-"""Losses of several runs in one picture, over the tokens that each has seen."""
+"""Plots the losses of several runs over the number of training tokens."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Curve:
     """One run.
 
     Attributes:
-        name: for the legend.
-        losses: of every step.
-        val_losses: (steps done, loss).
+        name: name in the legend.
+        losses: training loss of every step.
+        val_losses: (number of steps, validation loss).
     """
 
     name: str
@@ -32,17 +32,17 @@ class Curve:
 def draw_losses(
     curves: Sequence[Curve], path: str | os.PathLike[str], *, tokens_per_step: int, title: str, option: str
 ) -> None:
-    """Draws every run: its training loss, smoothed over about ten steps, and its validations.
+    """Plots the training loss of every run, smoothed over about ten steps, and its validation loss.
 
     Args:
         curves: the runs.
-        path: of the picture; its ending says the format.
-        tokens_per_step: of all runs.
-        title: stands above the picture.
-        option: what asked for the picture, as in "--png".
+        path: file of the plot. Its suffix is the format.
+        tokens_per_step: tokens per step, equal for all runs.
+        title: title of the plot.
+        option: the option that requested the plot, such as "--png", for messages.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+        ConfigError: matplotlib is not installed, or does not write this format.
         StorageError: the file cannot be written.
     """
 

@@ -1,4 +1,4 @@
-"""A picture with one pair of axes, by matplotlib where it is installed."""
+"""Writes plots with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INK, GRID = "#333333", "#dddddd"
 
 
 def require_matplotlib(option: str) -> None:
-    """Makes sure that pictures can be drawn, before anything is computed for one.
+    """Checks that matplotlib is installed, before the data of a plot is computed.
 
     Args:
-        option: what asked for the picture, as in "--curve".
+        option: the option that requested the plot, such as "--curve", for messages.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -27,21 +27,21 @@ def require_matplotlib(option: str) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"{option} draws a picture with matplotlib, which is not installed: pip install torchstorm[plot], or leave "
+            f"{option} writes a plot with matplotlib, which is not installed: pip install torchstorm[plot], or leave "
             f"{option} out."
         ) from error
 
 
 def check_picture(path: str | os.PathLike[str], option: str) -> None:
-    """Makes sure that this picture can be drawn.
+    """Checks that a plot can be written in this format.
 
     Args:
-        path: of the picture; its ending says the format. A device or FIFO without one gets PNG.
-        option: what asked for it.
+        path: file of the plot. Its suffix is the format. A device or FIFO without a suffix gets PNG.
+        option: the option that requested it, for messages.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
-        StorageError: the file cannot be written, as far as that can be told before.
+        ConfigError: matplotlib is not installed, or does not write this format.
+        StorageError: the file cannot be written, as far as that can be told beforehand.
     """
     require_matplotlib(option)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,20 +51,20 @@ def check_picture(path: str | os.PathLike[str], option: str) -> None:
     formats = FigureCanvasAgg(Figure()).get_supported_filetypes()
     if _format(path) not in formats:
         raise ConfigError(
-            f"{option} {path}: {path.suffix or 'no ending'!r} is not one of {', '.join(sorted(formats))}."
+            f"{option} {path}: {path.suffix or 'no suffix'!r} is not one of {', '.join(sorted(formats))}."
         )
 
 
 def draw(path: str | os.PathLike[str], fill: Callable[[Any], None], *, option: str) -> None:
-    """Draws and writes a picture.
+    """Creates and writes a plot with one pair of axes.
 
     Args:
-        path: its ending says the format.
-        fill: given the axes, draws into them.
-        option: what asked for the picture.
+        path: file of the plot. Its suffix is the format.
+        fill: draws into the axes.
+        option: the option that requested the plot, for messages.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the ending names no format that it writes.
+        ConfigError: matplotlib is not installed, or does not write this format.
         StorageError: the file cannot be written.
     """
     check_picture(path, option)
@@ -72,7 +72,7 @@ def draw(path: str | os.PathLike[str], fill: Callable[[Any], None], *, option: s
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no display is asked for
+    FigureCanvasAgg(figure)  # needs no display
     axes = figure.add_subplot()
     fill(axes)
     axes.grid(True, color=GRID, linewidth=0.7)
@@ -84,7 +84,7 @@ def draw(path: str | os.PathLike[str], fill: Callable[[Any], None], *, option: s
 
 
 def save(figure: Any, path: str | os.PathLike[str], option: str) -> None:
-    """Writes a figure, whatever is drawn in it. Raises as `check_picture` does."""
+    """Writes a figure. Raises as `check_picture` does."""
     check_picture(path, option)
     drawn = io.BytesIO()
     figure.savefig(drawn, format=_format(user_path(path, name=option)))
@@ -92,5 +92,5 @@ def save(figure: Any, path: str | os.PathLike[str], option: str) -> None:
 
 
 def _format(path: Path) -> str:
-    """What the ending says; PNG for a device or FIFO without one."""
+    """The format that the suffix names; PNG for a device or FIFO without one."""
     return path.suffix.removeprefix(".").lower() or ("" if is_replaceable(path) else "png")

@@ -1,4 +1,4 @@
-"""What the commands share: where their lines and documents go, and how one ends that cannot go on."""
+"""Where commands print their lines and documents, and how a failed or stopped one ends: one line and an exit code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def installed_version(name: str) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Tells a mistake in one line, and a stop with the way to go on."""
+    """Prints the message of a TorchstormError, or of a stopped run with the command to resume it."""
     from torchstorm.train.stop import Interrupted, Stopped
 
     try:
@@ -52,6 +52,6 @@ def told() -> Iterator[None]:
     except Interrupted as stopped:
         text = f"Stopped by {stopped}."
         if isinstance(stopped, Stopped):
-            text += f"\nGo on with: torchstorm train --resume {shlex.quote(str(stopped.checkpoint_dir))}"
+            text += f"\nResume with: torchstorm train --resume {shlex.quote(str(stopped.checkpoint_dir))}"
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(stopped.exit_code) from None
