@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ WITH_PYTHON = [README, REPOSITORY / "docs" / "tutorial.md"]
 # typer has click inside in some versions and beside it in others.
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
+PYTEST = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -82,6 +84,8 @@ def test_a_documented_command_exists_with_all_its_options(page: str, line: str) 
             assert re.search(rf"^{re.escape(target)}:", MAKEFILE, re.MULTILINE), f"{page}: no target {target}"
     elif program == "torchstorm":
         assert parse_torchstorm(arguments)
+    elif program == "pytest":
+        assert any(mark.startswith(f"{arguments[1]}:") for mark in PYTEST["markers"]), f"{page}: {line}"
     else:
         pytest.fail(f"{page} shows {line!r}, and this test knows no program {program!r}")
 

@@ -438,5 +438,5 @@ def test_pictures_go_to_the_home_directory_and_into_a_fifo(kind: type, home: Pat
     assert reader.all().startswith(b"\x89PNG")
     with pytest.raises(StorageError, match="--plot /dev/full cannot be written: No space left"):
         draw_bars(panels, kind("/dev/full"), title="a", legend="b")
-    with pytest.raises(ConfigError, match="'no ending' is not one of"):
+    with pytest.raises(ConfigError, match="'no suffix' is not one of"):
         draw_bars(panels, kind("~/a"), title="a", legend="b")

@@ -16,6 +16,7 @@ from torchstorm.memory.limits import total_ram_bytes
 from torchstorm.offload.measure import LinkSpeed
 from torchstorm.report import doctor as doctor_module
 from torchstorm.report.doctor import DoctorReport, GpuReport, doctor, examine
+from torchstorm.report.terminal import installed_version
 
 GPU = GpuReport(
     device="cuda:0",
@@ -152,7 +153,7 @@ def test_what_is_not_installed_is_called_that(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     versions = examine(tmp_path).versions
     assert versions["nvcc"] == versions["C compiler"] == "not found"
-    assert doctor_module._installed("torchstorm-of-another-name") == "not installed"
+    assert installed_version("torchstorm-of-another-name") == "not installed"
 
 
 @pytest.mark.gpu
