@@ -269,6 +269,13 @@ except StorageError as error:
     assert told.startswith(f"--json {folder}/a.json cannot be written: Permission denied.")
 
 
+def test_a_block_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchstorm.paths.stat.S_ISBLK", stat.S_ISCHR)  # not every machine has one to try
+    for call in (check_output, partial(write_document, content="two")):
+        with pytest.raises(StorageError, match="it is a block device, whose contents would be lost"):
+            call("/dev/null", name="--json")
+
+
 def test_a_failed_write_leaves_the_file_from_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_document(tmp_path / "a.json", "one", name="--json")
 

@@ -131,8 +131,7 @@ def _check(path: Path) -> None:
         return
     if is_replaceable(path):
         folder = os.path.dirname(os.path.realpath(path))
-        if not stat.S_ISDIR(os.stat(folder).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder")
+        os.stat(folder)  # tells that there is none
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return
