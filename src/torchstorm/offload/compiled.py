@@ -1,7 +1,8 @@
 """A model compiled block by block, each block in a variant that can be changed from step to step.
 
 Blocks that are built alike share one compilation a variant: `torch.compile` sees one function, which takes the block as
-an argument. All variants give the same bits (see `torch_private.compile_with`), so a plan may mix them as it likes.
+an argument. Variants are compiled so as to give the same bits (see `torch_private.compile_with`), and a plan mixes
+those that a comparison between steps has found to do so (see `agreement`).
 
 Graph breaks are tolerated: what lies between the graphs runs uncompiled, and its saved tensors are planned one by one.
 """
@@ -12,6 +13,7 @@ import itertools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.agreement import REFERENCE, Agreement, looks_of
 from torchstorm.offload.blocks import named_blocks, structure
 from torchstorm.offload.partition import GraphCosts, VariantPartitioner
 from torchstorm.offload.saved import SavedTensors
@@ -75,6 +78,8 @@ class CompiledBlocks:
         self._structures = {name: structure(module) for name, module in self._modules.items()}
         self._kinds = {name: self._alike.setdefault(found, _Kind()) for name, found in self._structures.items()}
         self.fixed = False  # whether `rechoose` leaves the variants as they are
+        self.compares = False  # whether only variants are used that agree
+        self._fell_back = False  # whether a call of this step ran in another variant than was set
         self.choice: Choice | None = None
         self._num_chosen = 0
         self.variants: dict[str, str] = {}
@@ -104,7 +109,7 @@ class CompiledBlocks:
         """What every block that has run with gradients saves in every variant, in the order of the model's modules."""
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds.values()))}
         return [
-            BlockTable(name=name, variants=kind.merged(), forward_flops=kind.forward_flops, kind=numbers[kind])
+            BlockTable(name=name, variants=kind.usable(), forward_flops=kind.forward_flops, kind=numbers[kind])
             for name, kind in self._kinds.items()
             if kind.costs
         ]
@@ -135,10 +140,41 @@ class CompiledBlocks:
         if self.fixed or not self.tables() or self._num_chosen >= (_MOST_CHOICES if failed else 1):
             return False
         self._num_chosen += 1
-        self.choice = self.choose(trace, plan_of)
         before = dict(self.variants)
-        self.set(self.choice.variants)
+        self.choice = self.choose(trace, plan_of)
+        while not self.adopt(self.choice.variants):
+            self.choice = self.choose(trace, plan_of)  # without those that do not agree
         return before != self.variants
+
+    def adopt(self, variants: Mapping[str, str]) -> bool:
+        """Sets those variants that agree with `agreement.REFERENCE`; compares them, so it must be between steps.
+
+        Returns:
+            Whether all of them do. Those that do not are left out from now on, and `notes` says why.
+
+        Raises:
+            ConfigError: as `set` does.
+        """
+        agreed = {name: variant for name, variant in variants.items() if self._agrees(name, variant)}
+        self.set(agreed)
+        return len(agreed) == len(variants)
+
+    def settle(self) -> bool:
+        """Compares what the step that has ended was the first to run. True where the next such step is another one."""
+        changed, self._fell_back = self._fell_back, False
+        for name, variant in list(self.variants.items()):
+            if self.compares and not self._agrees(name, variant):
+                self.variants[name] = REFERENCE
+                changed = True
+        for kind in self._alike.values():
+            kind.agreement.settle()
+        return changed
+
+    def _agrees(self, name: str, variant: str) -> bool:
+        kind = self._kinds.get(name)
+        if not self.compares or kind is None or variant not in VARIANTS:
+            return True  # `set` refuses it
+        return kind.agreement.agrees(variant, kind.call, _device_of(self._modules[name]))
 
     @property
     def mix(self) -> str:
@@ -149,13 +185,19 @@ class CompiledBlocks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Variants that PyTorch could not make, with the reason: those blocks save more instead."""
+        """Variants that PyTorch could not make, so that those blocks save more instead; and those that are not used."""
         failed = {
             f"variant {variant!r} of {type(self._modules[name]).__name__}: {reason}"
             for name, kind in self._kinds.items()
             for costs in kind.costs
             for variant, reason in costs.failed.items()
         }
+        names: dict[_Kind, list[str]] = {}
+        for name, kind in self._kinds.items():
+            names.setdefault(kind, []).append(name)
+        for kind, alike in names.items():
+            for variant, reason in kind.agreement.dropped.items():
+                failed.add(f"variant {variant!r} of {', '.join(alike)} is not used: {reason}")
         return tuple(sorted(failed))
 
     def _kind_of(self, name: str, module: nn.Module) -> _Kind:
@@ -164,6 +206,23 @@ class CompiledBlocks:
         key = (self._structures[name], name, hooks) if hooks else self._structures[name]
         kind = self._kinds[name] = self._alike.setdefault(key, _Kind())
         return kind
+
+    def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a block in its variant, or in the reference until they are known to agree for such calls."""
+        kind = self._kind_of(name, module)
+        if not torch.is_grad_enabled():
+            return kind.call(_WITHOUT_GRADIENTS, module, args, kwargs)
+        wanted = self.variants[name]
+        if not self.compares:
+            return kind.call(wanted, module, args, kwargs)
+        key = looks_of(name, module, (args, kwargs), _device_of(module))
+        variant = kind.agreement.variant(key, wanted)
+        self._fell_back |= variant != wanted
+        case = kind.agreement.freeze(key, module, args, kwargs)
+        before = private.num_compiled()
+        out = kind.call(variant, module, args, kwargs)
+        kind.agreement.ran(key, case, is_compiled=private.num_compiled() != before)
+        return out
 
     def undo(self) -> None:
         """The blocks run uncompiled again."""
@@ -179,6 +238,7 @@ class _Kind:
     """What blocks that are built alike share."""
 
     def __init__(self) -> None:
+        self.agreement = Agreement()
         self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
         self.partitioners: dict[str, VariantPartitioner] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -222,6 +282,16 @@ class _Kind:
                 found[name] = Variant(**{**vars(whole), "name": name})
         return found
 
+    def usable(self) -> dict[str, Variant]:
+        """Those that are not dropped, the reference always among them then."""
+        found = self.merged()
+        dropped = self.agreement.dropped
+        if not dropped:
+            return found
+        nearest = BlockTable(name="", variants=found, forward_flops=0).nearest(REFERENCE)
+        found[REFERENCE] = replace(nearest, name=REFERENCE)
+        return {name: found[name] for name in VARIANTS if name in found and name not in dropped}
+
 
 class _BlockCall:
     """What a block's call goes through. A copy of the model does not take it along."""
@@ -233,10 +303,9 @@ class _BlockCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
-        variant = owner.variants[self._name] if torch.is_grad_enabled() else _WITHOUT_GRADIENTS
         owner._on_enter(self._name)
         try:
-            return owner._kind_of(self._name, self._module).call(variant, self._module, args, kwargs)
+            return owner.call(self._name, self._module, args, kwargs)
         finally:
             owner._on_leave()
 
@@ -247,6 +316,8 @@ def compile_blocks(
     asked: nn.Module | None,
     blocks: Iterable[nn.Module | str] | None,
     variant: str | None,
+    *,
+    unlimited: bool,
 ) -> CompiledBlocks:
     """What `Session.compile` does, with its arguments.
 
@@ -256,6 +327,7 @@ def compile_blocks(
         asked: the model that the user named, None for the Session's.
         blocks: see `CompiledBlocks`.
         variant: for all blocks and all steps; None lets the Session choose after its first step.
+        unlimited: whether there is nothing to choose for: blocks save what PyTorch would.
 
     Raises:
         ConfigError: another model than the Session's was named; or as `CompiledBlocks` raises.
@@ -270,11 +342,12 @@ def compile_blocks(
     compiled = CompiledBlocks(
         model,
         blocks,
-        variant=variant or CHEAP,
+        variant=variant or (SAVE if unlimited else CHEAP),
         on_enter=lambda name: saved.blocks.append(name),
         on_leave=lambda: saved.blocks.pop() if saved.blocks else None,
     )
-    compiled.fixed = variant is not None
+    compiled.fixed = unlimited or variant is not None
+    compiled.compares = variant is None
     return compiled
 
 
@@ -296,6 +369,10 @@ def refuse_compiled_whole(model: nn.Module) -> None:
             "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
             "and compile it block by block with storm.compile(model)."
         )
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def _first_save(trace: Trace, block: str) -> int:

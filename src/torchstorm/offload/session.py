@@ -229,11 +229,12 @@ class Session:
         key, planned = self._key, self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
+        other_variants = self._compiled is not None and self._compiled.settle()
         if left_plan and key is not None:
             dropped = self._plans.drop(key)
             if dropped is not None and dropped.is_given:
                 self._planner.lessons.append("The plan that was given is of another step: such steps are planned anew.")
-        elif recorder is not None and key is not None:
+        elif recorder is not None and key is not None and not other_variants:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             num_measured = planned.num_measured + 1 if planned else 1
             base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
@@ -394,8 +395,7 @@ class Session:
         Raises:
             ConfigError, UnsupportedError: as `offload.compiled.compile_blocks` does.
         """
-        variant = "save" if self._unlimited and variant is None else variant
-        self._compiled = compile_blocks(self._saved, self._model, model, blocks, variant)
+        self._compiled = compile_blocks(self._saved, self._model, model, blocks, variant, unlimited=self._unlimited)
         return self._compiled
 
     # ------------------------------------------------------------------ answers

@@ -82,8 +82,12 @@ def compile_with(function: Callable[..., Any], partitioner: object, *, cache: bo
     return torch.compile(function, options=options)
 
 
-EXACT_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""Inductor's options under which recomputed values have the bits of the saved ones."""
+EXACT_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True, "cpp.simdlen": 1}
+"""Inductor's options under which recomputed values have the bits of the saved ones.
+
+On a CPU its own vectors are left out. What a kernel was fused of decides which of its loops run in vectors, and a
+vector's exp() has other bits than the standard library's, a sum over lanes other ones than a sum in order.
+"""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -118,6 +122,13 @@ def allow_recompiles(num_more: int) -> None:
 
     config.recompile_limit += num_more
     config.accumulated_recompile_limit += num_more
+
+
+def num_compiled() -> int:
+    """How many graphs Dynamo has captured so far: a call that changes it was compiled."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 # ---------------------------------------------------------------------- dispatch

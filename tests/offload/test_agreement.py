@@ -1,0 +1,286 @@
+"""Variants of compiled blocks that do not have the same bits are not used, whatever a plan picks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offload.steps import Outcome, assert_same
+from torchstorm.offload import agreement as agreement_module
+from torchstorm.offload import compiled as compiled_module
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.agreement import REFERENCE
+from torchstorm.offload.session import Session
+from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
+
+ROWS, WIDTH = 8, 64
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    from torch._dynamo import config
+
+    torch.compiler.reset()
+    limits = config.recompile_limit, config.accumulated_recompile_limit
+    yield
+    config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every variant that a block ran in; compiled for no machine, so that compiling takes no time."""
+    found: list[str] = []
+
+    def compile_with(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
+        compiled = torch.compile(function, backend=_backend(partitioner))
+
+        def run(*args: Any) -> Any:
+            found.append(partitioner.variant)
+            return compiled(*args)
+
+        return run
+
+    monkeypatch.setattr(private, "compile_with", compile_with)
+    return found
+
+
+def _backend(partitioner: Any) -> Callable[..., Any]:
+    from functorch.compile import nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def split(joint: Any, inputs: Any, **options: Any) -> Any:
+        return partitioner(joint, inputs, **options)
+
+    compilers = {"fw_compiler": nop, "bw_compiler": nop, "inference_compiler": nop}
+    backend: Callable[..., Any] = aot_autograd(**compilers, partition_fn=split, decompositions=select_decomp_table())
+    return backend
+
+
+@pytest.fixture
+def lean_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of LEAN have other last bits."""
+    call = compiled_module._Kind.call
+
+    def off(self: Any, variant: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        out = call(self, variant, module, args, kwargs)
+        return _Off.apply(out) if variant == LEAN else out
+
+    monkeypatch.setattr(compiled_module._Kind, "call", off)
+
+
+class _Off(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * (1 + 2**-20)
+
+
+class Block(nn.Module):
+    """Norms with statistics, dropout, and a note of every call in an object that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.BatchNorm1d(2 * WIDTH), nn.GELU())
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, cache: Cache, *, mask: torch.Tensor) -> torch.Tensor:
+        out = self.out(nn.functional.dropout(self.inner(x), 0.2))
+        cache.values.append(out)
+        return x + out.masked_fill(mask, 0.0)
+
+
+class Cache:
+    """As a model's cache of keys and values is."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.num_cached: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        mask = torch.zeros(x.shape[0], 1, dtype=torch.bool)
+        for block in self.blocks:
+            x = block(x, cache, mask=mask)
+        self.num_cached.append(len(cache.values))
+        return x
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[list[str]]:
+    """Every plan picks a variant for all blocks, or the nearest that there is. Returns what there was, each time."""
+    found: list[list[str]] = []
+
+    def choose(trace: Trace, tables: list[BlockTable], *args: Any, **options: Any) -> Choice:
+        found.append(sorted({name for table in tables for name in table.variants}))
+        return Choice(variants={t.name: t.nearest(wanted).name for t in tables}, step_ms=1.0, num_tried=1)
+
+    monkeypatch.setattr(compiled_module, "choose_variants", choose)
+    return found
+
+
+def train(session_of: Callable[[nn.Module], Session], rows: tuple[int, ...] = (ROWS,) * 4) -> tuple[Outcome, Session]:
+    torch.manual_seed(1)
+    random.seed(3)
+    np.random.seed(3)
+    model = Model()
+    outcome = Outcome()
+    with session_of(model) as session:
+        session.compile()
+        for index, num_rows in enumerate(rows):
+            torch.manual_seed(100 + index)
+            model.zero_grad()
+            with session.step():
+                loss = model(torch.randn(num_rows, WIDTH)).square().mean()
+                loss.backward()
+            outcome.losses.append(loss.detach())
+            outcome.gradients.append({name: p.grad for name, p in model.named_parameters()})
+            # What random numbers come next is part of a step's outcome.
+            outcome.losses += [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.random())]
+        outcome.state = {name: value.clone() for name, value in model.state_dict().items()}
+        outcome.losses.append(torch.tensor(model.num_cached))
+    return outcome, session
+
+
+def unlimited(model: nn.Module) -> Session:
+    return Session(model, unlimited=True)
+
+
+def limited(model: nn.Module) -> Session:
+    return Session(model, ram="64MiB")
+
+
+def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
+    lean_is_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train(unlimited)
+    tables = choosing(monkeypatch, LEAN)
+    found, session = train(limited)
+    assert_same(expected, found)
+    assert any(LEAN in names for names in tables)
+    assert LEAN not in tables[-1], "chosen anew without it"
+    assert session._compiled is not None
+    assert LEAN not in session._compiled.variants.values()
+    (note,) = [note for note in session.report().notes if "not used" in note]
+    assert note.startswith("variant 'lean' of blocks.0, blocks.1, blocks.2 is not used: the gradient of ")
+    assert "differs from that of 'cheap', by " in note
+
+
+def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    """Random states, statistics and caches are those of an unlimited Session, which compares another variant."""
+    expected, _ = train(unlimited)
+    assert ran.count(SAVE) == 3 + 3 * 3, "compared, then three steps of three blocks"
+    ran.clear()
+    choosing(monkeypatch, LEAN)
+    found, session = train(limited)
+    assert_same(expected, found)
+    assert session._compiled is not None
+    assert set(session._compiled.variants.values()) == {LEAN}
+    # The first step, then both compared, then the others. Each block is a specialization: each finds another cache.
+    assert ran == [REFERENCE] * 3 + [REFERENCE, LEAN] * 3 + [LEAN] * 9
+
+
+def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    rows = (ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS)
+    expected, _ = train(unlimited, rows)
+    choosing(monkeypatch, LEAN)
+    ran.clear()
+    found, session = train(limited, rows)
+    assert_same(expected, found)
+    one_shape = [REFERENCE] * 3 + [REFERENCE, LEAN] * 3 + [LEAN] * 3
+    # A second size makes Dynamo compile for all sizes, so the third is no new specialization.
+    assert ran == one_shape * 2 + [REFERENCE] * 3 + [LEAN] * 3
+    assert session.report().num_steps == len(rows)
+
+
+def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would compare another specialization than the one that trains."""
+    choosing(monkeypatch, LEAN)
+    before = private.num_compiled()
+    train(limited)
+    assert private.num_compiled() - before == 3 * 2, "a graph for each block in two variants"
+
+
+def test_blocks_with_hooks_or_with_arguments_that_cannot_be_copied_stay_in_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Hooked(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_calls = 0
+            self.blocks[1].register_forward_hook(self.count)
+
+        def count(self, *_: object) -> None:
+            self.num_calls += 1
+
+    monkeypatch.setattr(f"{__name__}.Model", Hooked)
+    choosing(monkeypatch, LEAN)
+    _, session = train(limited)
+    assert session._compiled is not None
+    assert session._compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE, "blocks.2": LEAN}
+    (note,) = [note for note in session.report().notes if "not used" in note]
+    assert note == (
+        "variant 'lean' of blocks.1 is not used: it cannot be compared without running the hooks on the block once more"
+    )
+    model = session._model
+    assert isinstance(model, Hooked)
+    assert model.num_calls == 4, "four steps"
+
+
+def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
+    monkeypatch: pytest.MonkeyPatch, lean_is_off: None
+) -> None:
+    seen: list[bool] = []
+
+    class OnlyThen(_Off):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return grad if seen[-1] else grad * (1 + 2**-20)
+
+    monkeypatch.setattr(f"{__name__}._Off", OnlyThen)
+    choosing(monkeypatch, LEAN)
+    _, session = train(limited)
+    assert session._compiled is not None
+    assert set(session._compiled.variants.values()) == {LEAN}
+    assert seen[:2] == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (0.0, -0.0, False),
+        (float("nan"), -float("nan"), True),
+        (1.0, 1.0, True),
+        (1.0, 1.0 + 2**-20, False),
+    ],
+)
+def test_bits_are_compared_and_not_values(one: float, other: float, same: bool) -> None:
+    assert agreement_module._same_bits(torch.tensor([one]), torch.tensor([other])) == same
+    assert CHEAP == REFERENCE
