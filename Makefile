@@ -27,13 +27,14 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test mutations test-gpu test-nvme xnvme lint format docs tables wheel clean
+.PHONY: help train test mutations test-gpu test-families test-nvme xnvme lint format docs tables wheel clean
 
 help:
 	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
 	@echo "make test       the whole CPU test suite, with coverage"
 	@echo "make mutations  whether the tests catch forty faults, put in one at a time"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
+	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes an hour"
 	@echo "make xnvme      the xNVMe library into .xnvme/, from its source release (XNVME_SOURCE=/path/to/it)"
 	@echo "make test-nvme  storage on an emulated NVMe device in QEMU; fails if any test skips"
 	@echo "make lint       ruff and mypy"
@@ -60,6 +61,10 @@ test-gpu: $(NEEDS_TEST)
 		--dist worksteal || failed=1; \
 	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip --durations 20 || failed=1; \
 	exit $$failed
+
+# In one process: what was found goes into one record.
+test-families: $(NEEDS_TEST)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m families tests/offload/test_families.py --fail-on-skip
 
 # Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.
 xnvme:

@@ -15,7 +15,7 @@ from offload.steps import Outcome, assert_same
 from torchstorm.offload import agreement as agreement_module
 from torchstorm.offload import compiled as compiled_module
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.agreement import REFERENCE
+from torchstorm.offload.agreement import REFERENCE, Agreement
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
@@ -226,7 +226,7 @@ def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytes
     assert private.num_compiled() - before == 3 * 2, "a graph for each block in two variants"
 
 
-def test_blocks_with_hooks_or_with_arguments_that_cannot_be_copied_stay_in_the_reference(
+def test_blocks_with_hooks_stay_in_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Hooked(Model):
@@ -270,6 +270,104 @@ def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     assert set(session._compiled.variants.values()) == {LEAN}
     assert seen[:2] == [False, True]
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+# ---------------------------------------------------------------------- without a compiler
+
+
+class Calls:
+    """Runs a module in any variant, as it is."""
+
+    def __init__(self) -> None:
+        self.variants: list[str] = []
+
+    def __call__(self, variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.variants.append(variant)
+        return module(*args, **kwargs)
+
+
+def step(agreement: Agreement, module: nn.Module, *args: Any, is_compiled: bool, key: str = "key") -> str:
+    """One call of a step; returns the variant that it may run in."""
+    variant = agreement.variant(key, LEAN)
+    agreement.ran(key, agreement.freeze(key, module, args, {}), is_compiled=is_compiled)
+    return variant
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_call_that_is_compiled_again_though_it_looks_the_same_is_compared_again() -> None:
+    agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)
+    used = []
+    for is_compiled in (True, False, True, True, False):
+        used.append(step(agreement, module, x, is_compiled=is_compiled))
+        assert agreement.agrees(LEAN, calls, CPU)
+        agreement.settle()
+    assert used == [REFERENCE, LEAN, LEAN, REFERENCE, LEAN]
+    assert calls.variants == [REFERENCE, LEAN] * 2
+
+
+def test_within_a_step_calls_that_look_alike_run_in_one_variant() -> None:
+    """Checkpointing runs a block twice, and compares what both have saved."""
+    agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)
+    step(agreement, module, x, is_compiled=True)
+    assert agreement.agrees(LEAN, calls, CPU)
+    assert step(agreement, module, x, is_compiled=False) == REFERENCE
+    agreement.settle()
+    assert step(agreement, module, x, is_compiled=False) == LEAN
+
+
+def test_arguments_that_cannot_be_copied_are_a_reason() -> None:
+    class Local:
+        pass
+
+    agreement = Agreement()
+    step(agreement, nn.Identity(), Local(), is_compiled=True)
+    assert not agreement.agrees(LEAN, Calls(), CPU)
+    assert agreement.dropped[LEAN].startswith("it cannot be compared, since the block's arguments cannot be copied (")
+
+
+def test_a_variant_that_cannot_run_is_a_reason() -> None:
+    def call(variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if variant == LEAN:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on")
+        return module(*args)
+
+    agreement = Agreement()
+    step(agreement, nn.Linear(4, 4), torch.randn(2, 4), is_compiled=True)
+    assert not agreement.agrees(LEAN, call, CPU)
+    expected = "it could not be compared (OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB)"
+    assert agreement.dropped == {LEAN: expected}
+
+
+def test_masks_and_indices_keep_their_values_and_other_tensors_only_their_looks() -> None:
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            seen.append(args)
+            return args[0] * self.weight
+
+    x = torch.randn(3, 4, requires_grad=True).t()
+    mask = torch.tensor([True, False, True]).expand(4, 3)
+    indices = torch.arange(12).view(3, 4)[:, 1:]
+    empty = torch.empty(0, 2)
+    agreement = Agreement()
+    step(agreement, Looks(), x, mask, indices, x, empty, is_compiled=True)
+    assert agreement.agrees(LEAN, Calls(), CPU)
+    for args in seen:
+        for found, expected in zip(args, (x, mask, indices, x, empty), strict=True):
+            assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert args[0] is args[3]
+        assert args[0].requires_grad
+        assert not torch.equal(args[0], x)
+        assert torch.equal(args[1], mask)
+        assert torch.equal(args[2], indices)
+    assert torch.equal(seen[0][0], seen[1][0])
 
 
 @pytest.mark.parametrize(

@@ -184,3 +184,8 @@ def test_where_nothing_fits_every_block_is_as_lean_as_it_can_be() -> None:
 def test_a_variant_that_a_block_does_not_have_is_the_next_that_saves_more() -> None:
     only = BlockTable(name="h.0", variants={SAVE: variant(SAVE), LEAN: variant(LEAN)}, forward_flops=1)
     assert [only.nearest(name).name for name in VARIANTS] == [SAVE, SAVE, LEAN, LEAN]
+
+
+def test_a_block_without_a_variant_takes_the_next_that_saves_more_and_else_the_one_that_saves_most() -> None:
+    found = BlockTable(name="h.0", variants={name: variant(name) for name in (CHEAP, INPUTS)}, forward_flops=1000)
+    assert [found.nearest(name).name for name in VARIANTS] == [CHEAP, CHEAP, CHEAP, INPUTS]

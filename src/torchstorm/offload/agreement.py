@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import UnsupportedError
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.before import Before
 from torchstorm.plan.variants import CHEAP
 
@@ -171,7 +172,7 @@ class _Case:
         }
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._why_not = ""
-        if any(inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()):
+        if private.hook_numbers(module):
             self._why_not = "it cannot be compared without running the hooks on the block once more"
             return
         file = io.BytesIO()

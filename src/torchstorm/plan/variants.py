@@ -82,7 +82,7 @@ class BlockTable:
     kind: int = 0
 
     def nearest(self, name: str) -> Variant:
-        """The variant of that name. If it does not exist, the next one that saves more, or else the one that saves most."""
+        """The variant of that name, or else the next one that saves more, or else the one that saves most."""
         known = [other for other in VARIANTS if other in self.variants]
         more = [other for other in known if VARIANTS.index(other) <= VARIANTS.index(name)]
         return self.variants[more[-1] if more else known[0]]
