@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "ladder": kernels.ladder,
     "learned": training.learned,
     "loader": storage.loader,
+    "misses": steps.misses,
     "mlstm": kernels.mlstm,
     "models": steps.models,
     "speeds": steps.speeds,

@@ -241,6 +241,30 @@ def test_a_number_has_three_digits_that_count_and_no_exponent(value: float, text
     assert records.number(value) == text
 
 
+def test_forecasts_that_did_not_come_true_are_listed_with_what_was_corrected(house: Path) -> None:
+    miss = {
+        "shape": "8x1",
+        "way": "session",
+        "budget_gib": 2.5,
+        "budget_name": "peak of checkpoint",
+        "what": "step",
+        "forecast": 1.1,
+        "measured": 1.0,
+        "off": 0.1,
+        "corrected": 0.99,
+    }
+    write(house, misses=[miss, {**miss, "what": "peak", "corrected": None}])
+    listed = steps.misses(house / "page.md", "x")
+    assert "| Session | 2.500 GiB, peak of checkpoint | step | 1100 ms | 1000 ms | +10.00% | 990.0 ms |" in listed
+    assert "| peak | 1.100 GiB | 1.000 GiB | +10.00% | - |" in listed
+    write(house, misses=[])
+    assert steps.misses(house / "page.md", "x") == "Every one came true."
+    write(house)
+    assert steps.misses(house / "page.md", "x") == (
+        "Not in the list, which their next run makes: [`x.json`](benchmarks/results/x.json)."
+    )
+
+
 def test_models_that_lose_are_counted() -> None:
     rows = [
         *(row(shape=shape, way="checkpoint", step_s=1.3) for shape in ("a", "b")),

@@ -144,6 +144,29 @@ def way(row: Row) -> str:
     return _NAMES.get(name, name) + (", again" if again else "")
 
 
+def misses(page: Path, *names: str) -> str:
+    """Every forecast in some records that did not come true."""
+    lines, older = [], []
+    for name in names:
+        record = Record.read(name)
+        if "misses" not in record.content:
+            older.append(record.link(page))
+        for miss in record.content.get("misses", []):
+            form = _time if miss["what"] == "step" else _gib
+            forecast, measured, corrected = (_of(miss, key, form, "-") for key in ("forecast", "measured", "corrected"))
+            first = [f"{record.content['op']} {miss['shape']}", way(miss), _budget(miss), miss["what"]]
+            lines.append([*first, forecast, measured, f"{miss['off']:+.2%}", corrected])
+    header = ["bench and shape", "way", "budget", "what", "forecast", "measured", "off by", "corrected to"]
+    said = [table(header, lines)] if lines else ["Every one came true."] if not older else []
+    if older:
+        said.append(f"Not in the list, which their next run makes: {', '.join(older)}.")
+    return "\n\n".join(said)
+
+
+def _budget(row: Row) -> str:
+    return ", ".join(each for each in (_of(row, "budget_gib", _gib), row.get("budget_name", "")) if each)
+
+
 def _cells(row: Row) -> list[str]:
     time = _of(row, "step_s", _time, "-")
     if row.get("fastest_s") is not None:
@@ -153,7 +176,7 @@ def _cells(row: Row) -> list[str]:
     forecasts = [_of(row, key, _time) for key in ("forward_backward_s", "forecast_step_s", "corrected_step_s")]
     peaks = [_of(row, key, _gib) for key in ("forecast_peak_gib", "corrected_peak_gib")]
     return [
-        ", ".join(each for each in (_of(row, "budget_gib", _gib), row.get("budget_name", "")) if each),
+        _budget(row),
         time,
         *(_of(row, key, lambda over: f"{over:.3f}") for key in ("over_unlimited", "over_eager")),
         _of(row, "host_s", _time),
