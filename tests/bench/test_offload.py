@@ -22,7 +22,7 @@ from rich.console import Console
 from torchstorm.bench import offload, ways
 from torchstorm.bench.cases import CASES, SMALL, cases_for, make_subject, pick
 from torchstorm.bench.offload import bench_offload, offload_peers
-from torchstorm.bench.peers import Budgets, Peers
+from torchstorm.bench.peers import NO_BLOCKS, Budgets, Peers
 from torchstorm.bench.rows import GIB, Results, Row
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.offload.session import Session
@@ -175,7 +175,7 @@ def test_compiled_blocks_with_dropout_are_compared_by_eager_random_numbers_and_t
         said.append("undone")
 
     monkeypatch.setattr(ways, "compiled", compiled)
-    bench = make_bench(tmp_path)
+    bench = make_bench(tmp_path, num_layers=2)
     step = bench.meter.time
 
     def time_steps(*arguments: Any, **options: Any) -> Any:
@@ -187,6 +187,13 @@ def test_compiled_blocks_with_dropout_are_compared_by_eager_random_numbers_and_t
     bench.model.dropout = torch.nn.Dropout(0.1)
     assert bench.add_compiled(ways.COMPILE).checked
     assert said == ["eager", "undone", "own", "timed", "undone"]
+
+
+def test_a_model_without_repeated_blocks_is_not_timed_as_compiled(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path)  # of one block, which nothing repeats
+    bench.add_unlimited(keep_gradients=True)
+    row = bench.add_compiled(ways.COMPILE)
+    assert (row.note, row.step_s) == (NO_BLOCKS, None)
 
 
 def test_compiled_ways_that_cannot_be_are_rows_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

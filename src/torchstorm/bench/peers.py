@@ -25,6 +25,7 @@ from torchstorm.bench.side_by_side import SideBySide
 from torchstorm.offload.blocks import repeated_blocks
 
 NO_CHECKPOINTING = "this model has no gradient checkpointing of its own"
+NO_BLOCKS = "this model has no repeated blocks to compile"
 INSTEAD = "gradients are compared with those of checkpointing"
 
 
@@ -174,6 +175,8 @@ class Peers(SideBySide):
         row = self.row(way, against=ways.COMPILE)
         blocks = repeated_blocks(self.model)
         drops = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self.model.modules())
+        if not blocks:
+            return self.results.add(replace(row, note=NO_BLOCKS))
         with self.kept(row), contextlib.ExitStack() as compiled:
             assert self.reference is not None
             compiled.enter_context(ways.compiled(blocks, memory_budget, same_random=drops))
