@@ -70,9 +70,13 @@ class Notes:
     def __init__(self, record: Record, rows: Iterable[Row]) -> None:
         self._record = record
         self._texts: list[str] = []
+        rows = list(rows)
         origins = Counter(origin(row) for row in rows)
         with_hash = {text: count for text, count in origins.items() if not text.startswith(_NO_HASH)}
         self._usual = max(with_hash or origins, key=origins.__getitem__, default="")
+        # Several commits may have the same sources.
+        clean = {row["commit"][:7] for row in rows if origin(row) == self._usual and row.get("dirty") is False}
+        self._commits = f", commit {' or '.join(f'`{commit}`' for commit in sorted(clean))}" if clean else ""
 
     def mark(self, row: Row, *more: str) -> str:
         """What goes behind the row's name: numbers of the notes that it needs, and of `more`; "" for none."""
@@ -92,7 +96,7 @@ class Notes:
 
     def under(self, page: Path) -> str:
         """The lines under the table: file, machine, sources, notes."""
-        head = f"From {self._record.link(page)}: {self._record.machine()}. {_full_stop(self._usual)}"
+        head = f"From {self._record.link(page)}: {self._record.machine()}. {_full_stop(self._usual + self._commits)}"
         notes = [f"<sup>{number}</sup> {_full_stop(_plain(text))}" for number, text in enumerate(self._texts, 1)]
         return "\n".join([head, *(["", *(f"- {note}" for note in notes)] if notes else [])])
 
@@ -105,7 +109,7 @@ def origin(row: Row) -> str:
     commit, sources = row.get("commit", ""), row.get("sources", "")
     if not sources:
         return f"{_NO_HASH}; the record says commit `{commit[:7]}`" if commit else f"{_NO_HASH} and no commit"
-    return f"Sources `{sources}`" + ("" if row["dirty"] else f", commit `{commit[:7]}`")
+    return f"Sources `{sources}`"
 
 
 def number(value: float, digits: int = 3) -> str:
