@@ -307,6 +307,17 @@ def test_a_call_that_is_compiled_again_though_it_looks_the_same_is_compared_agai
     assert calls.variants == [REFERENCE, LEAN] * 2
 
 
+def test_calls_of_one_step_that_look_alike_and_are_compiled_apart_are_all_compared() -> None:
+    agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)
+    used = []
+    for compiled in ((True, True), (False, False), (False, False)):
+        used += [step(agreement, module, x, is_compiled=is_compiled) for is_compiled in compiled]
+        assert agreement.agrees(LEAN, calls, CPU)
+        agreement.settle()
+    assert used == [REFERENCE] * 4 + [LEAN] * 2
+    assert calls.variants == [REFERENCE, LEAN] * 3, "the first one, and both again"
+
+
 def test_within_a_step_calls_that_look_alike_run_in_one_variant() -> None:
     """Checkpointing runs a block twice, and compares what both have saved."""
     agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)

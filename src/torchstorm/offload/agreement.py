@@ -48,7 +48,8 @@ class Agreement:
         self._cases: list[_Case] = []
         self._known: set[Hashable] = set()  # how calls looked up to the last step
         self._new: set[Hashable] = set()  # and in this one
-        self._doubted: set[Hashable] = set()
+        self._doubts: set[Hashable] = set()  # of this step: compiled again, though nothing looked new
+        self._doubted: set[Hashable] = set()  # of earlier ones; the next such calls are all compared
 
     def variant(self, key: Hashable, wanted: str) -> str:
         """The variant for a call that looks like `key`; the same throughout a step."""
@@ -56,15 +57,14 @@ class Agreement:
 
     def freeze(self, key: Hashable, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Case | None:
         """A call that is about to run, if calls that look like it are new."""
-        return None if key in self._known or key in self._new else _Case(module, args, kwargs)
+        is_old = key in self._known or (key in self._new and key not in self._doubted)
+        return None if is_old else _Case(module, args, kwargs)
 
     def ran(self, key: Hashable, case: _Case | None, *, is_compiled: bool) -> None:
         """That call has run; `is_compiled` tells whether anything was compiled for it."""
         if case is None:
-            if is_compiled and key in self._known:
-                # Something else than what a call looks like has changed. The next such call is compared.
-                self._known.discard(key)
-                self._doubted.add(key)
+            if is_compiled:
+                self._doubts.add(key)
             return
         if is_compiled or key in self._doubted:
             case.forget_values()
@@ -73,9 +73,9 @@ class Agreement:
 
     def settle(self) -> None:
         """A step has ended, and all that is in use was compared."""
-        self._known |= self._new
-        self._doubted -= self._new
-        self._new.clear()
+        self._known = (self._known | self._new) - self._doubts
+        self._doubted = (self._doubted - self._new) | self._doubts
+        self._new, self._doubts = set(), set()
 
     def agrees(self, variant: str, call: Call, device: torch.device) -> bool:
         """Whether a variant gives the reference's bits in every specialization; compares those not compared so far."""
