@@ -128,6 +128,7 @@ def check(case: Case, spill: Path, rows: list[dict[str, Any]]) -> None:
             "notes": [note for note in blocks.notes if "not used" in note],
         }
     )
+    print(json.dumps(rows[-1]))  # a run of some cases writes no record: `pytest -rP` shows it
 
 
 @pytest.mark.parametrize("case", cases(EVERYWHERE), ids=str)
