@@ -132,7 +132,8 @@ def choosing(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[list[str]]:
     """Every plan picks a variant for all blocks, or the nearest that there is. Returns what there was, each time."""
     found: list[list[str]] = []
 
-    def choose(trace: Trace, tables: list[BlockTable], *args: Any, **options: Any) -> Choice:
+    def choose(trace: Trace, tables: list[BlockTable], measured: dict[str, str], *_: Any, **options: Any) -> Choice:
+        assert set(measured.values()) == {REFERENCE}, "what the step was measured in"
         found.append(sorted({name for table in tables for name in table.variants}))
         return Choice(variants={t.name: t.nearest(wanted).name for t in tables}, step_ms=1.0, num_tried=1)
 

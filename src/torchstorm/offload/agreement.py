@@ -73,6 +73,8 @@ class Agreement:
 
     def settle(self) -> None:
         """A step has ended, and all that is in use was compared."""
+        if not self._new and not self._doubts:
+            return
         self._known = (self._known | self._new) - self._doubts
         self._doubted = (self._doubted - self._new) | self._doubts
         self._new, self._doubts = set(), set()

@@ -143,6 +143,7 @@ class CompiledBlocks:
         before = dict(self.variants)
         self.choice = self.choose(trace, plan_of)
         while not self.adopt(self.choice.variants):
+            self.set(before)  # which the trace is of
             self.choice = self.choose(trace, plan_of)  # without those that do not agree
         return before != self.variants
 
