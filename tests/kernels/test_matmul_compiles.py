@@ -79,8 +79,10 @@ def test_wgmma_compiles_without_warnings_or_spills(
     assert check(config.source(dtype, a_along_k, b_along_k), "sm_90a") == (168, 0)
 
 
-@pytest.mark.parametrize("activation", beside_layers.ACTIVATIONS)
-@pytest.mark.parametrize(("kind", "dtype"), [("follow", torch.bfloat16), ("lead", torch.float16)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "activation"),
+    [("follow", torch.bfloat16, name) for name in beside_layers.ACTIVATIONS] + [("lead", torch.float16, "gelu")],
+)
 def test_what_idle_warps_do_for_a_layer_compiles_without_spills(kind: str, dtype: torch.dtype, activation: str) -> None:
     argument = beside_layers.Following() if kind == "follow" else beside_layers.Leading()
     source = Config().source(dtype, True, kind == "follow", beside_layers.beside(kind, activation, argument))

@@ -39,9 +39,7 @@ def test_opcheck(gate: str, lengths: list[int] | None, state: bool) -> None:
         h, C, n, m, *saved = mlstm_forward(*tensors[:5], *options)
     grads = [x.clone().requires_grad_() for x in (h, C, n, m)]
     arguments = (*grads, *tensors[:5], *start, inputs.cu_seqlens, h, *saved, C, n, m, 4, gate, "chunkwise")
-    # What the gradient of a gradient does depends on the offsets' values, so packed it cannot be traced.
-    traced = (DYNAMIC,) if state and not lengths else ()
-    torch.library.opcheck(mlstm_backward, arguments, test_utils=(*CHECKS, *traced))
+    torch.library.opcheck(mlstm_backward, arguments, test_utils=CHECKS)
 
 
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])

@@ -265,6 +265,14 @@ from torchstorm import Session, StorageError
 directory = sys.argv[1]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 torch.set_num_threads(1)
+for when in ("the first step", "a planned step"):  # each in a process of its own, for which nothing is imported again
+    child = os.fork()
+    if not child:
+        break
+    if os.waitpid(child, 0)[1]:
+        sys.exit(when)
+else:
+    sys.exit()
 
 def make():
     torch.manual_seed(1)
@@ -292,7 +300,7 @@ expected = [step(reference, reference_optimizer, index) for index in range(5)]
 
 model, optimizer = make()
 session = Session(model, ram="6MiB", disk=directory, optimizer=optimizer)
-losses = [step(model, optimizer, 0, session)] if sys.argv[2] == "a planned step" else []
+losses = [step(model, optimizer, 0, session)] if when == "a planned step" else []
 if losses:
     losses.append(step(model, optimizer, 1, session))
 before = state(model, optimizer)
@@ -325,14 +333,11 @@ assert os.listdir(directory) == []
 """
 
 
-@pytest.mark.parametrize("when", ["the first step", "a planned step"])
-def test_a_disk_that_fills_up_in_a_step_costs_that_step_and_nothing_else(when: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path), when], capture_output=True, text=True, timeout=120
-    )
+def test_a_disk_that_fills_up_in_a_step_costs_that_step_and_nothing_else(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "failed in the block" in done.stdout
-    assert "ulimit -f" in done.stdout
+    assert done.stdout.count("failed in the block") == 2
+    assert done.stdout.count("ulimit -f") == 2
 
 
 def flip_spilled_bytes(directory: Path) -> None:

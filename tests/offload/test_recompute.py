@@ -45,7 +45,9 @@ def test_everything_that_can_be_is_computed_again_to_the_same_bits(name: str, mo
 
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings(*THIRD_PARTY)
-@pytest.mark.parametrize("name", CASES)  # test_random_networks.py mixes other models at random
+@pytest.mark.parametrize(  # test_random_networks.py mixes others at random
+    "name", ["dropout", "tied weights", "views of one buffer", "in-place operations", "batch norm and in-place relu"]
+)
 def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
