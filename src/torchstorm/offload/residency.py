@@ -99,6 +99,10 @@ class Residency:
                 return saved
         return None
 
+    def is_saved(self, address: int) -> bool:
+        """Whether the storage at an address is one that was saved, and so within the budget."""
+        return address in self._at
+
     def add(self, saved: Saved) -> None:
         """Remembers a storage that has just been saved."""
         saved.parcel.members.add(saved)

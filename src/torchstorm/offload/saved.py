@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import StorageError
+from torchstorm.offload.outside import Outside
 from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, in_place_error, version_counter, weak_reference
 from torchstorm.offload.probe import TracingProbe
 from torchstorm.offload.record import Recorder
@@ -61,6 +62,7 @@ class SavedTensors:
         self._letting_go: deque[tuple[Saved, int]] = deque()
         self._open: Parcel | None = None
         self.closed = ""
+        self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._in_step)
         # The step that is running.
         self._in_step = False
         self._fixed: set[int] = set()
@@ -151,7 +153,7 @@ class SavedTensors:
         """Called by autograd when it saves a tensor."""
         storage = storage_of(tensor, self.residency.device)
         if storage is None or storage._cdata in self._fixed or is_of_parameter(tensor):
-            return Untouched(tensor)
+            return Untouched(tensor) if storage is not None else self.outside.keep(tensor)
         # What is done here is no operation of the step's.
         with self._locked, torch._C._DisableTorchDispatch():
             if self._recorder is not None:

@@ -414,7 +414,7 @@ class Session:
             torch.cuda.synchronize(self.device)
         self._learn()
         measured, highest = self._measured.planned_or_all()
-        compiled = (self._compiled.mix, *self._compiled.notes) if self._compiled is not None else ()
+        notes = self._saved.outside.notes() + ((self._compiled.mix, *self._compiled.notes) if self._compiled else ())
         return Report(
             forecast=self._plans.in_force.forecast if self._plans.in_force else None,
             measured=measured,
@@ -424,7 +424,7 @@ class Session:
             num_planned=self._measured.num_planned,
             num_in_force=self._measured.num_in_force,
             moved_bytes=self._residency.moved_bytes,
-            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons, *compiled),
+            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons, *notes),
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:

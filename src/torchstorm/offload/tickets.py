@@ -36,7 +36,7 @@ class Ticket:
 class Untouched:
     """A tensor that is none of the Session's affair: weights, other devices, layouts without plain strides."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
@@ -170,6 +172,48 @@ def pause_in_backward(kind: type[TorchDispatchMode]) -> None:
             mode.__enter__()
 
     torch.autograd._engine_run_backward = paused  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+Seen = Callable[[torch.Tensor, torch.Tensor], None]
+_watchers: list[weakref.WeakMethod[Seen]] = []
+
+
+def watch_checkpoints(seen: Seen) -> None:
+    """From now on, a method is called for tensors that non-reentrant checkpoints save while they compute again.
+
+    Other saved-tensor hooks do not see these. The method gets the tensor, and an alias of it that lives for as long as
+    the checkpoint keeps it. Where PyTorch computes again in another way, nothing is seen.
+    """
+    _watchers[:] = [watcher for watcher in _watchers if watcher() is not None]
+    _watchers.append(weakref.WeakMethod(seen))
+    _hook_checkpoints()
+
+
+@functools.cache
+def _hook_checkpoints() -> None:
+    hook: Any = getattr(torch.utils.checkpoint, "_recomputation_hook", None)
+    if hook is None:
+        return
+
+    @functools.wraps(hook, updated=())
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        hooks = hook(*args, **kwargs)
+        pack = hooks.pack_hook
+
+        def pack_watched(tensor: torch.Tensor) -> Any:
+            alias = tensor.detach()
+            for watcher in list(_watchers):
+                method = watcher()
+                if method is not None:
+                    method(tensor, alias)
+            return pack(alias)
+
+        hooks.pack_hook = skip_dynamo(pack_watched)
+        return hooks
+
+    torch.utils.checkpoint._recomputation_hook = watched  # type: ignore[assignment, misc]
 
 
 # ---------------------------------------------------------------------- graphs
