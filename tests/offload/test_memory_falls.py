@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from torchstorm import Session
+from torchstorm.offload import residency
 
 MIB = 2**20
 
-# A chain of tanh: each saves its result, 8 MiB, and 52 of them save 416 MiB. The peak of RssAnon is sampled all the
+# A chain of tanh: each saves its result, 8 MiB; 52 of them save 416 MiB. The peak of RssAnon is sampled all the
 # while. malloc gives large blocks back at once only with a fixed threshold (field notes), hence the environment.
 CHILD = """
 import json, sys, threading
@@ -38,16 +42,18 @@ class Chain(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(1))
     def forward(self, x):
         x = x * self.scale
-        for _ in range(52):
+        for _ in range(int(sys.argv[4])):
             x = torch.tanh(x)
         return x
 
 model = Chain()
 session = Session(model, ram=budget, disk=directory, recompute=False) if budget else Session(model, unlimited=True)
 x = torch.randn(2 * 2**20)
+with open("/proc/self/status") as status:
+    before_kib = next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
 sampler = threading.Thread(target=sample)
 gradients = []
-for index in range(2):
+for index in range(int(sys.argv[3])):
     if index == 1:  # the first step is measured and planned; the second one follows the plan
         sampler.start()
     model.scale.grad = None
@@ -62,6 +68,7 @@ counters = disk.counters() if disk else None
 plan = session.plan()
 print(json.dumps({
     "peak_bytes": peak_kib * 1024,
+    "grown_bytes": (peak_kib - before_kib) * 1024,
     "gradients": gradients,
     "ram_bytes": report.highest.ram_bytes,
     "planned_disk_bytes": plan.forecast.disk_bytes if plan else 0,
@@ -72,14 +79,19 @@ session.close()
 """
 
 
-def run(budget_bytes: int, directory: Path) -> dict[str, float]:
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+FIXED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+
+
+def run(
+    budget_bytes: int, directory: Path, *, malloc: dict[str, str], num_steps: int, num_layers: int
+) -> dict[str, float]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(budget_bytes), str(directory)],
-        env=environment,
+        [sys.executable, "-c", CHILD, str(budget_bytes), str(directory), str(num_steps), str(num_layers)],
+        env={**environment, **malloc},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -89,9 +101,9 @@ def test_the_process_shrinks_by_what_the_plan_moves_to_disk(tmp_path: Path) -> N
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     if free < 2**30:
         pytest.skip("1 GiB of free disk is needed")
-    without = run(0, tmp_path)
+    without = run(0, tmp_path, malloc=FIXED, num_steps=2, num_layers=52)
     assert without["ram_bytes"] >= 400 * MIB
-    limited = run(100 * MIB, tmp_path)
+    limited = run(100 * MIB, tmp_path, malloc=FIXED, num_steps=2, num_layers=52)
     assert limited["gradients"] == without["gradients"]
     assert limited["ram_bytes"] <= 100 * MIB
     moved = limited["planned_disk_bytes"]
@@ -102,3 +114,34 @@ def test_the_process_shrinks_by_what_the_plan_moves_to_disk(tmp_path: Path) -> N
     assert limited["written_bytes"] >= moved + 256 * MIB
     assert limited["read_bytes"] >= moved + 256 * MIB
     assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_fixed_threshold_a_budget_bounds_what_the_process_grows_by(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    if free < 2**30:
+        pytest.skip("1 GiB of free disk is needed")
+    budget = 60 * MIB
+    without = run(0, tmp_path, malloc=FIXED, num_steps=5, num_layers=26)
+    limited = run(budget, tmp_path, malloc=FIXED, num_steps=5, num_layers=26)
+    assert limited["gradients"] == without["gradients"]
+    most = without["grown_bytes"] - without["ram_bytes"] + 1.1 * budget
+    assert limited["grown_bytes"] <= most, f"{limited['grown_bytes'] / MIB:.0f} MiB, {most / MIB:.0f} allowed"
+
+
+def test_a_session_tells_what_it_frees_and_what_is_still_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[tuple[int, int]] = []
+
+    class Told:
+        def add(self, nbytes: int, *, used_bytes: int) -> None:
+            told.append((nbytes, used_bytes))
+
+    budgets: list[int] = []
+    monkeypatch.setattr(residency, "freed_memory", lambda budget_bytes: budgets.append(budget_bytes) or Told())
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    with Session(model, ram=4 * MIB, disk=str(tmp_path)) as session, session.step():
+        model(torch.randn(1024, 256)).sum().backward()
+    assert budgets == [4 * MIB]
+    assert sum(nbytes for nbytes, _ in told) >= 7 * MIB  # one MiB of each layer's input; some leave twice
+    assert all(0 <= used <= 4 * MIB for _, used in told)
