@@ -57,7 +57,7 @@ def test_plan_answers_for_hardware_that_is_not_here_and_draws_its_curve(tmp_path
     ("options", "said"),
     [
         (["--machine", "rtx5090"], "PlanError: machine='rtx5090' is not a machine that torchstorm knows: use one of"),
-        (["--machine", "h200", "--device", "cpu"], "ConfigError: --device cpu was asked together with --machine h200"),
+        (["--machine", "h200", "--device", "cpu"], "ConfigError: --device cpu was given together with --machine h200"),
         (["--machine", "rtx3090", "--vram", "40GiB"], "BudgetError: vram=40.00 GiB, but rtx3090 has 24.00 GiB"),
         (["--machine", "rtx3090", "--vram", "20MiB", "--batch", "64"], "BudgetError: vram=20.00 MiB, but"),
     ],

@@ -67,7 +67,7 @@ def test_arrays_are_packed_under_the_name_that_is_given(tmp_path: Path) -> None:
         assert volume["rows"].checks is None
     code, _, stderr = invoke(*asked)
     assert code == 2
-    assert stderr.startswith(f"StorageError: {out} exists. Give another name, or --replace")
+    assert stderr.startswith(f"StorageError: {out} exists. Give another name, or use --replace")
     assert invoke(*asked, "--replace")[0] == 0
 
 
@@ -75,8 +75,8 @@ def test_arrays_are_packed_under_the_name_that_is_given(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["/nowhere", "a.storm"], "DataError: SOURCE /nowhere does not exist"),
-        (["{texts}", "a.bin"], "ConfigError: a.bin comes last, so it is what to make"),
-        (["{texts}", "a.storm", "--seq=9999"], "DataError: The text has 3960 tokens, but a record takes 10000"),
+        (["{texts}", "a.bin"], "ConfigError: a.bin is the last argument, so it is the volume to create"),
+        (["{texts}", "a.storm", "--seq=9999"], "DataError: The text has 3960 tokens, but a record needs 10000"),
         (["{texts}", "a.storm", "--tokenizer=bpe"], "ConfigError: --tokenizer='bpe', but it must be one of"),
         (["{texts}", "a.storm", "--records=x"], "ConfigError: --records x is for arrays"),
     ],
@@ -126,6 +126,6 @@ def test_a_signal_leaves_what_was_there_and_nothing_else(
     process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (exit_code, "")
-    assert stdout == f"Stopped by {signum.name} before {out} was whole, so it was not made.\n"
+    assert stdout == f"Stopped by {signum.name} before {out} was complete, so it was not created.\n"
     assert os.listdir(place) == (["a.storm"] if existed else [])
     assert not existed or out.read_bytes() == b"what was there"

@@ -73,7 +73,7 @@ def test_the_command_trains_compares_and_writes_json(text_file: Path, tmp_path: 
     process = start(*asked, "--ram", str(budget), "--disk", str(tmp_path), "--compare")
     stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (0, "")
-    assert "same to the last bit" in stdout
+    assert "bit-identical" in stdout
     assert "forecast" in stdout
     assert str(tmp_path / "out") in stdout
     content = json.loads(file.read_text())
@@ -141,7 +141,7 @@ def test_a_stopped_run_prints_the_command_that_goes_on(
     code, stdout, stderr = invoke(*TINY, "--data", str(text_file), "--steps", "9", "--out", str(tmp_path / "out"))
     assert (code, stderr) == (143, "")
     assert f"Stopped by SIGTERM after step 1; saved in {tmp_path}/out" in stdout
-    assert stdout.endswith(f"Go on with: torchstorm train --resume {tmp_path}/out\n")
+    assert stdout.endswith(f"Resume with: torchstorm train --resume {tmp_path}/out\n")
 
 
 def test_the_entry_point_shows_its_commands(
@@ -180,7 +180,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_losses_of_one_neve
         (["--model", "gpt5"], "ConfigError: --model='gpt5' is not known"),
         (["--betas", "0.9"], "ConfigError: --betas='0.9' cannot be read"),
         (["--heads", "3"], "ConfigError: width=16 cannot be split over num_heads=3"),
-        (["--compare"], "ConfigError: --compare sets a run under a budget beside one without"),
+        (["--compare"], "ConfigError: --compare compares a run under a budget with one without"),
         (["--ram", "1KiB"], "BudgetError: "),
     ],
 )
@@ -199,8 +199,8 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--vram", "1GiB"], "DeviceError: --vram 1GiB was asked, but the run is on the CPU"),
-        (["--device", "cuda"], "DeviceError: --device cuda was asked, but PyTorch"),
+        (["--vram", "1GiB"], "DeviceError: --vram 1GiB was given, but the run is on the CPU"),
+        (["--device", "cuda"], "DeviceError: --device cuda was given, but PyTorch"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_one_line_on_stderr(arguments: list[str], message: str) -> None:

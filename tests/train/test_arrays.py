@@ -57,12 +57,15 @@ def test_any_shape_comes_back_in_either_order_and_pieces_of_any_size(
 @pytest.mark.parametrize(
     ("array", "said"),
     [
-        (np.float32(3), r"a.npy holds a single number, .* save array\[None\]"),
-        (np.zeros((0, 3)), r"array of shape \(0, 3\), which is empty: leave it out"),
-        (np.zeros((4, 0)), r"array of shape \(4, 0\), which is empty"),
-        (np.array(["storm", "é"]), r"dtype <U5, but a record's have one of uint8, .*: pack texts as text files"),
+        (np.float32(3), r"a.npy is a single number .* save array\[None\]"),
+        (np.zeros((0, 3)), r"empty array of shape \(0, 3\): leave it out"),
+        (np.zeros((4, 0)), r"empty array of shape \(4, 0\)"),
+        (np.array(["storm", "é"]), r"dtype <U5, but records support uint8, .*: pack texts as text files"),
         (np.array([b"a"]), r"dtype \|S1, but .* save array.view\('uint8'\)"),
-        (np.zeros(2, dtype=[("x", "i4"), ("é", "f4")]), r"dtype \[\('x', '<i4'\).* save each field as an array"),
+        (
+            np.zeros(2, dtype=[("x", "i4"), ("é", "f4")]),
+            r"dtype \[\('x', '<i4'\).* save each field as a separate array",
+        ),
         (np.array([{}, 3], dtype=object), r"dtype object, but .*: save an array of numbers"),
         (np.zeros(2, dtype="datetime64[s]"), r"dtype datetime64\[s\], but .* save array.view\('int64'\)"),
         (np.zeros(2, dtype=np.longdouble), r"dtype float128, but .*: save it as one of these"),
@@ -77,11 +80,11 @@ def test_what_is_no_npy_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     for content in (b"", b"just text", b"\x93NUMPY\x01\x00\x10\x00{}"):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"a.npy is no .npy file: .* Write it with np.save"):
+        with pytest.raises(DataError, match=r"a.npy is not a .npy file: .* Write it with np.save"):
             ArrayFile.of(path)
     with open(path, "wb") as file:
         np.savez(file, a=np.zeros(3))
-    with pytest.raises(DataError, match=r"is no .npy file: the magic string is not correct"):
+    with pytest.raises(DataError, match=r"is not a .npy file: the magic string is not correct"):
         ArrayFile.of(path)
     with pytest.raises(DataError, match=r"b.npy cannot be read: No such file"):
         ArrayFile.of(tmp_path / "b.npy")
@@ -93,14 +96,14 @@ def test_a_file_that_is_cut_off_is_refused_at_its_head_and_told_while_it_is_read
     pieces = ArrayFile.of(path).pieces(100)
     next(pieces)
     os.truncate(path, 40_000)
-    said = "ends at byte 40000, but its array of 1000 records of 56 bytes would end at 56128: it was cut off"
+    said = "ends at byte 40000, but its array of 1000 records of 56 bytes would end at 56128: it is truncated"
     with pytest.raises(DataError, match=said):
         list(pieces)
     with pytest.raises(DataError, match=said):
         ArrayFile.of(path)
 
 
-def test_a_file_that_has_gone_is_told(tmp_path: Path) -> None:
+def test_a_file_that_has_gone_is_reported(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.npy", np.ones(3))
     file = ArrayFile.of(path)
     path.unlink()

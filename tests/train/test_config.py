@@ -53,14 +53,14 @@ def test_a_resumed_run_has_the_saved_options_and_the_changes_that_touch_no_loss(
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 9), ("seed", 1), ("layers", 3), ("betas", (0.1, 0.2))])
 def test_a_change_that_would_make_another_run_is_refused_with_both_values(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"--{name}=.* was asked, but the checkpoint is of a run with {name}="):
+    with pytest.raises(ConfigError, match=rf"--{name}=.* was given, but the checkpoint is from a run with {name}="):
         resumed_config(TrainConfig().to_json(), {name: value})
 
 
 def test_options_of_another_version_are_refused_by_name() -> None:
     saved = TrainConfig().to_json()
     del saved["seq"]
-    with pytest.raises(CheckpointError, match="rotary, seq stand on one side only"):
+    with pytest.raises(CheckpointError, match="rotary, seq exist only in one of both"):
         resumed_config({**saved, "rotary": True}, {})
 
 

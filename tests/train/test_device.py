@@ -45,13 +45,13 @@ def test_a_vram_budget_for_a_run_on_the_cpu_is_refused_though_there_is_a_gpu(num
 
 @gpus(0)
 def test_cuda_without_a_gpu_is_refused_with_the_version_of_pytorch(num_gpus: int) -> None:
-    with pytest.raises(DeviceError, match=r"--device cuda:0 was asked, but PyTorch 2.* finds no CUDA GPU"):
+    with pytest.raises(DeviceError, match=r"--device cuda:0 was given, but PyTorch 2.* finds no CUDA GPU"):
         resolve_device("cuda:0", vram=None)
 
 
 @gpus(1)
 def test_a_gpu_beyond_the_only_one_is_refused_with_their_number(num_gpus: int) -> None:
-    with pytest.raises(DeviceError, match=r"--device cuda:3 was asked, but this machine has 1 CUDA GPU: use cuda:0\."):
+    with pytest.raises(DeviceError, match=r"--device cuda:3 was given, but this machine has 1 CUDA GPU: use cuda:0\."):
         resolve_device("cuda:3", vram=None)
 
 

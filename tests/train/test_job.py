@@ -61,7 +61,7 @@ def test_a_run_stopped_twice_and_resumed_equals_one_never_stopped(
     assert resumed.run.val_losses == whole.run.val_losses
     assert resumed.run.weights_sha256 == whole.run.weights_sha256
     assert resumed.run.sample == whole.run.sample
-    assert "going on after step 4" in text_of(console)
+    assert "resumed after step 4" in text_of(console)
 
 
 def test_checkpoints_come_every_so_often_and_at_the_end(
@@ -98,7 +98,7 @@ def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
     assert content["losses"] == content["unlimited_losses"]
     assert content["measured"]["ram_bytes"] <= int(asked["ram"]) < content["unlimited"]["ram_bytes"]
     assert content["forecast"].keys() == content["measured"].keys() == content["unlimited"].keys()
-    assert "same to the last bit" in text_of(console)
+    assert "bit-identical" in text_of(console)
 
 
 def test_a_stop_during_the_comparison_loses_nothing_and_resuming_compares_only(
@@ -152,7 +152,7 @@ def test_a_disk_tier_that_fails_in_the_middle_loses_no_step(
         patch.setattr(loop, "Session", FailsInStep4)
         with pytest.raises(StorageError, match="the disk is full"):
             job.train(asked, console=console)
-    assert "Saved after step 3. Go on with --resume" in text_of(console)
+    assert "Saved after step 3. Resume with --resume" in text_of(console)
     resumed = job.train({}, resume=Path(options["out"]), console=console)
     assert resumed.run.losses == whole.run.losses
 
@@ -176,7 +176,7 @@ def test_resuming_into_another_folder_leaves_the_first_one_as_it_was(
 
 def test_a_new_run_never_overwrites_another_ones_checkpoint(options: dict[str, Any], console: Console) -> None:
     job.train({**options, "steps": 1}, console=console)
-    with pytest.raises(ConfigError, match=r"already holds a checkpoint, of step 1: go on from it with --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a checkpoint, of step 1: resume it with --resume"):
         job.train(options, console=console)
 
 
@@ -193,9 +193,9 @@ def test_without_out_the_run_is_kept_under_its_time(
 def test_a_folder_that_cannot_be_made_is_refused_before_training(
     options: dict[str, Any], text_file: Path, console: Console
 ) -> None:
-    with pytest.raises(StorageError, match=r"--out needs the folder .*text.txt/out, which cannot be made"):
+    with pytest.raises(StorageError, match=r"--out needs the folder .*text.txt/out, which cannot be created"):
         job.train({**options, "out": str(text_file / "out")}, console=console)
-    with pytest.raises(StorageError, match=r"--json needs the folder .*text.txt, which cannot be made"):
+    with pytest.raises(StorageError, match=r"--json needs the folder .*text.txt, which cannot be created"):
         job.train({**options, "json": str(text_file / "a.json")}, console=console)
 
 
@@ -224,5 +224,5 @@ def test_a_comparison_that_does_not_fit_the_machine_says_so_and_the_run_counts(
     monkeypatch.setattr(job, "run_training", only_the_budgeted)
     result = job.train(asked, console=console)
     assert result.bit_identical is None
-    assert "does not fit this machine: CUDA out of memory." in text_of(console)
+    assert "does not fit on this machine: CUDA out of memory." in text_of(console)
     assert json.loads((tmp_path / "a.json").read_text())["unlimited"] is None

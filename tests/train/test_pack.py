@@ -149,7 +149,7 @@ def test_what_cannot_be_told_to_be_one_kind_is_refused_with_both_files(tmp_path:
     one = save(tmp_path / "one.npy", numbers(3, 4))
     two = save(tmp_path / "two.npy", numbers(3, 5))
     also = save(tmp_path / "also.npy", numbers(9, 4))
-    differ = r"records of .*one.npy are \(4,\) of torch.float32, those of .*two.npy \(5,\) of torch.float32"
+    differ = r"records of .*one.npy are \(4,\) torch.float32, those of .*two.npy \(5,\) torch.float32"
     with pytest.raises(ConfigError, match=rf"--records x names one kind, but {differ}"):
         pack([one, two], out, records="x", console=QUIET)
     with pytest.raises(DataError, match=rf"{differ}, and .*one.npy and .*also.npy are equal"):
@@ -167,7 +167,7 @@ def test_options_and_sources_that_do_not_go_together_are_refused(tmp_path: Path,
     array, text = save(tmp_path / "x.npy", numbers(3)), tmp_path / "t.txt"
     text.write_text("storm " * 100)
     refused: list[tuple[list[Path], dict[str, Any], type[TorchstormError], str]] = [
-        ([text, array], {}, DataError, r"x.npy is an array and .*t.txt is text: pack them into volumes of their own"),
+        ([text, array], {}, DataError, r"x.npy is an array and .*t.txt is text: pack them into separate volumes"),
         ([array, text], {}, DataError, r"x.npy is an array and .*t.txt is text"),
         ([array], {"seq": 4}, ConfigError, r"--seq is for text, but .*x.npy is an array"),
         ([array], {"tokenizer": "chars"}, ConfigError, r"--tokenizer is for text, but .*x.npy"),
@@ -175,7 +175,7 @@ def test_options_and_sources_that_do_not_go_together_are_refused(tmp_path: Path,
         ([text], {"tokenizer": "bpe"}, ConfigError, r"--tokenizer='bpe', but it must be one of bytes, chars"),
         ([text], {"seq": 0}, ConfigError, r"--seq=0, but it must be at least 1"),
         ([tmp_path / "no"], {}, DataError, r"SOURCE .*no does not exist \(looked in "),
-        ([array], {"records": ""}, ConfigError, r"a kind is called by a name that is not empty"),
+        ([array], {"records": ""}, ConfigError, r"the name of a kind must be a text that is not empty"),
     ]
     for sources, options, error, said in refused:
         with pytest.raises(error, match=said):
@@ -256,8 +256,8 @@ def test_it_says_what_it_made_and_of_what_speed(tmp_path: Path, out: Path) -> No
         "  tokens: 93 x (64,) int32, 23.25 KiB (23808 bytes)",
         "  rest: 1 x (48,) int32, 192 B (192 bytes)",
     ]
-    assert lines[4] == "6,000 tokens, of 256 that --tokenizer bytes knows."
-    assert lines[5].startswith("The last 48 of them fill no record of 64: they are kept as kind 'rest'")
+    assert lines[4] == "6,000 tokens, with a vocabulary of 256 (--tokenizer bytes)."
+    assert lines[5].startswith("The last 48 of them do not fill a record of 64: they are kind 'rest'")
     assert len(lines) == 6
 
 

@@ -225,19 +225,19 @@ ABOUT = {"tokenizer": {"kind": "bytes"}, "num_tokens": 1100, "text_sha256": "0" 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"about": None}, r"has no kind 'tokenizer', without which its ids mean nothing; it has 'tokens'\."),
+        ({"about": None}, r"has no kind 'tokenizer', which decodes its ids; it has 'tokens'\."),
         ({"about": b"storm"}, "kind 'tokenizer' is not what `torchstorm pack` writes"),
         ({"about": []}, "kind 'tokenizer' is not what `torchstorm pack` writes"),
         ({"about": {**ABOUT, "tokenizer": {"kind": "bpe"}}}, "kind 'tokenizer' is not what .*'bpe'"),
         (
             {"about": {**ABOUT, "num_tokens": 1200}},
-            "holds 1100 ids, 100 records of 11 and a rest of 0, but was .* 1200",
+            "has 1100 ids, 100 records of 11 and a rest of 0, but its text has 1200",
         ),
         (
             {"about": ABOUT, "dtype": torch.int64},
-            r"are \(11,\) of torch.int64, but a text's are \(ids,\) of torch.int32",
+            r"are \(11,\) torch.int64, but a text needs \(ids,\) torch.int32",
         ),
-        ({"about": ABOUT, "shape": (11, 2)}, r"are \(11, 2\) of torch.int32, but a text's are \(ids,\)"),
+        ({"about": ABOUT, "shape": (11, 2)}, r"are \(11, 2\) torch.int32, but a text needs \(ids,\)"),
     ],
 )
 def test_what_is_no_packed_text_is_refused_with_what_was_found(
@@ -251,7 +251,7 @@ def test_what_is_no_packed_text_is_refused_with_what_was_found(
 def test_an_id_beyond_the_vocabulary_is_refused_with_both_numbers(tmp_path: Path) -> None:
     with (
         opened(handmade(tmp_path / "a.storm", ABOUT)) as packed,
-        pytest.raises(DataError, match=r"holds id 300, but its tokenizer, and so the model, has 256, from 0 to 255"),
+        pytest.raises(DataError, match=r"has id 300, but its tokenizer, and so the model, has 256, from 0 to 255"),
     ):
         packed.batch("train", batch=1, seq=4, seed=0, index=(0,))
 
@@ -265,7 +265,7 @@ def test_arrays_and_other_tokenizers_and_too_little_text_are_refused(
         job.train({**options, "data": str(tmp_path / "b.storm")}, console=console)
     with pytest.raises(DataError, match=r"b.storm has no kind 'tokens' to train on; it has 'data'"):
         opened(tmp_path / "b.storm")
-    said = r"--tokenizer=chars was asked, but .*text.storm was packed with --tokenizer bytes: leave the option out"
+    said = r"--tokenizer=chars was given, but .*text.storm was packed with --tokenizer bytes: leave the option out"
     with pytest.raises(ConfigError, match=said):
         job.train({**options, "data": str(volume), "tokenizer": "chars"}, console=console)
     with pytest.raises(DataError, match=r"training part .* of .*text.storm has \d+ tokens, but --batch 400 x --seq 32"):

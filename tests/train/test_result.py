@@ -65,7 +65,7 @@ def test_forecast_measured_and_unlimited_stand_side_by_side_with_the_cost() -> N
     assert rows["disk, peak"] == ["/scratch", "60.00 MiB", "60.00 MiB", "60.00 MiB", "0 B"]
     assert rows["step"] == ["", "12.5 ms", "12.5 ms", "99.0 ms", "12.5 ms"]
     assert "vram, peak" not in rows
-    assert "All 3 losses and the final weights are the same to the last bit." in text
+    assert "All 3 losses and the final weights are bit-identical." in text
     assert "ram: 40.00 MiB instead of 100.00 MiB (40%). Time: 3.0 s instead of 3.0 s (1.00 x)." in text
     assert "Note: the disk has no O_DIRECT" in text
     assert "To be" in text
@@ -79,7 +79,7 @@ def test_one_bit_of_difference_in_a_loss_is_told_with_its_step_and_both_values()
     assert f"The losses differ from step 2 on: 2.0 with the budget, {off!r} without." in printed(shown)
 
 
-def test_other_weights_behind_the_same_losses_are_told() -> None:
+def test_other_weights_behind_the_same_losses_are_reported() -> None:
     shown = result(replace(SAME, weights_sha256="abd"))
     assert shown.bit_identical is False
     assert "but the final weights differ" in printed(shown)
@@ -88,7 +88,7 @@ def test_other_weights_behind_the_same_losses_are_told() -> None:
 def test_without_a_second_run_nothing_is_claimed() -> None:
     shown = result(None)
     assert shown.bit_identical is None
-    assert "same to the last bit" not in printed(shown)
+    assert "bit-identical" not in printed(shown)
     assert "no budget" not in printed(shown)
     assert "does not fit this machine" in printed(result(None, error="Without a budget ... does not fit this machine"))
 

@@ -1,4 +1,4 @@
-"""GPT and xLSTM as one: their named sizes, and how a model is made from a shape of either."""
+"""The named sizes of GPT and xLSTM models, and a function that creates either."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torchstorm.models.gpt import GPT, GPTConfig
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
 
 LanguageModel = GPT | XLSTM
-"""Called with ids and targets (B, T), gives logits and a loss; `generate` continues a text."""
+"""Called with ids and targets (B, T), returns logits and a loss. `generate` continues a text."""
 
 ModelConfig = GPTConfig | XLSTMConfig
 
 SIZES: dict[str, ModelConfig] = {**gpt.SIZES, **xlstm.SIZES}
-"""Every named size."""
+"""All named sizes."""
 
 
 def make_model(config: ModelConfig) -> LanguageModel:
-    """The model of that shape, with fresh weights."""
+    """Creates a model with new random weights."""
     return GPT(config) if isinstance(config, GPTConfig) else XLSTM(config)

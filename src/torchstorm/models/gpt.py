@@ -5,10 +5,10 @@
                  x_BTC = x_BTC + mlp(LayerNorm(x_BTC))
     logits_BTV = LayerNorm(x_BTC) @ token embedding transposed (the head is tied to the embedding)
 
-Shape suffixes: B sequences in the batch, T tokens in a sequence, C width of the residual stream, V vocabulary,
-H attention heads, D = C / H width of one head, F = 4 C width inside the MLP. `x_BTC` is laid out (B, T, C).
+Shape suffixes: B sequences per batch, T tokens per sequence, C width of the residual stream, V vocabulary,
+H attention heads, D = C / H width of one head, F = 4 C width inside the MLP. `x_BTC` has the shape (B, T, C).
 
-One `c_attn` makes q, k and v at once, as three views of one (B, T, 3 C) buffer. Attention is
+One `c_attn` computes q, k and v at once, as three views of one (B, T, 3 C) buffer. Attention is
 `scaled_dot_product_attention` with `is_causal=True`, so PyTorch picks the kernel; on CUDA without dropout no (T, T)
 matrix is ever stored. Module names follow GPT-2's own (wte, wpe, ln_1, c_attn, ...), with the blocks in `blocks`.
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the released code's layout.
@@ -35,12 +35,12 @@ _INIT_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A GPT's shape.
+    """The configuration of a GPT.
 
     Attributes:
-        vocab_size: V, how many token ids there are.
-        max_seq_len: the largest T, one learned position each.
-        num_layers: how many blocks.
+        vocab_size: V, the number of token ids.
+        max_seq_len: the largest T; each position has a learned embedding.
+        num_layers: number of blocks.
         num_heads, width: H and C; H must divide C.
         dropout: probability in [0, 1) of zeroing, on embeddings, attention weights and both residual branches.
 
@@ -78,11 +78,11 @@ SIZES: dict[str, GPTConfig] = {
     "gpt2-large": GPTConfig(num_layers=36, num_heads=20, width=1280),
     "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, width=1600),
 }
-"""The named sizes, all with GPT-2's vocabulary of 50257 and 1024 positions; `dataclasses.replace` changes the rest."""
+"""The named sizes, with GPT-2's vocabulary of 50257 and 1024 positions. `dataclasses.replace` changes other options."""
 
 
 class GPTOutput(NamedTuple):
-    """Of a forward pass: the logits (B, T, V), or the mean cross-entropy in nats where targets were given."""
+    """The result of forward: logits (B, T, V), or with targets the mean cross-entropy in nats."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Maps (B, T, C) to (B, T, C); position t sees positions 0..t."""
+        """Maps (B, T, C) to (B, T, C). Position t attends to positions 0..t."""
         B, T, C = x_BTC.shape
         q_BHTD, k_BHTD, v_BHTD = (
             part_BTC.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
@@ -151,8 +151,8 @@ class GPT(nn.Module):
     """A GPT-2 language model.
 
     Args:
-        config: its shape. Weights are drawn from PyTorch's global generator: normal with standard deviation 0.02,
-            the projections that write into the residual stream scaled by 1 / sqrt(2 * num_layers), biases zero.
+        config: its configuration. Weights are drawn from PyTorch's global generator: normal with standard deviation
+            0.02, for projections into the residual stream scaled by 1 / sqrt(2 * num_layers); biases are zero.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         self.ln_f = LayerNorm(config.width)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight
-        # named_parameters gives the tied weight once, under wte, so it is drawn once.
+        # named_parameters lists the tied weight once, under wte, so it is initialized once.
         residual_std = _INIT_STD / math.sqrt(2 * config.num_layers)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -178,10 +178,10 @@ class GPT(nn.Module):
 
         Args:
             idx_BT: int64 token ids (B, T), T at most `config.max_seq_len`.
-            targets_BT: int64 ids (B, T) to predict, -100 where none counts; None for no loss.
+            targets_BT: int64 ids (B, T) to predict, -100 to ignore a position; None for no loss.
 
         Returns:
-            Logits (B, T, V); with targets no logits, but the mean cross-entropy in nats, which needs less memory.
+            Logits (B, T, V); with targets only the mean cross-entropy in nats, which needs less memory.
 
         Raises:
             ConfigError: T is above `config.max_seq_len`.
@@ -202,7 +202,7 @@ class GPT(nn.Module):
         return GPTOutput(None, next_token_loss(x_BTC, self.lm_head.weight, targets_BT))
 
     def num_params(self, *, embeddings: bool = True) -> int:
-        """Counts parameters, the tied head once; without `embeddings`, leaves out wte (and so the head) and wpe."""
+        """Number of parameters, the tied head once. Without `embeddings`, wte (with the head) and wpe do not count."""
         total = sum(parameter.numel() for parameter in self.parameters())
         return total if embeddings else total - self.wte.weight.numel() - self.wpe.weight.numel()
 
@@ -216,19 +216,19 @@ class GPT(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues each sequence by `num_tokens` tokens, drawn one at a time; nothing is cached between tokens.
+        """Continues each sequence by `num_tokens` tokens, one at a time, without a cache.
 
-        Dropout is off meanwhile. Once a sequence is longer than `config.max_seq_len`, only its end is looked at.
+        Dropout is off. Of a sequence longer than `config.max_seq_len`, only the last tokens are used.
 
         Args:
             idx_BT: int64 ids (B, T), T at least 1.
-            num_tokens: how many tokens to add.
-            temperature: logits are divided by it; 0 takes the likeliest token each time.
-            top_k: draw only from the k likeliest; None for all.
-            generator: source of the draws, on idx_BT's device; None for PyTorch's global one.
+            num_tokens: number of tokens to add.
+            temperature: divides the logits; 0 always takes the most likely token.
+            top_k: sample only from the k most likely tokens; None for all.
+            generator: random generator on idx_BT's device; None for PyTorch's global one.
 
         Returns:
-            int64 ids (B, T + num_tokens), idx_BT first.
+            int64 ids (B, T + num_tokens), starting with idx_BT.
 
         Raises:
             ConfigError: idx_BT is empty, `temperature` is negative or `top_k` below 1.
@@ -249,15 +249,15 @@ class GPT(nn.Module):
 def load_gpt2_weights(model: GPT, state_dict: Mapping[str, Tensor]) -> None:
     """Copies the weights of a Hugging Face `GPT2LMHeadModel` (or `GPT2Model`) into `model`.
 
-    There the four projections of a block are `Conv1D`, whose weight is (in, out): they are transposed here. Masks
-    that old checkpoints carry (`attn.bias`, `attn.masked_bias`) and the tied `lm_head.weight` are left out.
+    In Hugging Face's model, the four projections of a block are `Conv1D` with a weight (in, out), which is transposed
+    here. Masks in old checkpoints (`attn.bias`, `attn.masked_bias`) and the tied `lm_head.weight` are ignored.
 
     Args:
-        model: a GPT of the same shape.
-        state_dict: what `GPT2LMHeadModel.state_dict()` gives.
+        model: a GPT with the same sizes.
+        state_dict: the result of `GPT2LMHeadModel.state_dict()`.
 
     Raises:
-        ConfigError: a weight is missing, left over, or of another shape; `model` is then unchanged.
+        ConfigError: a weight is missing, unexpected, or has another shape. `model` is unchanged then.
     """
     theirs = {}
     for name, tensor in state_dict.items():
@@ -270,14 +270,14 @@ def load_gpt2_weights(model: GPT, state_dict: Mapping[str, Tensor]) -> None:
     if ours.keys() != theirs.keys():
         missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
         raise ConfigError(
-            f"The weights do not fit a GPT of {model.config.num_layers} layers: {len(missing)} missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}."
+            f"The weights do not match a GPT of {model.config.num_layers} layers: {len(missing)} missing "
+            f"{missing[:3]}, {len(unknown)} unknown {unknown[:3]}."
         )
     for name, parameter in ours.items():
         if parameter.shape != theirs[name].shape:
             raise ConfigError(
                 f"{name} is {tuple(theirs[name].shape)} in the weights, but {tuple(parameter.shape)} in the model: "
-                "build the model with the GPTConfig that the weights were made with."
+                "build the model with the GPTConfig of the weights."
             )
     with torch.no_grad():
         for name, parameter in ours.items():

@@ -1,4 +1,4 @@
-"""The last layer of a language model together with its loss: what every one does where targets are given."""
+"""The output layer of a language model fused with its loss, as all models here use it with targets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 from torchstorm.kernels import linear_cross_entropy
 
 _AUTOCAST_OF = {"meta": ("cuda", "cpu")}
-"""Types of devices whose autocast counts, where that is not the tensor's own: in a forecast either may be meant."""
+"""Device types whose autocast state applies to tensors on "meta": a forecast may be for either of them."""
 
 
 def next_token_loss(x_BTC: Tensor, head_VC: Tensor, targets_BT: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The mean cross-entropy in nats of logits x W^T, which are not kept and, where they are many, never there at once.
+    """The mean cross-entropy in nats of the logits x W^T. They are not saved; large ones are computed in parts.
 
     Args:
-        x_BTC: what the head is given.
-        head_VC: its weight; both are cast as autocast casts what a linear layer is given.
-        targets_BT: int64 ids, -100 where none counts.
-        softcap: logits become softcap * tanh(logits / softcap); 0 leaves them.
+        x_BTC: input of the head.
+        head_VC: weight of the head. Autocast casts both as for a linear layer.
+        targets_BT: int64 ids, -100 to ignore a position.
+        softcap: logits become softcap * tanh(logits / softcap); 0 for no softcap.
     """
     kind = x_BTC.device.type
     for device in _AUTOCAST_OF.get(kind, (kind,)):

@@ -1,4 +1,4 @@
-"""Drawing the next token from logits: what every language model's `generate` shares."""
+"""Sampling of the next token from logits, for `generate` of all language models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torchstorm.errors import ConfigError
 
 
 def check_sampling(idx_BT: Tensor, *, temperature: float, top_k: int | None) -> None:
-    """Refuses what nothing can be drawn by.
+    """Checks the arguments of `generate`.
 
     Raises:
-        ConfigError: idx_BT (B, T) has no token, `temperature` is negative or `top_k` below 1.
+        ConfigError: idx_BT (B, T) has no token, `temperature` is negative, or `top_k` is below 1.
     """
     if idx_BT.shape[1] < 1:
         raise ConfigError(f"idx_BT has shape {tuple(idx_BT.shape)}, but each sequence needs at least 1 token.")
@@ -23,13 +23,13 @@ def check_sampling(idx_BT: Tensor, *, temperature: float, top_k: int | None) -> 
 
 
 def draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Gives one int64 id for each row of logits (B, V), as (B, 1).
+    """Samples one int64 id for each row of logits (B, V). Returns (B, 1).
 
     Args:
-        logits_BV: of the next token.
-        temperature: they are divided by it; 0 takes the likeliest.
-        top_k: draw only from the k likeliest; None for all.
-        generator: source of the draws; None for PyTorch's global one.
+        logits_BV: logits of the next token.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample only from the k most likely tokens; None for all.
+        generator: random generator; None for PyTorch's global one.
     """
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)

@@ -4,8 +4,9 @@
     each block (`models/xlstm_blocks.py`): x_BTC = x_BTC + recurrence(norm(x_BTC)), and an MLP in some kinds
     logits_BTV = norm(x_BTC) @ head, soft-capped where the config says so
 
-There are no positions: the recurrence knows the order, and a sequence may be longer than any in training. A token costs
-the same however many came before, in time and in memory. Shape suffixes: B sequences, T tokens, C width, V vocabulary.
+There are no position embeddings: the recurrence encodes the order, and a sequence can be longer than in training. Time
+and memory per token do not depend on the number of earlier tokens. Shape suffixes: B sequences, T tokens, C width, V
+vocabulary.
 Sources: Beck et al. 2024, "xLSTM: Extended Long Short-Term Memory", arXiv 2405.04517; Beck et al. 2025, "xLSTM 7B: A
 Recurrent LLM for Fast and Efficient Inference", arXiv 2503.13427.
 """
@@ -27,20 +28,20 @@ from torchstorm.models.xlstm_blocks import MIXERS, PROJECTION_BLOCK, Block, Norm
 
 @dataclass(frozen=True, kw_only=True)
 class XLSTMConfig:
-    """An xLSTM's shape.
+    """The configuration of an xLSTM.
 
     Attributes:
-        vocab_size: V, how many token ids there are.
-        num_layers: how many blocks.
+        vocab_size: V, the number of token ids.
+        num_layers: number of blocks.
         num_heads, width: H and C; H must divide C and C times `qk_share`, and C be even with "mlstm".
         dropout: probability in [0, 1) of zeroing, on embeddings and both residual branches.
-        pattern: kinds of the blocks, "mlstm", "slstm" or "mlstm-mlp"; begun anew where there are more blocks.
-        qk_share: width of q and of k by C, in "mlstm-mlp".
-        mlp_share: width inside the MLP by C, in "mlstm-mlp".
-        gate_cap: gate pre-activations become cap * tanh(x / cap); 0 leaves them.
+        pattern: kinds of the blocks, "mlstm", "slstm" or "mlstm-mlp"; repeated if there are more blocks.
+        qk_share: width of q and of k relative to C, in "mlstm-mlp".
+        mlp_share: width inside the MLP relative to C, in "mlstm-mlp".
+        gate_cap: gate pre-activations become cap * tanh(x / cap); 0 for no cap.
         logit_cap: the same for logits.
-        input_gate_bias: of mLSTM's input gate at first.
-        tied: whether the head is the embedding.
+        input_gate_bias: initial bias of mLSTM's input gate.
+        tied: whether the head and the embedding share their weight.
 
     Raises:
         ConfigError: a count is below 1, heads do not divide a width, or another value is out of its range.
@@ -98,11 +99,11 @@ SIZES: dict[str, XLSTMConfig] = {
     "xlstm-1.3b": XLSTMConfig(num_layers=24, num_heads=8, width=2048),
     "xlstm-7b": XLSTMConfig(num_layers=32, num_heads=8, width=4096, tied=False),
 }
-"""The named sizes, all with GPT-2's vocabulary of 50257; `dataclasses.replace` changes the rest."""
+"""The named sizes, with GPT-2's vocabulary of 50257. `dataclasses.replace` changes other options."""
 
 
 class XLSTMOutput(NamedTuple):
-    """Of a forward pass: the logits (B, T, V), or the mean cross-entropy in nats where targets were given."""
+    """The result of forward: logits (B, T, V), or with targets the mean cross-entropy in nats."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -112,9 +113,9 @@ class XLSTM(nn.Module):
     """An xLSTM language model.
 
     Args:
-        config: its shape. Weights are drawn from PyTorch's global generator as in the papers: matrices normal with
-            standard deviation sqrt(2 / (5 in)), those that write into the residual stream 2 / (num_layers sqrt(C));
-            forget gates begin nearly open, with biases from 3 to 6 over the heads.
+        config: its configuration. Weights are drawn from PyTorch's global generator as in the papers: matrices normal
+            with standard deviation sqrt(2 / (5 in)), for projections into the residual stream 2 / (num_layers sqrt(C)).
+            Forget gates start almost open, with biases from 3 to 6 over the heads.
     """
 
     def __init__(self, config: XLSTMConfig) -> None:
@@ -131,14 +132,14 @@ class XLSTM(nn.Module):
             nn.init.normal_(table.weight, std=math.sqrt(2 / (5 * config.width)))
 
     def forward(self, idx_BT: Tensor, targets_BT: Tensor | None = None) -> XLSTMOutput:
-        """Predicts the next token at each position, from nothing before the first.
+        """Predicts the next token at each position, from an empty initial state.
 
         Args:
             idx_BT: int64 token ids (B, T), T at least 1.
-            targets_BT: int64 ids (B, T) to predict, -100 where none counts; None for no loss.
+            targets_BT: int64 ids (B, T) to predict, -100 to ignore a position; None for no loss.
 
         Returns:
-            Logits (B, T, V); with targets no logits, but the mean cross-entropy in nats, which needs less memory.
+            Logits (B, T, V); with targets only the mean cross-entropy in nats, which needs less memory.
         """
         x_BTC = self.drop(self.embedding(idx_BT))
         for block in self.blocks:
@@ -151,14 +152,14 @@ class XLSTM(nn.Module):
     def advance(
         self, idx_BT: Tensor, states: tuple[State | None, ...] | None = None
     ) -> tuple[Tensor, tuple[State, ...]]:
-        """Reads tokens and remembers them; a single one goes through the step kernel.
+        """Processes tokens and updates the states. A single token uses the step kernel.
 
         Args:
             idx_BT: int64 ids (B, T), T at least 1.
-            states: what the call before gave, one a block; None at the start of a text.
+            states: states of the previous call, one per block; None at the start of a text.
 
         Returns:
-            Logits of the token after the last, (B, V), and the states. They need the same memory for any T.
+            Logits of the next token (B, V), and the states. Their size does not depend on T.
         """
         x_BTC = self.drop(self.embedding(idx_BT))
         following: list[State] = []
@@ -174,7 +175,7 @@ class XLSTM(nn.Module):
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def num_params(self, *, embeddings: bool = True) -> int:
-        """Counts parameters, a tied head once; without `embeddings`, leaves out the embedding and the head."""
+        """Number of parameters, a tied head once. Without `embeddings`, the embedding and the head are not counted."""
         total = sum(parameter.numel() for parameter in self.parameters())
         tables = self.embedding.weight.numel() * (1 if self.config.tied else 2)
         return total if embeddings else total - tables
@@ -189,20 +190,20 @@ class XLSTM(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues each sequence by `num_tokens` tokens, drawn one at a time.
+        """Continues each sequence by `num_tokens` tokens, one at a time.
 
-        The text so far is read once; from then on a token costs the same time and memory, however long the text grows.
-        Dropout is off meanwhile.
+        The text so far is processed once. Then time and memory per token do not depend on the length of the text.
+        Dropout is off.
 
         Args:
             idx_BT: int64 ids (B, T), T at least 1.
-            num_tokens: how many tokens to add.
-            temperature: logits are divided by it; 0 takes the likeliest token each time.
-            top_k: draw only from the k likeliest; None for all.
-            generator: source of the draws, on idx_BT's device; None for PyTorch's global one.
+            num_tokens: number of tokens to add.
+            temperature: divides the logits; 0 always takes the most likely token.
+            top_k: sample only from the k most likely tokens; None for all.
+            generator: random generator on idx_BT's device; None for PyTorch's global one.
 
         Returns:
-            int64 ids (B, T + num_tokens), idx_BT first.
+            int64 ids (B, T + num_tokens), starting with idx_BT.
 
         Raises:
             ConfigError: idx_BT is empty, `temperature` is negative or `top_k` below 1.

@@ -1,13 +1,13 @@
-"""xLSTM's blocks: two with mLSTM inside and one with sLSTM.
+"""xLSTM's blocks: two kinds with mLSTM and one with sLSTM.
 
     "mlstm": x + down(skip(headnorm(mLSTM(conv(up(x))))) * silu(gate(x))): the recurrence at twice the model's width
     "slstm": x + headnorm(sLSTM(conv(x))), then x + GELU-gated MLP
     "mlstm-mlp": x + out(headnorm(mLSTM(x)) * sigmoid(gate(x))), then x + SwiGLU MLP: the 7B model's
 
 Shape suffixes: B sequences, T tokens, C width of the residual stream, I width inside, H heads, D width of one head.
-Every part maps (B, T, C) to (B, T, C) with `forward`, which keeps nothing between calls, and with `advance`, which
-takes the state that an earlier call left (None at first) and gives the next one, of the same size for any text. All
-norms are LayerNorm without a bias; xLSTM 7B has RMSNorm in front of its layers.
+Every module maps (B, T, C) to (B, T, C). `forward` has no state between calls. `advance` takes the state of the
+previous call (None at first) and returns the next one, whose size does not depend on T. All norms are LayerNorm without
+a bias; xLSTM 7B uses RMSNorm before its layers.
 Sources: Beck et al. 2024, "xLSTM: Extended Long Short-Term Memory", arXiv 2405.04517, figures 10 and 11; Beck et al.
 2025, "xLSTM 7B", arXiv 2503.13427.
 """
@@ -27,7 +27,7 @@ from torchstorm.kernels.slstm import SLSTMState, slstm
 from torchstorm.models.norm import layer_norm
 
 State = tuple[Tensor, ...]
-"""What a block keeps of the tokens that it has seen; each tensor has B in front."""
+"""The state of a block after some tokens. The first dimension of each tensor is B."""
 
 CONV_TOKENS = 4
 PROJECTION_BLOCK = 4
@@ -36,7 +36,7 @@ _FORGET_BIAS = (3.0, 6.0)
 
 
 class Shape(Protocol):
-    """What a block reads of `XLSTMConfig`."""
+    """The attributes of `XLSTMConfig` that a block uses."""
 
     @property
     def width(self) -> int: ...
@@ -57,7 +57,7 @@ class Shape(Protocol):
 
 
 class Norm(nn.Module):
-    """LayerNorm without a bias; with `num_heads`, of each head by itself."""
+    """LayerNorm without a bias; with `num_heads`, of each head separately."""
 
     def __init__(self, width: int, num_heads: int = 1) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class Norm(nn.Module):
         """Maps (B, T, C) to (B, T, C)."""
         if self.num_heads == 1:
             return layer_norm(x_BTC, self.weight)
-        # Every token is a sample with heads for groups: one operation, which saves its input alone.
+        # group_norm with tokens as samples and heads as groups: one operation, which saves only its input.
         return F.group_norm(x_BTC.flatten(0, 1), self.num_heads, self.weight).view_as(x_BTC)
 
 
 class CausalConv(nn.Module):
-    """A convolution over time, each channel by itself: token t sees tokens t - 3 to t. SiLU follows."""
+    """A depthwise causal convolution over time (token t uses tokens t - 3 to t), followed by SiLU."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class CausalConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Maps (B, T, C) to (B, T, C), from nothing."""
+        """Maps (B, T, C) to (B, T, C), with zeros before the first token."""
         return self._convolve(F.pad(x_BTC.transpose(1, 2), (CONV_TOKENS - 1, 0)))
 
     def advance(self, x_BTC: Tensor, past_BCT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Goes on from the last three tokens, (B, C, 3)."""
+        """Continues after the last three tokens, (B, C, 3)."""
         if past_BCT is None:
             past_BCT = x_BTC.new_zeros(x_BTC.shape[0], x_BTC.shape[2], CONV_TOKENS - 1)
         seen_BCT = torch.cat([past_BCT, x_BTC.transpose(1, 2)], dim=2)
@@ -97,7 +97,7 @@ class CausalConv(nn.Module):
 
 
 class BlockLinear(nn.Module):
-    """A linear map whose matrix is zero but for blocks on the diagonal."""
+    """A linear layer with a block-diagonal matrix."""
 
     def __init__(self, width: int, block: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class BlockLinear(nn.Module):
 
 
 class Gates(nn.Module):
-    """Pre-activations of the input and forget gates, one of each a head."""
+    """Pre-activations of the input and forget gates, one of each per head."""
 
     def __init__(self, width: int, config: Shape, *, from_zero: bool) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Gates(nn.Module):
             self.linear.bias[config.num_heads :] = torch.linspace(*_FORGET_BIAS, config.num_heads)
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives (i, f), each (B, H, T), in fp32 at least: their sums over time reach far."""
+        """Returns (i, f), each (B, H, T), in at least fp32, since they are summed over time."""
         gates_BGT = self.linear(x_BTC).transpose(1, 2)
         gates_BGT = gates_BGT.to(torch.promote_types(gates_BGT.dtype, torch.float32))
         if self.cap:
@@ -137,7 +137,7 @@ class Gates(nn.Module):
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""q, k, v, i and f, as `mlstm` takes them."""
+"""The arguments q, k, v, i and f of `mlstm`."""
 
 
 def _recur(inputs: Inputs) -> Tensor:
@@ -146,7 +146,7 @@ def _recur(inputs: Inputs) -> Tensor:
 
 
 def _recur_on(inputs: Inputs, state: State | None) -> tuple[Tensor, State]:
-    """Like `_recur`, from a state to the next; a single token by the step kernel."""
+    """As `_recur`, with a state. A single token uses the step kernel."""
     before = None if state is None else MLSTMState(*state)
     if before is not None and inputs[0].shape[2] == 1:
         q, k, v, i, f = (part.squeeze(2) for part in inputs)
@@ -162,7 +162,7 @@ def _heads(x_BTC: Tensor, num_heads: int) -> Tensor:
 
 
 class UpMLSTM(nn.Module):
-    """mLSTM at twice the model's width, between a projection up and one down."""
+    """mLSTM at twice the model's width, between an up and a down projection."""
 
     def __init__(self, config: Shape) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class UpMLSTM(nn.Module):
         return self._out(_recur(self._inputs(x_BTI, conv_BTI)), conv_BTI, gate_BTI)
 
     def advance(self, x_BTC: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Goes on from (the convolution's past, C, n, m)."""
+        """Continues from the state (the convolution's last tokens, C, n, m)."""
         x_BTI, gate_BTI = self.up(x_BTC).chunk(2, dim=-1)
         conv_BTI, past = self.conv.advance(x_BTI, None if state is None else state[0])
         h_BTI, cell = _recur_on(self._inputs(x_BTI, conv_BTI), None if state is None else state[1:])
@@ -208,7 +208,7 @@ class MLSTM(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.qk_width = round(config.width * config.qk_share)
-        # One product for q, k, v and the output gate.
+        # One matrix product for q, k, v and the output gate.
         self.qkvo = nn.Linear(config.width, 2 * self.qk_width + 2 * config.width, bias=False)
         self.gates = Gates(config.width, config, from_zero=False)
         self.norm = Norm(config.width, config.num_heads)
@@ -222,7 +222,7 @@ class MLSTM(nn.Module):
         return self._out(_recur(inputs), gate_BTC)
 
     def advance(self, x_BTC: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Goes on from (C, n, m)."""
+        """Continues from the state (C, n, m)."""
         inputs, gate_BTC = self._inputs(x_BTC)
         h_BTC, state = _recur_on(inputs, state)
         return self._out(h_BTC, gate_BTC), state
@@ -240,14 +240,14 @@ class MLSTM(nn.Module):
 
 
 class SLSTM(nn.Module):
-    """sLSTM at the model's width; its heads mix within themselves over time."""
+    """sLSTM at the model's width, with recurrent connections within each head."""
 
     def __init__(self, config: Shape) -> None:
         super().__init__()
         H, D = config.num_heads, config.width // config.num_heads
         self.num_heads = H
         self.conv = CausalConv(config.width)
-        # i and f see the convolution, z and o the token itself.
+        # i and f use the convolution's output, z and o its input.
         self.conv_gates, self.token_gates = (nn.Parameter(torch.empty(H, D, 2 * D)) for _ in range(2))
         self.bias = nn.Parameter(torch.zeros(H, 4, D))
         self.recurrent = nn.Parameter(torch.zeros(H, D, 4 * D))
@@ -262,10 +262,10 @@ class SLSTM(nn.Module):
         return self._recur(x_BTC, self.conv(x_BTC), None)[0]
 
     def advance(self, x_BTC: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Goes on from (the convolution's past, h, c, n, m)."""
+        """Continues from the state (the convolution's last tokens, h, c, n, m)."""
         conv_BTC, past = self.conv.advance(x_BTC, None if state is None else state[0])
         out_BTC, cell = self._recur(x_BTC, conv_BTC, None if state is None else SLSTMState(*state[1:]))
-        # Copies: what came back is a part of what every token left.
+        # Copies, since the returned states are views of the states of all tokens.
         return out_BTC, (past, *(part.clone() for part in cell))
 
     def _recur(self, x_BTC: Tensor, conv_BTC: Tensor, state: SLSTMState | None) -> tuple[Tensor, SLSTMState]:
@@ -303,7 +303,7 @@ class Block(nn.Module):
     """A pre-norm block: the recurrence, and in two of the three kinds an MLP.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         kind: a key of `MIXERS`.
     """
 
@@ -318,11 +318,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """Maps (B, T, C) to (B, T, C), from nothing."""
+        """Maps (B, T, C) to (B, T, C), from an empty initial state."""
         return self._add_mlp(x_BTC + self.dropout(self.mixer(self.norm_mixer(x_BTC))))
 
     def advance(self, x_BTC: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Goes on from the state that an earlier call gave."""
+        """Continues from the state of an earlier call."""
         mixed_BTC, state = self.mixer.advance(self.norm_mixer(x_BTC), state)
         return self._add_mlp(x_BTC + self.dropout(mixed_BTC)), state
 
@@ -338,11 +338,11 @@ MIXERS: dict[str, type[UpMLSTM] | type[SLSTM] | type[MLSTM]] = {
     "slstm": SLSTM,
     "mlstm-mlp": MLSTM,
 }
-"""Kinds of blocks, by the recurrence inside."""
+"""The recurrence of each kind of block."""
 
 
 def mlp_width(width: int, share: float) -> int:
-    """Width inside an MLP: the share, up to the next multiple of 64 (of 8 in models narrower than 512)."""
+    """Width inside an MLP: width * share, rounded up to a multiple of 64 (of 8 in models narrower than 512)."""
     multiple = 64 if width >= 512 else 8
     return math.ceil(width * share / multiple) * multiple
 
@@ -352,5 +352,5 @@ def _init_linear(linear: nn.Linear) -> None:
 
 
 def _init_residual(linear: nn.Linear, config: Shape) -> None:
-    """Smaller for what writes into the residual stream, since every layer adds to it."""
+    """Smaller initial weights for projections into the residual stream, since every layer adds to it."""
     nn.init.normal_(linear.weight, std=2 / (config.num_layers * math.sqrt(config.width)))

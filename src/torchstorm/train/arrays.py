@@ -1,7 +1,7 @@
-""".npy files as records, read in pieces.
+"""Reads .npy files as records, in pieces.
 
-The bytes are read, not mapped: a file that is cut off while it is mapped ends the whole process with SIGBUS, and mapped
-pages count as this process's memory.
+The files are read, not memory-mapped: if a mapped file is truncated, the process dies with SIGBUS, and mapped pages
+count as memory of the process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchstorm.storage.aligned import aligned_empty, byte_view
 from torchstorm.storage.layout import DTYPES
 from torchstorm.train.texts import cannot_read
 
-# What numpy's own words for a dtype do not say.
+# Remedies for dtypes that records do not support.
 _WAYS_OUT = {
-    "V": "save each field as an array of its own",
+    "V": "save each field as a separate array",
     "U": "pack texts as text files, or save numbers",
     "S": "pack texts as text files, or save array.view('uint8')",
     "M": "save array.view('int64')",
@@ -34,15 +34,15 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFile:
-    """An array in a .npy file, the first dimension of which counts its records.
+    """An array in a .npy file. Its first dimension is the number of records.
 
     Attributes:
-        path: of the file.
-        length: records.
-        shape: of a record.
-        dtype: of its elements, in the byte order of the file.
-        is_fortran: whether the first dimension, not the last, is the one whose elements lie side by side.
-        start_bytes: where they begin.
+        path: path of the file.
+        length: number of records.
+        shape: shape of a record.
+        dtype: dtype of its elements, in the byte order of the file.
+        is_fortran: whether the array is stored in Fortran order (first dimension contiguous).
+        start_bytes: byte offset of the data.
     """
 
     path: Path
@@ -54,10 +54,10 @@ class ArrayFile:
 
     @staticmethod
     def of(path: Path) -> ArrayFile:
-        """Reads a file's head.
+        """Reads the header of a file.
 
         Raises:
-            DataError: it cannot be read, is no .npy file or shorter than it says, or holds no records.
+            DataError: it cannot be read, is not a .npy file, is shorter than its header says, or has no records.
         """
         try:
             with open(path, "rb") as file:
@@ -68,16 +68,14 @@ class ArrayFile:
         except OSError as error:
             raise cannot_read(path, error) from error
         except ValueError as error:
-            raise DataError(f"{path} is no .npy file: {error}. Write it with np.save(path, array).") from error
+            raise DataError(f"{path} is not a .npy file: {error}. Write it with np.save(path, array).") from error
         if dtype.name not in DTYPES:
             way_out = _WAYS_OUT.get(dtype.kind, "save it as one of these")
-            raise DataError(
-                f"{path} holds elements of dtype {dtype}, but a record's have one of {', '.join(DTYPES)}: {way_out}."
-            )
+            raise DataError(f"{path} has dtype {dtype}, but records support {', '.join(DTYPES)}: {way_out}.")
         if not shape:
-            raise DataError(f"{path} holds a single number, which has no records to count: save array[None].")
+            raise DataError(f"{path} is a single number without a dimension for records: save array[None].")
         if not math.prod(shape):
-            raise DataError(f"{path} holds an array of shape {shape}, which is empty: leave it out.")
+            raise DataError(f"{path} is an empty array of shape {shape}: leave it out.")
         found = ArrayFile(
             path=path,
             length=shape[0],
@@ -92,32 +90,32 @@ class ArrayFile:
 
     @property
     def record_dtype(self) -> torch.dtype:
-        """Of the records, in the byte order of this machine."""
+        """The records' dtype in the byte order of this machine."""
         return DTYPES[self.dtype.name]
 
     @property
     def record_bytes(self) -> int:
-        """Of one record."""
+        """Bytes of one record."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def stop_bytes(self) -> int:
-        """Where they end."""
+        """Byte offset of the end of the data."""
         return self.start_bytes + self.length * self.record_bytes
 
     def ends_early(self, file_bytes: int) -> DataError:
-        """What is raised where the file is shorter than that."""
+        """The error if the file is shorter than that."""
         return DataError(
             f"{self.path} ends at byte {file_bytes}, but its array of {self.length} records of {self.record_bytes} "
-            f"bytes would end at {self.stop_bytes}: it was cut off. Write it again, and pack it "
-            "when nobody else does."
+            f"bytes would end at {self.stop_bytes}: it is truncated. Write it again, and pack it "
+            "when no other program writes it."
         )
 
     def pieces(self, most: int) -> Iterator[torch.Tensor]:
-        """All records in turn: (n, *shape), n at most `most`.
+        """Yields all records in order: (n, *shape), n at most `most`.
 
         Raises:
-            DataError: the file cannot be read, or ends before its array does.
+            DataError: the file cannot be read, or is truncated.
         """
         try:
             with open(self.path, "rb", buffering=0) as file:
@@ -135,7 +133,7 @@ class ArrayFile:
             raise cannot_read(self.path, error) from error
 
     def _fill_from_columns(self, fd: int, tensor: torch.Tensor, first: int) -> None:
-        """Records out of a file in which each element of all records lies side by side."""
+        """Reads records from a file in Fortran order."""
         columns = np.empty((math.prod(self.shape), len(tensor)), dtype=self.dtype.newbyteorder("="))
         for number, column in enumerate(columns):
             start = (number * self.length + first) * self.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Checkpoints that a kill at any moment leaves whole.
+"""Checkpoints that stay valid if the process is killed at any moment.
 
 A run's folder holds `step-<n>/` with `tensors.safetensors` (weights as `model.<name>`, optimizer state as
 `optimizer.<name>.<key>`) and `state.json` (the step, the options, the losses, the tensors' checksum). It is written
-under another name beside its place, forced to disk, and renamed; only then is the one before it removed. So whatever
-is called `step-<n>` is complete, and once there has been one, there always is one.
+under a temporary name, synced to disk, and renamed. Only then the previous checkpoint is removed. So every folder
+`step-<n>` is complete, and after the first checkpoint there is always one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LEFT_OVER = ".saving-"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint found on disk.
+    """A checkpoint on disk.
 
     Attributes:
         path: its folder.
-        step: optimizer steps done.
-        record: what the run saved beside the tensors, as JSON gives it back.
-        tensors_crc32: the checksum that the tensors must have.
+        step: number of completed optimizer steps.
+        record: the run's other data, as read from JSON.
+        tensors_crc32: checksum of the tensors' file.
     """
 
     path: Path
@@ -51,16 +51,16 @@ class Checkpoint:
 def save_checkpoint(
     directory: Path, *, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, record: Mapping[str, Any]
 ) -> Path:
-    """Writes `directory/step-<step>` and removes the checkpoints before it.
+    """Writes `directory/step-<step>` and removes earlier checkpoints.
 
     Tied weights are written once.
 
     Args:
-        directory: the run's folder, made where missing.
-        step: optimizer steps done; must be above that of every checkpoint there.
+        directory: the run's folder; created if missing.
+        step: number of completed optimizer steps; must be larger than that of every checkpoint there.
         model: its parameters and persistent buffers are saved.
-        optimizer: of that model.
-        record: what else to save; anything JSON can hold.
+        optimizer: the model's optimizer; its state is saved.
+        record: other data to save; must be serializable as JSON.
 
     Returns:
         The checkpoint's folder.
@@ -83,7 +83,7 @@ def save_checkpoint(
         sync(directory)
         for older in _steps_in(directory).values():
             if older != place:
-                # Renamed first: a kill halfway through a removal must not leave half a checkpoint under a good name.
+                # Renamed first, so that an interrupted removal leaves no incomplete checkpoint under a valid name.
                 older.rename(directory / f"{_LEFT_OVER}{older.name}")
     except (OSError, SafetensorError) as error:
         raise StorageError(f"The checkpoint of step {step} cannot be written to {directory}: {error}.") from error
@@ -96,7 +96,7 @@ def find_checkpoint(directory: Path) -> Checkpoint:
     """Reads the newest checkpoint's `state.json`; the tensors are read by `restore`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no checkpoint, or it cannot be read.
     """
     steps = _steps_in(directory)
     if not steps:
@@ -122,10 +122,10 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Puts the checkpoint's values into `model` and `optimizer`, which keep their devices and dtypes.
+    """Loads the checkpoint into `model` and `optimizer`, which keep their devices and dtypes.
 
     Raises:
-        CheckpointError: the tensors are damaged, or of another model.
+        CheckpointError: the tensors are damaged, or belong to another model.
     """
     path = checkpoint.path / _TENSORS
     try:
@@ -141,11 +141,11 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     theirs = {name: tensors.pop(name) for name in list(tensors) if name.startswith("model.")}
     if ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
-        raise CheckpointError(f"{path} is of another model: {len(odd)} tensors are on one side only, first {odd[0]}.")
+        raise CheckpointError(f"{path} belongs to another model: {len(odd)} tensors differ, such as {odd[0]}.")
     for name, tensor in ours.items():
         if tensor.shape != theirs[name].shape:
             raise CheckpointError(
-                f"{path} is of another model: {name} is {tuple(theirs[name].shape)} there "
+                f"{path} belongs to another model: {name} is {tuple(theirs[name].shape)} there "
                 f"and {tuple(tensor.shape)} here."
             )
     with torch.no_grad():
@@ -160,7 +160,7 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def sync(path: Path) -> None:
-    """Forces a file's bytes, or a folder's list of names, to disk."""
+    """Makes a file's content or a folder's entries durable (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -178,8 +178,8 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    # state_dict() lists persistent buffers only, but a tied weight under each of its names; named_parameters and
-    # named_buffers give it once, under its first.
+    # state_dict() has only persistent buffers, but lists a tied weight under each of its names. named_parameters and
+    # named_buffers list it once, under its first name.
     once = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {f"model.{name}": once[name] for name in model.state_dict() if name in once}
 

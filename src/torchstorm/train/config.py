@@ -1,4 +1,4 @@
-"""What a training run is told: every option of `torchstorm train`, checked. No torch at import."""
+"""The options of `torchstorm train` and their validation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FREE_ON_RESUME = frozenset(
         *("val_every", "val_batches", "checkpoint_every", "sample_chars"),
     }
 )
-"""What may change when a run goes on: nothing here touches the losses. (Changed data is found by its checksum.)"""
+"""Options that may change when a run is resumed: they do not affect the losses. (A checksum detects other data.)"""
 
-# name -> (smallest, what the smallest means)
+# name -> (smallest value, meaning of the smallest value)
 _LEAST: dict[str, tuple[float, str]] = {
     "steps": (1, ""),
     "batch": (1, ""),
@@ -43,40 +43,40 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. Paths may be given as os.PathLike, and become strings with `~` expanded.
+    """The options of a training run. Paths can be os.PathLike; they become strings with `~` expanded.
 
     Attributes:
         model: a named size of `torchstorm.models.families.SIZES`.
-        layers, heads, width: change the named size; None leaves it.
+        layers, heads, width: override the named size; None keeps it.
         dropout: probability in [0, 1).
-        data: a text file, a folder of them, or a volume that `torchstorm pack` made of them; None for the source of
-            Python's standard library.
-        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text); must be a volume's own, which
-            `train` takes from it where this is left out.
-        steps: optimizer steps in all, across resumptions.
-        batch: sequences in a micro-batch.
-        accumulate: micro-batches in an optimizer step.
-        seq: tokens in a sequence.
-        device: "cpu", "cuda" or "cuda:<index>"; None for cuda where there is one, else cpu.
+        data: a text file, a folder of text files, or a volume from `torchstorm pack`; None for the source of Python's
+            standard library.
+        tokenizer: "bytes" (256 ids) or "chars" (the distinct characters of the text). For a volume it must be the
+            volume's tokenizer, which is also the default.
+        steps: total number of optimizer steps, across resumed runs.
+        batch: sequences per micro-batch.
+        accumulate: micro-batches per optimizer step.
+        seq: tokens per sequence.
+        device: "cpu", "cuda" or "cuda:<index>"; None for cuda if available, else cpu.
         dtype: "float32", or "bfloat16" for autocast with weights and optimizer in float32.
-        vram, ram, disk: the budget, as `torchstorm.Session` takes it; all None trains without one.
-        plan: a file that `Plan.save` or `torchstorm plan --json` wrote, which every step follows; None plans here.
-        compare: train a second time without the budget, and set the two side by side.
-        seed: what weights, batches and dropout are drawn from.
-        lr, min_lr, warmup: linear warm-up over `warmup` steps to `lr`, then a cosine to `min_lr` (None: lr / 10).
-        weight_decay: AdamW's, on parameters of two or more dimensions.
-        betas: AdamW's.
-        grad_clip: largest norm of all gradients together; 0 for no clipping.
+        vram, ram, disk: the budget, as in `torchstorm.Session`; all None for no budget.
+        plan: a file from `Plan.save` or `torchstorm plan --json`, which every step follows; None to plan in this run.
+        compare: trains a second time without the budget, and compares both runs.
+        seed: random seed of weights, batches and dropout.
+        lr, min_lr, warmup: linear warm-up over `warmup` steps to `lr`, then cosine decay to `min_lr` (None: lr / 10).
+        weight_decay: AdamW's weight decay, for parameters with two or more dimensions.
+        betas: AdamW's betas.
+        grad_clip: maximum norm of all gradients together; 0 for no clipping.
         val_every: steps between validations; 0 for only at the end.
-        val_batches: batches in a validation, the same ones each time.
+        val_batches: batches per validation, always the same.
         checkpoint_every: steps between checkpoints; 0 for only at the end.
-        sample_chars: tokens of generated text at the end.
+        sample_chars: number of tokens to generate at the end.
         out: folder of checkpoints; None for torchstorm-runs/<date and time>.
-        json: file for the results; None for none.
+        json: file for the results; None for no file.
 
     Raises:
-        ConfigError: a value is out of range or no path, or two contradict each other.
-        SizeError: `vram` or `ram` cannot be read.
+        ConfigError: a value is out of range or not a path, or two contradict each other.
+        SizeError: `vram` or `ram` cannot be parsed.
     """
 
     model: str = "gpt-micro"
@@ -138,56 +138,56 @@ class TrainConfig:
                 parse_size(getattr(self, name), name=f"--{name}")
         if self.compare and not self.has_budget:
             raise ConfigError(
-                "--compare sets a run under a budget beside one without, but no budget was given: "
+                "--compare compares a run under a budget with one without, but no budget was given: "
                 "add --ram SIZE and --disk DIR (or --vram SIZE on a GPU), or leave --compare out."
             )
 
     @property
     def has_budget(self) -> bool:
-        """Whether any tier was named, or a plan, which has a budget of its own."""
+        """Whether a budget was given, or a plan, which has its own budget."""
         return any(given is not None for given in (self.vram, self.ram, self.disk, self.plan))
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in an optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch * self.seq * self.accumulate
 
     def to_json(self) -> dict[str, Any]:
-        """The options as JSON takes them."""
+        """The options as a dictionary for JSON."""
         return {**asdict(self), "betas": list(self.betas)}
 
 
 def resumed_config(saved: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
-    """Makes the options of a run that goes on from a checkpoint.
+    """Returns the options of a resumed run.
 
     Args:
-        saved: `TrainConfig.to_json()` of the run that was stopped.
-        changes: options given now, by name. Those that would change the losses must equal the saved ones.
+        saved: `TrainConfig.to_json()` of the stopped run.
+        changes: new options by name. Options that affect the losses must equal the saved ones.
 
     Raises:
-        CheckpointError: `saved` is not from this version's options.
-        ConfigError: a change would make this another run.
+        CheckpointError: `saved` has options of another version.
+        ConfigError: a change affects the losses.
     """
     known = {field.name for field in fields(TrainConfig)}
     if saved.keys() != known:
         odd = sorted(saved.keys() ^ known)
         raise CheckpointError(
             f"The checkpoint's options are not those of this version of torchstorm: {', '.join(odd)} "
-            "stand on one side only. Resume with the version that wrote it."
+            "exist only in one of both. Resume with the version that wrote it."
         )
     options = {**saved, "betas": tuple(saved["betas"])}
     for name, value in changes.items():
         if name not in _FREE_ON_RESUME and value != options[name]:
             raise ConfigError(
-                f"--{_flag(name)}={value} was asked, but the checkpoint is of a run with "
-                f"{_flag(name)}={options[name]}, and a resumed run gives the losses of one never stopped. "
+                f"--{_flag(name)}={value} was given, but the checkpoint is from a run with "
+                f"{_flag(name)}={options[name]}, and a resumed run must give the losses of an uninterrupted one. "
                 f"Leave --{_flag(name)} out, or start a new run."
             )
     return TrainConfig(**{**options, **changes})
 
 
 def parse_betas(text: str) -> tuple[float, float]:
-    """Reads AdamW's two betas: "0.9,0.99" -> (0.9, 0.99).
+    """Parses AdamW's two betas: "0.9,0.99" -> (0.9, 0.99).
 
     Raises:
         ConfigError: the text is not two numbers with a comma between.

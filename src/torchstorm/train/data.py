@@ -1,6 +1,6 @@
-"""Training text: found, read, cut into a training and a validation part, and drawn from at random.
+"""Loads training text, splits it into a training and a validation part, and draws random batches.
 
-Shape suffixes: N tokens of a part, B sequences, T tokens in a sequence.
+Shape suffixes: N tokens of a part, B sequences, T tokens per sequence.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torchstorm.train.tokenizer import Tokenizer, make_tokenizer
 
 _DEFAULT_TEXT_CAP_BYTES = 8 * 2**20
 _VALIDATION_SHARE = 0.1
-# Not the library itself, or (tests) full of files that are broken on purpose.
+# Skipped: third-party packages, and tests, which contain deliberately invalid files.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__", "idle_test", "lib2to3"})
 
 
 class Tokens(Protocol):
-    """What a run draws from: a text in memory (`Corpus`) or in a volume (`PackedCorpus`), with the same draws."""
+    """The data of a run: a text in memory (`Corpus`) or in a volume (`PackedCorpus`). Both give the same batches."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What made them."""
+        """The tokenizer of the text."""
 
     @property
     def sha256(self) -> str:
-        """Of the text, in hex; tells whether a resumed run sees the same one."""
+        """SHA-256 of the text in hex. A resumed run compares it."""
 
     @property
     def source(self) -> str:
-        """What they are, for people."""
+        """Description for messages."""
 
     @property
     def num_train(self) -> int:
@@ -61,34 +61,34 @@ class Tokens(Protocol):
         index: tuple[int, ...],
         ahead: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws sequences at random places.
+        """Draws sequences at random positions.
 
         Args:
             split: "train" or "val".
             batch: B.
             seq: T.
             seed: the run's seed.
-            index: which batch, e.g. (step, micro-batch): the same one is always the same draw.
-            ahead: index of the batch that will be asked for next, so that reading it may begin; None for none.
+            index: identifies the batch, for example (step, micro-batch). Equal indices give equal batches.
+            ahead: index of the next batch, which can be read ahead; None for no next batch.
 
         Returns:
-            int64 ids (B, T) and, one place further on, the ids (B, T) to predict; on the CPU.
+            int64 ids (B, T) and target ids (B, T), shifted by one position; on the CPU.
         """
 
     def first_held_back(self) -> Tensor:
-        """The first id of the validation part: int64 (1,), where a sample starts."""
+        """The first id of the validation part: int64 (1,). Generated samples start with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text as tokens in memory.
+    """A tokenized text in memory.
 
     Attributes:
-        train_N: token ids to learn from, the first 90 %; uint8 or int32, on the CPU.
-        val_N: the last 10 %, held back.
-        tokenizer: what made them.
-        sha256: of the text, in hex; tells whether a resumed run sees the same one.
-        source: what it is, for people.
+        train_N: token ids of the training part, the first 90 %; uint8 or int32, on the CPU.
+        val_N: token ids of the validation part, the last 10 %.
+        tokenizer: the tokenizer of the text.
+        sha256: SHA-256 of the text in hex. A resumed run compares it.
+        source: description for messages.
     """
 
     train_N: Tensor
@@ -128,24 +128,24 @@ class Corpus:
 
 
 def draw_starts(num_tokens: int, split: str, *, batch: int, seq: int, seed: int, index: tuple[int, ...]) -> Tensor:
-    """Where the sequences of a batch start in their part: int64 (B, 1). See `Tokens.batch`."""
+    """Start positions of a batch's sequences in their part: int64 (B, 1). See `Tokens.batch`."""
     generator = torch.Generator().manual_seed(derive_seed(seed, split, *index))
     return torch.randint(num_tokens - seq, (batch, 1), generator=generator)
 
 
 def inputs_and_targets(window_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids (B, T + 1) of any integer dtype -> int64 ids (B, T), and those one place further on."""
+    """Splits ids (B, T + 1) of any integer dtype into int64 inputs (B, T) and int64 targets (B, T)."""
     window_BT = window_BT.long()
     return window_BT[:, :-1].contiguous(), window_BT[:, 1:].contiguous()
 
 
 def num_to_learn_from(num_tokens: int) -> int:
-    """Tokens of the training part, the first 90 %; the rest is held back."""
+    """Number of tokens of the training part, the first 90 %."""
     return num_tokens - int(num_tokens * _VALIDATION_SHARE)
 
 
 def require_enough(source: str, *, num_train: int, num_val: int, batch: int, seq: int) -> None:
-    """Raises DataError where the training part holds less than a batch, or the validation part less than a sequence."""
+    """Raises DataError if the training part is shorter than a batch, or the validation part than a sequence."""
     if num_train <= batch * seq:
         raise DataError(
             f"The training part (the first 90 %) of {source} has {num_train} tokens, but --batch {batch} x "
@@ -159,14 +159,14 @@ def require_enough(source: str, *, num_train: int, num_val: int, batch: int, seq
 
 
 def load_corpus(path: str | None, *, tokenizer: str, batch: int, seq: int) -> Corpus:
-    """Reads a text and cuts it.
+    """Reads and tokenizes a text, and splits it.
 
     Args:
-        path: a file, or a folder whose files are joined in the order of their names; None for the source of Python's
-            standard library on this machine, the first 8 MiB of it.
+        path: a file, or a folder whose files are joined in the order of their names; None for the first 8 MiB of the
+            source of Python's standard library.
         tokenizer: "bytes" or "chars".
-        batch: sequences in a batch; the training part must hold as many tokens as one batch.
-        seq: tokens in a sequence; the validation part must hold at least one.
+        batch: sequences per batch. The training part must have at least one batch.
+        seq: tokens per sequence. The validation part must have at least one sequence.
 
     Raises:
         DataError: the text is missing, empty, cannot be read, is not UTF-8 (for "chars"), or is too short.
@@ -203,21 +203,21 @@ def _standard_library() -> list[Path]:
 
 
 def files_of(path: Path, *, asked: str = "--data") -> list[Path]:
-    """A file, or those of a folder and of the folders in it, in the order of their names, without hidden ones.
+    """Returns a file, or all files in a folder and its subfolders, sorted by name, without hidden ones.
 
     Args:
-        path: of the file or folder.
-        asked: how it was named, for messages.
+        path: path of the file or folder.
+        asked: name of the option, for messages.
 
     Raises:
         DataError: it does not exist, cannot be listed, or is a folder without files.
     """
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
-            raise DataError(f"{asked} {path} cannot be listed: its permissions do not let this user in.")
+            raise DataError(f"{asked} {path} cannot be listed: this user has no permission.")
         files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
         if not files:
-            raise DataError(f"{asked} {path} is a folder without files: give a text file, or a folder with some in it.")
+            raise DataError(f"{asked} {path} is a folder without files: give a text file, or a folder with text files.")
         return sorted(files, key=lambda file: file.relative_to(path).as_posix())
     if not path.exists():
         raise DataError(
@@ -236,9 +236,9 @@ def _join(files: list[Path], cap_bytes: int | None, *, must_decode: bool, skip_u
             part = file.read_bytes()
         except OSError as error:
             raise DataError(
-                f"{file} cannot be read: {error.strerror}. Correct that, or leave it out of --data."
+                f"{file} cannot be read: {error.strerror}. Make it readable, or remove it from --data."
             ) from error
-        if part.startswith(MAGIC):  # its ids are no text, and would be learnt in silence
+        if part.startswith(MAGIC):  # otherwise its binary data would be used as text
             raise DataError(f"{file} is a volume, not text: give --data it alone, or move it out of the folder.")
         if must_decode or skip_undecodable:
             try:

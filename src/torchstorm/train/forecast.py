@@ -1,5 +1,5 @@
-"""The job behind `torchstorm plan`: what would this training cost? Two measured steps on random tokens, no training;
-or none at all, for a machine that is not here."""
+"""Implements `torchstorm plan`: forecasts the time and memory of a training run. It measures two steps on random
+tokens, without training. For another machine (`--machine`), it runs no step."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _BYTES_VOCABULARY = 256
 
 
 def plan_training(options: Mapping[str, Any], *, console: Console, machine: str | None = None) -> Plan:
-    """Prints and returns the plan of one micro-batch of the run that `options` describe.
+    """Prints and returns the plan for one micro-batch of a training run.
 
     Args:
-        options: fields of `TrainConfig`, by name; those left out have its defaults. With `json`, the plan is written
-            there, as `Plan.load` reads it.
+        options: fields of `TrainConfig` by name; the others have their defaults. With `json`, the plan is written to
+            that file, for `Plan.load`.
         console: where to print.
-        machine: name of a machine that is not here; None for this one.
+        machine: name of a machine profile; None for this machine.
 
     Raises:
-        TorchstormError: as the message says; see `torchstorm.errors`.
+        TorchstormError: see `torchstorm.errors`.
     """
     config = TrainConfig(**options)
     if config.json is not None:
@@ -58,17 +58,17 @@ def _plan_elsewhere(config: TrainConfig, machine: str) -> Plan:
     named_machine(machine)
     if config.device is not None:
         raise ConfigError(
-            f"--device {config.device} was asked together with --machine {machine}, whose forecast runs on no device: "
+            f"--device {config.device} was given together with --machine {machine}, whose forecast uses no device: "
             "leave one of them out."
         )
     shape = model_config(config, _BYTES_VOCABULARY)
-    with torch.device("meta"):  # shapes are enough, so that the model may be larger than this machine
+    with torch.device("meta"):  # shapes are enough, so the model may exceed this machine's memory
         model = make_model(shape)
     return _plan(config, model, torch.device("cpu"), machine)
 
 
 def _plan(config: TrainConfig, model: LanguageModel, device: torch.device, machine: str | None) -> Plan:
-    # Each in a storage of its own, as a training has them: else the plan would be of another step.
+    # Inputs and targets in separate storages, as in training, so that the traced step is the same.
     x_BT, y_BT = (torch.randint(0, _BYTES_VOCABULARY, (config.batch, config.seq), device=device) for _ in range(2))
 
     def loss_fn(_: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The whole job behind `torchstorm train`: device, text, the run under the budget, the one without, what they say."""
+"""Implements `torchstorm train`: device, text, the run under the budget, the run without one, and the results."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def train(
     """Trains, saves, compares and prints.
 
     Args:
-        options: fields of `TrainConfig`, by name; those left out have its defaults, or the checkpoint's on `resume`.
-        resume: the folder of a run to go on with.
+        options: fields of `TrainConfig` by name; the others have their defaults, or with `resume` the saved values.
+        resume: folder of a run to resume.
         console: where to print; None for standard output.
 
     Returns:
-        The result that was printed, and written as JSON where `json` says so.
+        The printed result. It is also written to the option `json`, if given.
 
     Raises:
-        TorchstormError: as the message says; see `torchstorm.errors`.
-        Stopped: SIGINT or SIGTERM came; the run is saved.
+        TorchstormError: see `torchstorm.errors`.
+        Stopped: SIGINT or SIGTERM was received, and the run is saved.
     """
     console = console or Console()
     resume = None if resume is None else user_path(resume, name="--resume")
@@ -65,7 +65,7 @@ def train(
         run = _run_saved(config, corpus, device, console, stop, out, start)
         unlimited, unlimited_error = None, ""
         if config.compare:
-            # The first run's weights and optimizer are gone by now, so they do not count in the second one's memory.
+            # The first run's weights and optimizer are already freed, so they do not count in the second run's memory.
             gc.collect()
             if stop.signum is not None:
                 raise Stopped(stop.signum, run.step, out)
@@ -73,7 +73,7 @@ def train(
                 unlimited = _run_unlimited(config, corpus, device, console, stop, out)
             except (torch.OutOfMemoryError, OutOfVRAMError) as error:
                 unlimited_error = (
-                    f"Without a budget the same run does not fit this machine: {str(error).splitlines()[0]}"
+                    f"Without a budget, the run does not fit on this machine: {str(error).splitlines()[0]}"
                 )
     result = TrainResult(
         config=config,
@@ -99,7 +99,7 @@ def _run_saved(
     out: Path,
     start: Checkpoint | None,
 ) -> RunState:
-    """The run that was asked for, with its checkpoints."""
+    """Runs the training with checkpoints."""
     first_step = saved_step = 0 if start is None else start.step
     latest: tuple[RunState, nn.Module, torch.optim.Optimizer] | None = None
 
@@ -119,7 +119,7 @@ def _run_saved(
         latest = (state, model, optimizer)
         display.step(info)
         if state.step == config.steps:
-            return  # saved below, with what is only known then
+            return  # saved below, with the final results
         if stop.signum is not None:
             save(state, model, optimizer)
             raise Stopped(stop.signum, state.step, out)
@@ -133,11 +133,11 @@ def _run_saved(
                 config, corpus, device, unlimited=not config.has_budget, after_step=after_step, start=start
             )
         except TorchstormError:
-            # A step that fails this way has changed no weight, so the steps before it need not be lost.
+            # Such a step has not changed any weight, so the steps before it can be saved.
             if latest is not None and latest[0].step > saved_step:
                 with suppress(StorageError):
                     save(*latest)
-                    console.print(f"Saved after step {saved_step}. Go on with --resume {out}", soft_wrap=True)
+                    console.print(f"Saved after step {saved_step}. Resume with --resume {out}", soft_wrap=True)
             raise
         except torch.OutOfMemoryError as error:
             advice = "give less --vram" if config.has_budget else "give a budget, as in --vram 8GiB --ram 32GiB"
@@ -150,7 +150,7 @@ def _run_saved(
 def _run_unlimited(
     config: TrainConfig, corpus: Tokens, device: torch.device, console: Console, stop: StopRequest, out: Path
 ) -> RunState:
-    """The same run from its first step, without a budget and never stopped."""
+    """Runs the training again from the first step, without a budget and without checkpoints."""
 
     def after_step(state: RunState, model: nn.Module, optimizer: torch.optim.Optimizer, info: StepInfo) -> None:
         display.step(info)
@@ -169,7 +169,7 @@ def _out_folder(config: TrainConfig, options: Mapping[str, Any], resume: Path | 
     if has_checkpoint(out) and out != resume:
         raise ConfigError(
             f"--out {out} already holds a checkpoint, of step {find_checkpoint(out).step}: "
-            f"go on from it with --resume {out}, or give another --out."
+            f"resume it with --resume {out}, or give another --out."
         )
     _make_folder(out, "--out")
     return out
@@ -179,13 +179,13 @@ def _make_folder(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{option} needs the folder {folder}, which cannot be made: {error.strerror}.") from error
+        raise StorageError(f"{option} needs the folder {folder}, which cannot be created: {error.strerror}.") from error
 
 
 def _check_same_text(start: Checkpoint, corpus: Tokens) -> None:
     if start.record["text_sha256"] != corpus.sha256 or start.record["tokenizer"] != corpus.tokenizer.to_json():
         raise CheckpointError(
-            f"The text has changed: {start.path} was trained on one with SHA-256 {start.record['text_sha256'][:16]}, "
+            f"The text has changed: {start.path} was trained on text with SHA-256 {start.record['text_sha256'][:16]}, "
             f"but {corpus.source} has {corpus.sha256[:16]}. Give --data the same text as before, or start a new run."
         )
 
@@ -194,12 +194,12 @@ def _print_intro(
     console: Console, config: TrainConfig, corpus: Tokens, device: torch.device, start: Checkpoint | None
 ) -> None:
     shape = model_config(config, corpus.tokenizer.vocab_size)
-    go_on = "" if start is None else f", going on after step {start.step}"
+    resumed = "" if start is None else f", resumed after step {start.step}"
     console.print(
         f"{config.model}: {shape.num_layers} layers, {shape.num_heads} heads, {shape.width} wide, "
         f"{shape.vocab_size} ids; {config.steps} steps of {config.tokens_per_step:,} tokens in {config.dtype} "
-        f"on {device_name(device)}{go_on}.\n"
-        f"Text: {corpus.source}; {corpus.num_train:,} tokens to learn from, {corpus.num_val:,} held back.",
+        f"on {device_name(device)}{resumed}.\n"
+        f"Text: {corpus.source}; {corpus.num_train:,} training tokens, {corpus.num_val:,} validation tokens.",
         highlight=False,
         soft_wrap=True,
     )

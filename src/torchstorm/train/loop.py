@@ -1,4 +1,4 @@
-"""One training run, from its first step or from a checkpoint, to its last step."""
+"""The training loop of one run, from the first step or a checkpoint to the last step."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from torchstorm.train.seeds import derive_seed
 
 @dataclass(kw_only=True)
 class RunState:
-    """How far a run has come; the loop moves it on.
+    """The progress of a run. The loop updates it.
 
     Attributes:
-        step: optimizer steps done.
-        losses: the training loss of each, in nats a token.
-        val_losses: (steps done, loss on the validation part in nats a token).
-        train_seconds: time spent in training steps, not in validations and checkpoints.
-        step_seconds: of each of those steps.
-        forecast: of the session's plan; None where there was none, and before the last step.
-        measured: over the steps that followed the plan (over all, without one); None before the last step.
-        highest: the highest bytes of any step, the unplanned first one included, and the slowest step.
-        notes: what the session wants its user to know.
-        weights_sha256: of all parameters, "" until the run is complete.
-        sample: generated text, "" until the run is complete.
+        step: number of completed optimizer steps.
+        losses: training loss of each step, in nats per token.
+        val_losses: (completed steps, validation loss in nats per token).
+        train_seconds: time of training steps, without validations and checkpoints.
+        step_seconds: time of each of those steps.
+        forecast: forecast of the Session's plan; None without a plan, and before the last step.
+        measured: measured over the steps with a plan (without a plan over all steps); None before the last step.
+        highest: peak bytes over all steps, the unplanned first one included, and the time of the slowest step.
+        notes: the Session's notes for the user.
+        weights_sha256: hash of all parameters; "" until the run is complete.
+        sample: generated text; "" until the run is complete.
     """
 
     step: int = 0
@@ -56,12 +56,12 @@ class RunState:
     sample: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The state as JSON takes it."""
+        """The state as a dictionary for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> RunState:
-        """Makes the state from what `to_json` gave."""
+        """Creates the state from the result of `to_json`."""
         return cls(
             **{
                 **record,
@@ -73,14 +73,14 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What is known right after a step, for whoever shows it.
+    """The results of one step, for display.
 
     Attributes:
-        step: optimizer steps done.
-        loss: of this step.
-        val_loss: None where this step was not followed by a validation.
-        tokens_per_s: of this step.
-        vram_bytes, ram_bytes, disk_bytes: the step's peaks.
+        step: number of completed optimizer steps.
+        loss: training loss in nats per token.
+        val_loss: validation loss in nats per token; None without a validation after this step.
+        tokens_per_s: training tokens per second.
+        vram_bytes, ram_bytes, disk_bytes: peaks of the step.
     """
 
     step: int
@@ -93,14 +93,14 @@ class StepInfo:
 
 
 AfterStep = Callable[[RunState, nn.Module, torch.optim.Optimizer, StepInfo], None]
-"""Called after each step; may show, save, or raise to end the run."""
+"""Called after each step. It may raise an exception to end the run."""
 
 
 def model_config(config: TrainConfig, vocab_size: int) -> ModelConfig:
-    """Gives the shape of the model that a run trains.
+    """Returns the configuration of a run's model.
 
     Raises:
-        ConfigError: the model's name is unknown, or its shape cannot be built.
+        ConfigError: the model's name is unknown, or its options are invalid.
     """
     if config.model not in SIZES:
         raise ConfigError(f"--model={config.model!r} is not known: use one of {', '.join(SIZES)}.")
@@ -126,25 +126,25 @@ def run_training(
     after_step: AfterStep,
     start: Checkpoint | None = None,
 ) -> tuple[RunState, LanguageModel, torch.optim.Optimizer]:
-    """Trains a fresh model, or goes on from a checkpoint, to the last step.
+    """Trains a new model, or resumes from a checkpoint, to the last step.
 
-    Weights, batches and dropout depend on the seed and the step alone, and PyTorch's deterministic algorithms are on:
-    two runs on the same machine give the same losses to the last bit, however often they were stopped and resumed.
+    Weights, batches and dropout depend only on the seed and the step, and PyTorch's deterministic algorithms are on. So
+    two runs on the same machine give bit-identical losses, however often they were stopped and resumed.
 
     Args:
-        config: the run. Its budget holds unless `unlimited`.
-        corpus: what to learn from.
-        device: where.
-        unlimited: keep everything and only count.
+        config: the options. The budget is ignored with `unlimited`.
+        corpus: the training data.
+        device: the device.
+        unlimited: keeps all saved tensors, and only measures memory.
         after_step: called after each step.
-        start: where to go on from; its record holds `RunState.to_json()` under "run".
+        start: checkpoint to resume from. Its record has `RunState.to_json()` under "run".
 
     Returns:
         The complete state, the model and its optimizer.
 
     Raises:
         BudgetError: the budget is below what the model needs.
-        CheckpointError: `start` is damaged or of another model.
+        CheckpointError: `start` is damaged or from another model.
         StorageError: the disk tier failed.
     """
     torch.manual_seed(derive_seed(config.seed, "weights"))
@@ -194,7 +194,7 @@ def run_training(
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, config: TrainConfig, corpus: Tokens, device: torch.device) -> float:
-    """Gives the mean loss, in nats a token, on `config.val_batches` batches of the validation part; no dropout."""
+    """Returns the mean loss in nats per token on `config.val_batches` validation batches, without dropout."""
     model.eval()
     total = 0.0
     for number in range(config.val_batches):
@@ -206,7 +206,7 @@ def evaluate(model: LanguageModel, config: TrainConfig, corpus: Tokens, device: 
 
 
 def sample_text(model: LanguageModel, config: TrainConfig, corpus: Tokens, device: torch.device) -> str:
-    """Lets the model continue the first token of the validation part by `config.sample_chars` tokens."""
+    """Generates `config.sample_chars` tokens after the first token of the validation part."""
     if not config.sample_chars:
         return ""
     generator = torch.Generator(device).manual_seed(derive_seed(config.seed, "sample"))
@@ -228,7 +228,7 @@ def _train_step(
     loss_sum = torch.zeros((), device=device)
     with storm.step():
         for micro in range(config.accumulate):
-            with torch.no_grad():  # what makes a batch is no part of the step that a plan is for
+            with torch.no_grad():  # computing a batch is not part of the planned step
                 x_BT, y_BT = corpus.batch(
                     "train",
                     batch=config.batch,
@@ -258,36 +258,36 @@ def _following(config: TrainConfig, step: int, micro: int) -> tuple[int, int] | 
 def micro_loss(
     model: LanguageModel, config: TrainConfig, device: torch.device, x_BT: torch.Tensor, y_BT: torch.Tensor
 ) -> torch.Tensor:
-    """What one micro-batch adds to the step's loss, under autocast where the run asks for it: a scalar tensor."""
+    """The part of one micro-batch in the step's loss, with autocast if configured: a scalar tensor."""
     with autocast(config, device):
         return loss_of(model, x_BT, y_BT) / config.accumulate
 
 
 def loss_of(model: LanguageModel, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
-    """The mean loss in nats a token: a scalar tensor."""
+    """The mean loss in nats per token: a scalar tensor."""
     loss: torch.Tensor | None = model(x_BT, y_BT).loss
     assert loss is not None
     return loss
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """bfloat16 for what gains by it, where the run asks for it; else nothing."""
+    """Autocast to bfloat16 if configured; otherwise disabled."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Turns PyTorch's deterministic algorithms on, and puts things back as they were."""
+    """Turns PyTorch's deterministic algorithms on, and restores the settings at the end."""
     if device.type == "cuda":  # pragma: gpu
-        # Without a fixed workspace cuBLAS may pick another kernel from run to run, and PyTorch refuses to go on.
+        # Without a fixed workspace, cuBLAS may use different kernels from run to run, so PyTorch raises an error.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Until it is told how many, MKL chooses its threads by itself from call to call, and promises the same bits only
-    # for the same number (oneMKL Developer Guide, "Reproducibility Conditions").
+    # By default MKL chooses its number of threads per call, and its results are reproducible only for a fixed number
+    # (oneMKL Developer Guide, "Reproducibility Conditions").
     torch.set_num_threads(torch.get_num_threads())
     before = torch.are_deterministic_algorithms_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # Filling every torch.empty would cost a pass over memory, for values that nothing here reads.
+    # Off, since filling every torch.empty would cost a pass over memory, and no code reads uninitialized values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -1,8 +1,8 @@
-"""The job behind `torchstorm pack`: text or .npy files into a volume.
+"""Implements `torchstorm pack`: writes text or .npy files to a volume.
 
-What is read goes straight to the disk, in pieces, so memory does not grow with the input. The volume is written under
-another name beside its place and renamed at the end, once it is durable: what bears the name that was asked for is
-whole, and a volume that stood there before is lost only to one that is.
+The input is read and written in pieces, so memory does not grow with the input. The volume is written under a temporary
+name and renamed at the end, once it is durable. So a file with the requested name is always complete, and an existing
+volume is replaced only by a complete one.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """A volume that was made.
+    """The result of `pack`.
 
     Attributes:
-        path: of its file.
-        kinds: by name.
-        file_bytes: of the file, with header and checks.
-        seconds: from the first byte read to the last one durable.
-        notes: what its user should know of it.
+        path: path of the volume.
+        kinds: kinds by name.
+        file_bytes: size of the file, with header and checksums.
+        seconds: duration, fsync included.
+        notes: remarks for the user.
     """
 
     path: Path
@@ -64,11 +64,11 @@ class Packed:
 
     @property
     def record_bytes(self) -> int:
-        """Of all records."""
+        """Bytes of all records."""
         return sum(kind.nbytes for kind in self.kinds.values())
 
     def print_to(self, console: Console) -> None:
-        """Prints it for people."""
+        """Prints the result."""
         mb_per_s = self.record_bytes / 1e6 / max(self.seconds, 1e-9)
         lines = [f"{self.path}: {format_size(self.file_bytes)} in {self.seconds:.1f} s, {mb_per_s:,.1f} MB/s"]
         for name, kind in self.kinds.items():
@@ -79,18 +79,18 @@ class Packed:
 
 
 class _Source(Protocol):
-    """What is packed."""
+    """An input of `pack`."""
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """Of the volume to be made."""
+        """The kinds of the new volume."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its user should know."""
+        """Remarks for the user."""
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """All records in turn: their kind, the number of the first, and (n, *shape)."""
+        """Yields all records in order: (kind, number of the first, tensor (n, *shape))."""
 
 
 def pack(
@@ -104,28 +104,28 @@ def pack(
     replace: bool = False,
     console: Console | None = None,
 ) -> Packed:
-    """Makes a volume of text files or of .npy files.
+    """Creates a volume from text files or from .npy files.
 
-    Text becomes kind "tokens": int32 records of seq + 1 ids, one after the other, of all files as one text; the ids
-    that fill no record become kind "rest", and what decodes them "tokenizer": see `train.packed`. Arrays that are alike
-    in dtype and shape of a record (all dimensions but the first) are joined into kind "data". Where no two are alike,
-    each becomes a kind of its own, called as its file is.
+    Text becomes the kind "tokens": int32 records of seq + 1 consecutive ids, with all files as one text. The ids of an
+    incomplete last record become the kind "rest". The kind "tokenizer" decodes them: see `train.packed`. Arrays with
+    equal dtype and record shape (all dimensions but the first) are joined into the kind "data". If no two are equal,
+    each array becomes its own kind, named after its file.
 
     Args:
-        sources: files and folders, in the order in which they are packed.
-        out: the file to make; ends in .storm.
-        records: the kind's name, for arrays; None for "data".
-        tokenizer: "bytes" or "chars", for text; None for what `TrainConfig` says.
-        seq: tokens in a sequence, for text; None for what `TrainConfig` says. Training takes any other, too.
-        checks: whether each record gets a check.
-        replace: whether a file that stands at `out` gives way, once the new one is whole.
+        sources: files and folders in order.
+        out: the file to create; ends in .storm.
+        records: name of the kind, for arrays; None for "data".
+        tokenizer: "bytes" or "chars", for text; None for the default of `TrainConfig`.
+        seq: tokens per sequence, for text; None for the default of `TrainConfig`. Training can use any other value.
+        checks: whether each record gets a checksum.
+        replace: whether an existing file `out` is replaced, once the new one is complete.
         console: where to print; None for standard output.
 
     Raises:
-        ConfigError: an option is out of range, or not for such sources.
-        DataError: a source is missing, empty, cannot be read, or does not go with the others.
-        StorageError: `out` exists, or the disk is full, failed or cannot be written to.
-        Interrupted: SIGINT or SIGTERM came; nothing was made.
+        ConfigError: an option is out of range, or does not apply to the sources.
+        DataError: a source is missing, empty, cannot be read, or cannot be combined with the others.
+        StorageError: `out` exists, or the disk is full, failing or not writable.
+        Interrupted: SIGINT or SIGTERM was received; no volume was created.
     """
     console = console or Console()
     out = user_path(out, name="OUT")
@@ -134,7 +134,7 @@ def pack(
         name: value for name, value in (("tokenizer", tokenizer), ("seq", seq)) if value is not None
     }
     config = TrainConfig(**text_options)
-    place = Path(os.path.realpath(out))  # a link stays, and what it leads to is made
+    place = Path(os.path.realpath(out))  # a symbolic link stays, and its target is written
     files = _files([user_path(source, name="SOURCE") for source in sources], place)
     is_text = files[0].suffix != ARRAY_SUFFIX
     if not is_text and text_options:
@@ -150,7 +150,7 @@ def pack(
         def advance(nbytes: int) -> None:
             display.advance(nbytes)
             if stop.signum is not None:
-                raise Interrupted(stop.signum, f"before {out} was whole, so it was not made")
+                raise Interrupted(stop.signum, f"before {out} was complete, so it was not created")
 
         began = time.perf_counter()
         source = _Text(files, config, advance) if is_text else _Arrays(files, records, advance)
@@ -176,19 +176,19 @@ class _Text:
         length, rest = divmod(num_tokens, self._record_ids)
         if not length:
             raise DataError(
-                f"The text has {num_tokens} tokens, but a record takes {self._record_ids}, one more than "
-                f"--seq {config.seq}: name more text, or lower --seq."
+                f"The text has {num_tokens} tokens, but a record needs {self._record_ids}, one more than "
+                f"--seq {config.seq}: give more text, or lower --seq."
             )
         vocabulary = self._texts.tokenizer.vocab_size
         self.notes: tuple[str, ...] = (
-            f"{num_tokens:,} tokens, of {vocabulary} that --tokenizer {config.tokenizer} knows.",
+            f"{num_tokens:,} tokens, with a vocabulary of {vocabulary} (--tokenizer {config.tokenizer}).",
         )
         self.kinds = {TOKENS: Kind(dtype=torch.int32, shape=(self._record_ids,), length=length)}
         if rest:
             self.kinds[REST] = Kind(dtype=torch.int32, shape=(rest,), length=1)
             self.notes += (
-                f"The last {rest} of them fill no record of {self._record_ids}: they are kept as kind {REST!r}, which "
-                "`torchstorm train` reads, too; who reads the records by number goes without.",
+                f"The last {rest} of them do not fill a record of {self._record_ids}: they are kind {REST!r}, which "
+                "`torchstorm train` uses, too. They are not among the records of kind 'tokens'.",
             )
         self.kinds[TOKENIZER] = Kind(dtype=torch.uint8, shape=(len(self._about("0" * 64)),), length=1)
 
@@ -243,7 +243,7 @@ class _Arrays:
 
     @staticmethod
     def _named(files: Sequence[ArrayFile], name: str | None) -> dict[str, list[ArrayFile]]:
-        """Which files are a kind, and its name."""
+        """The files of each kind, by its name."""
         alike: dict[tuple[torch.dtype, tuple[int, ...]], list[ArrayFile]] = {}
         for file in files:
             alike.setdefault((file.record_dtype, file.shape), []).append(file)
@@ -252,71 +252,71 @@ class _Arrays:
             return {_DATA if name is None else name: groups[0]}
         one, other = groups[0][0], groups[1][0]
         differ = (
-            f"records of {one.path} are {one.shape} of {one.record_dtype}, those of {other.path} {other.shape} of "
+            f"records of {one.path} are {one.shape} {one.record_dtype}, those of {other.path} {other.shape} "
             f"{other.record_dtype}"
         )
         if name is not None:
-            raise ConfigError(f"--records {name} names one kind, but {differ}. Leave it out, or pack them one by one.")
+            raise ConfigError(f"--records {name} names one kind, but {differ}. Leave it out, or pack them separately.")
         for group in groups:
             if len(group) > 1:
                 raise DataError(
-                    f"{differ}, and {group[0].path} and {group[1].path} are alike: whether those are to be joined "
-                    "cannot be told. Pack each kind into a volume of its own, or only one file of each."
+                    f"{differ}, and {group[0].path} and {group[1].path} are equal, so it is unclear which to join. "
+                    "Pack each kind into a separate volume, or only one file of each."
                 )
         if len({file.path.stem for file in files}) < len(files):
-            raise DataError(f"{differ}, but two of the files have one name, which their kinds would have. Rename one.")
+            raise DataError(f"{differ}, but two files, and so their kinds, have the same name. Rename one.")
         return {group[0].path.stem: group for group in groups}
 
 
 def _files(sources: Sequence[Path], out: Path) -> list[Path]:
-    """All files to pack, either text or arrays; not what is to be replaced."""
+    """All files to pack, either text or arrays, without the file to replace."""
     found = [file for source in sources for file in files_of(source, asked="SOURCE")]
     files = [file for file in found if os.path.realpath(file) != str(out)]
     if not files:
-        raise DataError(f"Of SOURCE, nothing is left beside {out} itself: name text or .npy files.")
+        raise DataError(f"SOURCE has no files other than {out} itself: give text or .npy files.")
     for file in files:
         if is_volume(file):
             raise DataError(
-                f"{file} is a volume, neither text nor an array: leave it out, or name the files one by one."
+                f"{file} is a volume, neither text nor an array: leave it out, or list the files one by one."
             )
         if (file.suffix == ARRAY_SUFFIX) != (files[0].suffix == ARRAY_SUFFIX):
             array, text = (file, files[0]) if file.suffix == ARRAY_SUFFIX else (files[0], file)
-            raise DataError(f"{array} is an array and {text} is text: pack them into volumes of their own.")
+            raise DataError(f"{array} is an array and {text} is text: pack them into separate volumes.")
     return files
 
 
 def _check_place(out: Path, *, replace: bool) -> None:
-    if out.suffix != SUFFIX:  # the last of several sources, where OUT was forgotten
-        raise ConfigError(f"{out} comes last, so it is what to make, but its name must end in {SUFFIX}.")
+    if out.suffix != SUFFIX:  # probably OUT was forgotten, and this is the last source
+        raise ConfigError(f"{out} is the last argument, so it is the volume to create, but it must end in {SUFFIX}.")
     if os.path.isdir(out):
-        raise StorageError(f"{out} is a folder: name the file to make, as in {out / ('data' + SUFFIX)}.")
+        raise StorageError(f"{out} is a folder: give the file to create, as in {out / ('data' + SUFFIX)}.")
     if not replace:
         _refuse_existing(out)
     if os.path.exists(out) and not os.path.isfile(out):
         raise StorageError(f"{out} is a device or FIFO, and a volume takes a file: give another name.")
     if not os.path.isdir(os.path.dirname(os.path.realpath(out))):
-        raise StorageError(f"{out} cannot be made: {out.parent} is no folder. Make it first.")
+        raise StorageError(f"{out} cannot be created: {out.parent} is not a folder. Create it first.")
 
 
 def _refuse_existing(out: Path) -> None:
     if os.path.lexists(out):
-        raise StorageError(f"{out} exists. Give another name, or --replace to make it anew.")
+        raise StorageError(f"{out} exists. Give another name, or use --replace to overwrite it.")
 
 
 def _check_space(place: Path, nbytes: int) -> None:
     free = shutil.disk_usage(place.parent).free
     if nbytes > free:
         raise StorageError(
-            f"{place} takes {format_size(nbytes)} ({nbytes} bytes), but {format_size(free)} ({free}) are free in "
-            f"{place.parent}: free {format_size(nbytes - free)} more, or name a folder on another disk."
+            f"{place} needs {format_size(nbytes)} ({nbytes} bytes), but {format_size(free)} ({free}) are free in "
+            f"{place.parent}: free {format_size(nbytes - free)} more, or use a folder on another disk."
         )
 
 
 @contextmanager
 def _beside(place: Path, *, replace: bool) -> Iterator[Path]:
-    """A file beside `place`, which becomes it at the end, or goes away where the work failed.
+    """A temporary file next to `place`. It is renamed to `place` at the end, or removed after a failure.
 
-    A lock keeps a second command away from it. What a killed one left behind is used again.
+    A lock prevents that two commands use it at once. The file of a killed command is reused.
     """
     beside = place.with_name(f".{place.name}.packing")
     try:
@@ -336,17 +336,17 @@ def _beside(place: Path, *, replace: bool) -> Iterator[Path]:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"{place} cannot be made: {error.strerror} ({error.filename or beside}).") from error
+        raise StorageError(f"{place} cannot be created: {error.strerror} ({error.filename or beside}).") from error
 
 
 def _locked(path: Path) -> int:
-    """Opens a file that nobody else has open this way."""
+    """Opens and locks a file."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd  # else its owner has just given it its name
+                return fd  # otherwise its owner has just renamed it
         except BlockingIOError:
             os.close(fd)
             raise StorageError(f"{path} is being written by another `torchstorm pack`: wait for it.") from None
@@ -369,7 +369,7 @@ def _write(volume: Volume, source: _Source) -> None:
 
 
 def _records_at_once(record_bytes: int) -> int:
-    """How many make a piece; where they can, they end at a whole page, and so go straight to the disk."""
+    """Number of records per piece. If possible, pieces are whole pages, so writes are direct."""
     at_once = max(1, _PIECE_BYTES // record_bytes)
     to_a_page = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, record_bytes)
     return at_once // to_a_page * to_a_page or at_once

@@ -1,13 +1,13 @@
-"""Text that `torchstorm pack` made a volume of: drawn from as the text itself would be, without reading all of it.
+"""Training data from a volume of `torchstorm pack`. It gives the same batches as the text, without reading all of it.
 
-Of a volume's kinds these are asked for:
+It uses these kinds of the volume:
 
-    tokens     int32 records of R ids each, one after the other as in the text
-    rest       one int32 record of the ids that fill no record of R, where there are any
-    tokenizer  one uint8 record of JSON: the tokenizer, how many ids, and the text's SHA-256
+    tokens     int32 records of R consecutive ids of the text
+    rest       one int32 record of the remaining ids, if there are any
+    tokenizer  one uint8 record of JSON: the tokenizer, the number of ids, and the text's SHA-256
 
-A sequence may start at any id, as in a text that lies in memory, so a batch reads the few records around each of its
-sequences, and the same seed gives the same batches as the text does. Any --seq will do, whatever R is.
+A sequence can start at any id, as in a text in memory. So a batch reads the few records around each of its sequences,
+and the same seed gives the same batches as the text. Any --seq works, whatever R is.
 
 Shape suffixes: B sequences, T ids in a sequence, R ids in a record, K records around a sequence.
 """
@@ -48,14 +48,14 @@ SUFFIX = ".storm"
 
 
 class About(NamedTuple):
-    """What the kind "tokenizer" holds."""
+    """The content of the kind "tokenizer"."""
 
     tokenizer: Tokenizer
     num_tokens: int
     sha256: str
 
     def to_bytes(self) -> bytes:
-        """As JSON. Its length depends on the tokenizer and the number of tokens alone."""
+        """The content as JSON. Its length depends only on the tokenizer and the number of tokens."""
         record = {
             "tokenizer": self.tokenizer.to_json(),
             "vocab_size": self.tokenizer.vocab_size,
@@ -66,15 +66,15 @@ class About(NamedTuple):
 
     @classmethod
     def of(cls, volume: Volume) -> About:
-        """Reads it.
+        """Reads the content from a volume.
 
         Raises:
-            DataError: the volume has no such kind, or it holds something else.
+            DataError: the volume has no such kind, or its content is invalid.
             StorageError: it cannot be read.
         """
         if TOKENIZER not in volume:
             raise DataError(
-                f"{volume.path} has no kind {TOKENIZER!r}, without which its ids mean nothing; it has "
+                f"{volume.path} has no kind {TOKENIZER!r}, which decodes its ids; it has "
                 f"{', '.join(map(repr, volume)) or 'none'}. Make it with `torchstorm pack` from text."
             )
         record = volume[TOKENIZER].read(0, len(volume[TOKENIZER])).flatten().view(torch.uint8).numpy().tobytes()
@@ -89,7 +89,7 @@ class About(NamedTuple):
 
 
 def is_volume(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is to be read as a volume: its name ends in .storm, or it begins as one. False for no file."""
+    """Whether a file is a volume: its name ends in .storm, or it starts with a volume's header."""
     if not os.path.isfile(path):
         return False
     if Path(path).suffix == SUFFIX:
@@ -102,7 +102,7 @@ def is_volume(path: str | os.PathLike[str]) -> bool:
 
 
 def packed_tokenizer(data: str | None) -> dict[str, str]:
-    """The option that a volume brings along: {"tokenizer": its kind}; {} where `data` is none. Raises as `About.of`."""
+    """The tokenizer option of a volume: {"tokenizer": its kind}; {} for other data. Raises as `About.of`."""
     if data is None or not is_volume(data := str(user_path(data, name="--data"))):
         return {}
     with Volume.open(data, read_only=True) as volume:
@@ -111,7 +111,7 @@ def packed_tokenizer(data: str | None) -> dict[str, str]:
 
 @contextmanager
 def opened_data(config: TrainConfig) -> Iterator[Tokens]:
-    """What a run draws from, as its options say; closed at the end. Raises as `load_corpus` and `PackedCorpus` do."""
+    """Opens the data of a run, and closes it at the end. Raises as `load_corpus` and `PackedCorpus` do."""
     if config.data is None or not is_volume(config.data):
         yield load_corpus(config.data, tokenizer=config.tokenizer, batch=config.batch, seq=config.seq)
         return
@@ -120,18 +120,18 @@ def opened_data(config: TrainConfig) -> Iterator[Tokens]:
 
 
 class PackedCorpus:
-    """A text as tokens in a volume; `Tokens`.
+    """A tokenized text in a volume; see `Tokens`.
 
     Args:
-        path: what `torchstorm pack` wrote.
+        path: path of a volume from `torchstorm pack`.
         tokenizer: "bytes" or "chars"; must be the volume's.
-        batch: sequences in a batch; the training part must hold as many tokens as one batch.
-        seq: tokens in a sequence; the validation part must hold at least one.
+        batch: sequences per batch. The training part must have at least one batch.
+        seq: tokens per sequence. The validation part must have at least one sequence.
 
     Raises:
-        ConfigError: it was packed with another tokenizer.
-        DataError: its kinds are not those of a packed text, or there are too few tokens.
-        StorageError: it is no volume, or cannot be read.
+        ConfigError: the volume has another tokenizer.
+        DataError: its kinds are not those of a packed text, or it has too few tokens.
+        StorageError: it is not a volume, or cannot be read.
     """
 
     def __init__(self, path: str, *, tokenizer: str, batch: int, seq: int) -> None:
@@ -147,19 +147,19 @@ class PackedCorpus:
         if TOKENS not in self._volume:
             raise DataError(
                 f"{path} has no kind {TOKENS!r} to train on; it has {', '.join(map(repr, self._volume)) or 'none'}. "
-                "Give --data a volume that `torchstorm pack` made of text, or the text."
+                "Give --data a volume that `torchstorm pack` created from text, or the text."
             )
         kind = self._volume[TOKENS].kind
         if kind.dtype != torch.int32 or len(kind.shape) != 1 or not kind.shape[0]:
             raise DataError(
-                f"{path}: records of kind {TOKENS!r} are {kind.shape} of {kind.dtype}, but a text's are (ids,) of "
-                "torch.int32, at least one. Make it with `torchstorm pack` from text."
+                f"{path}: records of kind {TOKENS!r} are {kind.shape} {kind.dtype}, but a text needs (ids,) "
+                "torch.int32, at least one. Create it with `torchstorm pack` from text."
             )
         self.tokenizer, num_tokens, self.sha256 = About.of(self._volume)
         packed_with = self.tokenizer.to_json()["kind"]
         if packed_with != tokenizer:
             raise ConfigError(
-                f"--tokenizer={tokenizer} was asked, but {path} was packed with --tokenizer {packed_with}: leave the "
+                f"--tokenizer={tokenizer} was given, but {path} was packed with --tokenizer {packed_with}: leave the "
                 f"option out, or pack the text again with --tokenizer {tokenizer}."
             )
         self._num_records, self._record_ids = kind.length, kind.shape[0]
@@ -169,8 +169,8 @@ class PackedCorpus:
         there = self._num_records * self._record_ids + len(self._rest_R)
         if there != num_tokens or len(self._rest_R) >= self._record_ids:
             raise DataError(
-                f"{path} holds {there} ids, {self._num_records} records of {self._record_ids} and a rest of "
-                f"{len(self._rest_R)}, but was made of {num_tokens}. Pack the text again."
+                f"{path} has {there} ids, {self._num_records} records of {self._record_ids} and a rest of "
+                f"{len(self._rest_R)}, but its text has {num_tokens}. Pack the text again."
             )
         self.num_train = num_to_learn_from(num_tokens)
         self.num_val = num_tokens - self.num_train
@@ -187,11 +187,11 @@ class PackedCorpus:
         index: tuple[int, ...],
         ahead: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `Tokens`; one batch at most is read ahead.
+        """See `Tokens`. At most one batch is read ahead.
 
         Raises:
             CorruptionError: a record is not what was written.
-            DataError: an id is none of the tokenizer's.
+            DataError: an id is outside the tokenizer's vocabulary.
             StorageError: the disk failed.
         """
         asked = (split, batch, seq, seed, index)
@@ -207,7 +207,7 @@ class PackedCorpus:
         low, high = int(window_BT.min()), int(window_BT.max())
         if low < 0 or high >= self.tokenizer.vocab_size:
             raise DataError(
-                f"{self._volume.path} holds id {low if low < 0 else high}, but its tokenizer, and so the model, has "
+                f"{self._volume.path} has id {low if low < 0 else high}, but its tokenizer, and so the model, has "
                 f"{self.tokenizer.vocab_size}, from 0 to {self.tokenizer.vocab_size - 1}. Pack the text again."
             )
         return inputs_and_targets(window_BT)
@@ -217,7 +217,7 @@ class PackedCorpus:
         return self._around(torch.tensor([[self.num_train]]), 1).window_BT()[0].long()
 
     def close(self) -> None:
-        """Lets reads under way end, and closes the volume."""
+        """Waits for running reads, and closes the volume."""
         self._volume.close()
 
     def __enter__(self) -> Self:
@@ -234,9 +234,9 @@ class PackedCorpus:
         return self._around(start_B1 + part_start, seq + 1)
 
     def _around(self, start_B1: Tensor, num_ids: int) -> _Reading:
-        """Begins to read the records around windows of ids."""
+        """Starts to read the records around windows of ids."""
         size = self._record_ids
-        num_around = (num_ids - 1 + size - 1) // size + 1  # where the first id is a record's last
+        num_around = (num_ids - 1 + size - 1) // size + 1  # the maximum: the first id is the last of its record
         nbytes = len(start_B1) * num_around * size * 4
         ids_BKR = aligned_empty(nbytes).view(torch.int32).view(len(start_B1), num_around, size)
         requests: list[tuple[str | int, int, int, Tensor | None]] = []
@@ -251,7 +251,7 @@ class PackedCorpus:
 
 
 class _Reading(NamedTuple):
-    """A read under way of the records around each window of a batch."""
+    """A running read of the records around each window of a batch."""
 
     request: Request
     ids_BK: Tensor
@@ -259,6 +259,6 @@ class _Reading(NamedTuple):
     num_ids: int
 
     def window_BT(self) -> Tensor:
-        """Waits for it, and takes the windows out: int32 (B, T)."""
+        """Waits for the read, and returns the windows: int32 (B, T)."""
         self.request.wait()
         return self.ids_BK.gather(1, self.offset_B1 + torch.arange(self.num_ids))

@@ -1,4 +1,4 @@
-"""What work shows while it goes: a bar on a terminal; elsewhere a run a plain line now and then, reading nothing."""
+"""Progress display: a bar on a terminal. Without a terminal, a training run prints a line now and then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PLAIN_LINE_EVERY_S = 30.0
 
 
 class _Shown:
-    """What there is a bar for within a `with`, or none."""
+    """Shows a progress bar within a `with`, on a terminal only."""
 
     _bar: Progress | None = None
 
@@ -46,9 +46,9 @@ class Display(_Shown):
 
     Args:
         console: where.
-        title: what the run is called.
-        first_step: steps already done.
-        num_steps: steps in all.
+        title: name of the run.
+        first_step: number of steps completed before.
+        num_steps: total number of steps.
     """
 
     def __init__(self, console: Console, title: str, *, first_step: int, num_steps: int) -> None:
@@ -63,7 +63,7 @@ class Display(_Shown):
             self._task = self._bar.add_task(title, total=num_steps, completed=first_step, info="first step")
 
     def step(self, info: StepInfo) -> None:
-        """Shows a step that has just ended."""
+        """Shows a completed step."""
         text = describe(info)
         if self._bar is not None:
             self._bar.update(self._task, completed=info.step, info=text)
@@ -80,12 +80,12 @@ class Display(_Shown):
 
 
 class BytesDisplay(_Shown):
-    """Shows within a `with` how many bytes of some work are done: a bar on a terminal, else nothing.
+    """Shows processed bytes within a `with`: a bar on a terminal, nothing elsewhere.
 
     Args:
         console: where.
-        title: what the work is called.
-        total_bytes: of all of it.
+        title: name of the work.
+        total_bytes: total number of bytes.
     """
 
     def __init__(self, console: Console, title: str, *, total_bytes: int) -> None:
@@ -95,13 +95,13 @@ class BytesDisplay(_Shown):
             self._task = self._bar.add_task(title, total=total_bytes)
 
     def advance(self, nbytes: int) -> None:
-        """So many more are done."""
+        """Adds processed bytes."""
         if self._bar is not None:
             self._bar.update(self._task, advance=nbytes)
 
 
 def describe(info: StepInfo) -> str:
-    """Writes a step's loss, speed and memory by tier; a tier that holds nothing is left out."""
+    """Formats a step's loss, speed and memory per tier. Tiers without data are left out."""
     tiers = {"vram": info.vram_bytes, "ram": info.ram_bytes, "disk": info.disk_bytes}
     memory = "  ".join(f"{name} {format_size(size_bytes)}" for name, size_bytes in tiers.items() if size_bytes)
     return f"loss {info.loss:.4f}  {info.tokens_per_s:,.0f} tok/s  {memory}".rstrip()

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: asked once, a run ends the step, saves and says how to go on; asked twice, it ends at once."""
+"""Handles Ctrl-C and SIGTERM. After the first signal, a run finishes its step and saves. The second ends it at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Interrupted(Exception):
-    """The work was asked to stop, and has left things in order.
+    """The work was stopped by a signal, and has cleaned up.
 
     Attributes:
         signum: the signal.
@@ -22,16 +22,16 @@ class Interrupted(Exception):
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        """The shell's exit code for the signal: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signum
 
 
 class Stopped(Interrupted):
-    """A run was asked to stop, and has saved.
+    """A run was stopped by a signal, and has saved a checkpoint.
 
     Attributes:
-        step: optimizer steps done.
-        checkpoint_dir: where `--resume` goes on from.
+        step: number of completed optimizer steps.
+        checkpoint_dir: folder for `--resume`.
     """
 
     def __init__(self, signum: int, step: int, checkpoint_dir: Path) -> None:
@@ -41,10 +41,10 @@ class Stopped(Interrupted):
 
 
 class StopRequest:
-    """Catches SIGINT and SIGTERM within a `with`; outside the main thread, where Python cannot, it catches nothing.
+    """Catches SIGINT and SIGTERM within a `with`. Does nothing outside the main thread, where Python forbids it.
 
     Attributes:
-        signum: the signal that came, or None.
+        signum: the signal received, or None.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StopRequest:
 
     def _caught(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
-        # The second one is for a run that does not come to the end of its step.
+        # The second signal ends a run whose step does not finish.
         self._restore()
 
     def _restore(self) -> None:

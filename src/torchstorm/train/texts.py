@@ -1,4 +1,4 @@
-"""Text files as one stream of ids, read in pieces: what `load_corpus` holds in memory, however long it is."""
+"""Reads text files as one stream of ids, in pieces: the same ids as `load_corpus`, for texts larger than memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _UNICODE = 0x110000
 
 
 class Texts:
-    """Text files, one after the other.
+    """Several text files as one text.
 
     Args:
-        files: in their order.
-        tokenizer: "bytes" or "chars"; the latter reads all of them once before the ids are asked for.
-        advance: told how many bytes were read, again and again; what it raises ends the work.
+        files: files in order.
+        tokenizer: "bytes" or "chars". "chars" reads all files once to find the vocabulary.
+        advance: called with the number of bytes after each read. An exception ends the work.
 
     Attributes:
-        tokenizer: for their ids.
-        num_tokens: how many ids there are.
-        sha256: of the text, in hex; "" before it was read to its end.
+        tokenizer: the tokenizer.
+        num_tokens: number of ids.
+        sha256: SHA-256 of the text in hex; "" until it has been read to its end.
 
     Raises:
-        DataError: a file cannot be read, is no regular file, or is not UTF-8 (for "chars"); or all are empty.
+        DataError: a file cannot be read, is not a regular file, or is not UTF-8 (for "chars"); or all are empty.
     """
 
     def __init__(self, files: Sequence[Path], *, tokenizer: str, advance: Callable[[int], None]) -> None:
@@ -41,7 +41,7 @@ class Texts:
         self.sha256 = ""
         total_bytes = sum(size_of(file) for file in files)
         if not total_bytes:
-            raise DataError(f"0 bytes of text in {len(files)} files, {files[0]} first: name files with text in them.")
+            raise DataError(f"0 bytes of text in {len(files)} files, {files[0]} first: give files with text.")
         self.tokenizer: Tokenizer = ByteTokenizer()
         self.num_tokens = total_bytes
         self._must_decode = tokenizer == "chars"
@@ -49,10 +49,10 @@ class Texts:
             self.tokenizer, self.num_tokens = self._characters()
 
     def ids(self) -> Iterator[Tensor]:
-        """All ids in turn: (n,) of uint8 or int32, n at most 2**20.
+        """Yields all ids in order: (n,) uint8 or int32, n at most 2**20.
 
         Raises:
-            DataError: a file cannot be read, or is not what it was before.
+            DataError: a file cannot be read, or has changed.
         """
         before, count = self.sha256, 0
         for text in self._read():
@@ -65,7 +65,7 @@ class Texts:
             raise self._changed(str(count))
 
     def _characters(self) -> tuple[CharTokenizer, int]:
-        """The tokenizer of the characters in use, and how many characters there are."""
+        """(tokenizer of the distinct characters, number of characters)."""
         is_used = np.zeros(_UNICODE, dtype=np.bool_)
         count = 0
         for text in self._read():
@@ -75,11 +75,11 @@ class Texts:
         return CharTokenizer("".join(map(chr, np.flatnonzero(is_used)))), count
 
     def _read(self) -> Iterator[bytes]:
-        """The text in pieces, which end where a character does if it must be decoded."""
+        """Yields the text in pieces. For "chars", they end at character boundaries."""
         digest = hashlib.sha256()
         for path in self._files:
             decoder = codecs.getincrementaldecoder("utf-8")()
-            start = 0  # of what the decoder has not given yet
+            start = 0  # offset of the first byte not yet decoded
             try:
                 with open(path, "rb", buffering=0) as file:
                     while piece := file.read(_READ_BYTES):
@@ -103,28 +103,26 @@ class Texts:
 
     def _changed(self, count: str) -> DataError:
         return DataError(
-            f"The text changed while it was read: {self.num_tokens} ids were counted, {count} came, in "
-            f"{len(self._files)} files, {self._files[0]} first. Pack it when nobody writes to it."
+            f"The text changed while it was read: it had {self.num_tokens} ids first, then {count}, in "
+            f"{len(self._files)} files, {self._files[0]} first. Pack it when no other program writes to it."
         )
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a regular file.
+    """Size of a regular file.
 
     Raises:
-        DataError: it is none, or gone.
+        DataError: it is not a regular file, or does not exist.
     """
     try:
         found = os.stat(path)
     except OSError as error:
         raise cannot_read(path, error) from error
     if not stat.S_ISREG(found.st_mode):
-        raise DataError(
-            f"{path} is no regular file, and a pipe or device cannot be measured before it is read: copy it."
-        )
+        raise DataError(f"{path} is not a regular file. The size of a pipe or device is unknown: copy it to a file.")
     return found.st_size
 
 
 def cannot_read(path: Path, error: OSError) -> DataError:
-    """What is raised where a source cannot be read."""
-    return DataError(f"{path} cannot be read: {error.strerror}. Correct that, or leave it out.")
+    """The error for a source that cannot be read."""
+    return DataError(f"{path} cannot be read: {error.strerror}. Make it readable, or leave it out.")

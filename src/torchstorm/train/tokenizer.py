@@ -1,4 +1,4 @@
-"""Text to token ids and back: by bytes (256 ids, any file) or by characters (the distinct ones of the text)."""
+"""Tokenizers: bytes (256 ids, for any file) or characters (the distinct ones of the text)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchstorm.errors import CheckpointError
 
 
 class Tokenizer(Protocol):
-    """Turns a whole text into ids and ids into text."""
+    """Converts text to ids and ids to text."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
 
     def encode(self, text: bytes) -> Tensor:
-        """Gives the ids (N,), uint8 or int32, of UTF-8 text; of any bytes for the bytes tokenizer."""
+        """Returns the ids (N,), uint8 or int32, of UTF-8 text. The bytes tokenizer accepts any bytes."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Gives the text; what is not UTF-8 becomes U+FFFD."""
+        """Returns the text. Invalid UTF-8 becomes U+FFFD."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `tokenizer_from_json` makes it from again."""
+        """The tokenizer as a dictionary for `tokenizer_from_json`."""
 
 
 class ByteTokenizer:
@@ -35,15 +35,15 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: bytes) -> Tensor:
-        """Gives the bytes as uint8 ids (N,)."""
+        """Returns the bytes as uint8 ids (N,)."""
         return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Gives the text; what is not UTF-8 becomes U+FFFD."""
+        """Returns the text. Invalid UTF-8 becomes U+FFFD."""
         return bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> dict[str, Any]:
-        """What `tokenizer_from_json` makes it from again."""
+        """The tokenizer as a dictionary for `tokenizer_from_json`."""
         return {"kind": "bytes"}
 
 
@@ -51,7 +51,7 @@ class CharTokenizer:
     """One id per distinct unicode character, in the order of the code points.
 
     Args:
-        characters: the vocabulary, sorted.
+        characters: the sorted vocabulary.
     """
 
     def __init__(self, characters: str) -> None:
@@ -60,7 +60,7 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, text: bytes) -> CharTokenizer:
-        """Makes the vocabulary of a text.
+        """Creates the tokenizer for a text.
 
         Raises:
             UnicodeDecodeError: `text` is not UTF-8.
@@ -69,25 +69,25 @@ class CharTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many characters there are."""
+        """Number of characters."""
         return len(self.characters)
 
     def encode(self, text: bytes) -> Tensor:
-        """Gives int32 ids (N,) of UTF-8 text that holds no characters but the vocabulary's."""
+        """Returns the int32 ids (N,) of UTF-8 text. All characters must be in the vocabulary."""
         codes = np.frombuffer(text.decode("utf-8").encode("utf-32-le"), dtype=np.uint32)
         return torch.from_numpy(np.searchsorted(self._codes, codes).astype(np.int32))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Gives the text."""
+        """Returns the text."""
         return "".join(self.characters[i] for i in ids)
 
     def to_json(self) -> dict[str, Any]:
-        """What `tokenizer_from_json` makes it from again."""
+        """The tokenizer as a dictionary for `tokenizer_from_json`."""
         return {"kind": "chars", "characters": self.characters}
 
 
 def make_tokenizer(kind: str, text: bytes) -> Tokenizer:
-    """Makes the tokenizer called `kind` ("bytes" or "chars") for a text.
+    """Creates the tokenizer `kind` ("bytes" or "chars") for a text.
 
     Raises:
         UnicodeDecodeError: "chars", and `text` is not UTF-8.
@@ -96,10 +96,10 @@ def make_tokenizer(kind: str, text: bytes) -> Tokenizer:
 
 
 def tokenizer_from_json(record: Mapping[str, Any]) -> Tokenizer:
-    """Makes a tokenizer from what its `to_json` gave.
+    """Creates a tokenizer from the result of its `to_json`.
 
     Raises:
-        CheckpointError: the record is of no known tokenizer.
+        CheckpointError: the tokenizer is unknown.
     """
     match dict(record):
         case {"kind": "bytes"}:
