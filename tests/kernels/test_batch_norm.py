@@ -147,7 +147,7 @@ def test_errors() -> None:
         batch_norm_act(x, torch.ones(4), None, None, None, training=True)
     with pytest.raises(ShapeError, match=r"bias is torch\.float16, but x is torch\.float32"):
         batch_norm_act(x, None, three.half(), None, None, training=True)
-    with pytest.raises(ShapeError, match="one value a channel"):
+    with pytest.raises(ShapeError, match="one value per channel"):
         batch_norm_act(x[:1], None, None, None, None, training=True)
     with pytest.raises(ShapeError, match=r"\(N, C, \.\.\.\)"):
         batch_norm_act(three, None, None, None, None, training=True)

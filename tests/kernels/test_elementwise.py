@@ -189,7 +189,7 @@ def test_errors() -> None:
         silu(x, variant="fast")
     with pytest.raises(DeviceError, match=r"vectorised.*cuda, not on cpu.*'torch'"):
         gelu(x, variant="vectorised")
-    with pytest.raises(ConfigError, match=r"approximate='erf', but gelu has 'none' and 'tanh'"):
+    with pytest.raises(ConfigError, match=r"approximate='erf', but it must be 'none' or 'tanh'"):
         gelu(x, "erf")  # type: ignore[arg-type]
 
 

@@ -91,7 +91,7 @@ def test_sums_of_many(shape: tuple[int, ...], size: tuple[int, ...], dtype: torc
         assert error < (2e-5 if dtype == torch.float32 else torch.finfo(dtype).eps), error
 
 
-def test_float64_is_pytorchs() -> None:
+def test_float64_uses_pytorch() -> None:
     x = torch.randn(5, 7, dtype=torch.float64, device="cuda")
     assert torch.equal(gelu(x), torch.nn.functional.gelu(x))
     with pytest.raises(DeviceError, match=r"float64.*'torch'"):

@@ -437,7 +437,7 @@ def test_errors_say_what_was_given_and_what_there_is() -> None:
         with pytest.raises(ShapeError, match=message):
             linear_cross_entropy(*arguments, **options)
     for options, message in (
-        ({"reduction": "max"}, r"reduction='max'.*'mean', 'sum' and 'none'"),
+        ({"reduction": "max"}, r"reduction='max'.*'mean', 'sum' or 'none'"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5"),
         ({"softcap": 0.0}, "softcap=0.0"),
         ({"variant": "liger"}, "variant='liger', but linear_cross_entropy has 'naive', 'chunked', 'fused' and 'auto'"),

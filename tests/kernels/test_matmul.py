@@ -250,14 +250,14 @@ def test_other_devices_and_unknown_variants_are_refused() -> None:
         matmul(a, b, variant="wgmma")
 
 
-def test_every_name_is_listed_once_and_says_what_it_taught() -> None:
+def test_every_name_is_listed_once_and_has_its_lesson() -> None:
     names = variants("matmul")
     assert len(set(names)) == len(names) >= 10
     assert names[0] == "naive"
     assert set(VARIANTS) < set(names)
     places = [(variant.name, device) for variant in MATMUL for device in variant.devices]
     assert len(set(places)) == len(places)
-    assert all(variant.taught and variant.costs for variant in MATMUL)
+    assert all(variant.lesson and variant.costs for variant in MATMUL)
 
 
 def test_without_numba_its_variants_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,16 +196,16 @@ def test_the_copy_engine_is_given_what_it_can_take() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "reason"),
     [
-        (torch.zeros(64, 64), torch.zeros(64, 65), "rows of 65 results are no multiple of 8"),
+        (torch.zeros(64, 64), torch.zeros(64, 65), "rows of 65 results are not a multiple of 8"),
         (torch.zeros(64, 65), torch.zeros(65, 64), r"a has strides \(65, 1\)"),
         (torch.zeros(64, 64), torch.zeros(64, 128)[:, ::2], r"b has strides \(128, 2\)"),
         (torch.zeros(1, 64).expand(64, 64), torch.zeros(64, 64), r"a has strides \(0, 1\)"),
         (torch.zeros(4 * 64 * 64 + 12).as_strided((4, 64, 64), (4097, 64, 1)), torch.zeros(4, 64, 64),
          "those of batches"),
-        (torch.zeros(64 * 64 + 1)[1:].view(64, 64), torch.zeros(64, 64), "a begins 2 bytes past"),
+        (torch.zeros(64 * 64 + 1)[1:].view(64, 64), torch.zeros(64, 64), "a starts 2 bytes after"),
     ],
 )  # fmt: skip
-def test_what_the_copy_engine_cannot_take_is_told(a: torch.Tensor, b: torch.Tensor, reason: str) -> None:
+def test_what_the_copy_engine_cannot_take_is_reported(a: torch.Tensor, b: torch.Tensor, reason: str) -> None:
     half = [torch.zeros(x.untyped_storage().nbytes() // 4, dtype=torch.bfloat16) for x in (a, b)]
     a, b = (y.as_strided(x.shape, x.stride(), x.storage_offset()) for x, y in zip((a, b), half, strict=True))
     assert re.search(reason, why_not(a, b)), why_not(a, b)

@@ -170,7 +170,7 @@ def test_compiled_without_a_break() -> None:
     torch.compiler.reset()
 
 
-def test_what_a_rung_does_not_take_is_told() -> None:
+def test_what_a_rung_does_not_take_is_reported() -> None:
     a, b = draw(((3, 4), (4, 5)), torch.float64, "cuda")
     with pytest.raises(
         DeviceError, match=r"takes float32, float16, bfloat16, not torch.float64\. Here there are 'cublas'"

@@ -36,7 +36,7 @@ def offsets(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ({"k": torch.zeros(B, H, S, 7)}, ShapeError, r"q \(2, 3, 5, 4\), k \(2, 3, 5, 7\)"),
         ({"v": torch.zeros(B, H, 9, V)}, ShapeError, r"v \(2, 3, 9, 6\)"),
         ({"v": torch.zeros(B, H, S, 0)}, ShapeError, r"v \(2, 3, 5, 0\).*at least 1"),
-        ({"f": torch.zeros(B, S, H)}, ShapeError, r"f \(2, 5, 3\).*both gates are \(2, 3, 5\)"),
+        ({"f": torch.zeros(B, S, H)}, ShapeError, r"f \(2, 5, 3\).*both gates must be \(2, 3, 5\)"),
         ({"k": torch.zeros(B, H, S, K).half()}, ShapeError, r"q is torch.float32, k torch.float16.*\.to\(dtype\)"),
         ({"q": torch.zeros(B, H, S, K, dtype=torch.int64)}, ShapeError, r"q is torch.int64"),
         ({"i": torch.zeros(B, H, S).half()}, ShapeError, r"i is torch.float16, f torch.float32.*both torch.float32"),
@@ -68,7 +68,7 @@ def test_what_does_not_fit(changed: dict[str, Any], error: type[Exception], says
         (offsets(0, 5).to("meta"), r"cu_seqlens is on meta, but q is on cpu"),
         (offsets(1, 5), r"cu_seqlens=\[1, 5\] of 5 packed tokens: it must start at 0"),
         (offsets(0, 4), r"end at 5"),
-        (offsets(0, 4, 3, 5), r"never fall"),
+        (offsets(0, 4, 3, 5), r"never decrease"),
     ],
 )
 def test_offsets_that_do_not_fit(cu_seqlens: torch.Tensor, says: str, variant: str) -> None:

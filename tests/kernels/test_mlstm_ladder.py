@@ -19,13 +19,13 @@ from torchstorm.kernels.mlstm.reference import mlstm_recurrent
 Q, V, GATE = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 3), torch.randn(1, 2, 5)
 
 
-def test_every_rung_says_what_it_taught_and_costs() -> None:
+def test_every_rung_has_its_lesson_and_cost() -> None:
     rungs = mlstm_ladder()
     assert [rung.name for rung in rungs[:4]] == ["matmul_tiles", "qk_v", "causal", "gated"]
     assert [rung.name for rung in rungs[4:]] == [name for name in variants("mlstm") if name.startswith("triton")]
     assert [rung.has_backward for rung in rungs] == [False] * 4 + [True] * 3
     for rung in rungs:
-        assert len(rung.taught) > 20, rung.name
+        assert len(rung.lesson) > 20, rung.name
         assert len(rung.costs) > 10, rung.name
 
 
@@ -55,6 +55,6 @@ def test_the_references_are_what_they_say() -> None:
         (lambda: mlstm(Q, Q, V, GATE, GATE, variant="quadratic", chunk=64), ConfigError, "has no chunks"),
     ],
 )
-def test_what_does_not_fit_is_told(call: Callable[[], Tensor], error: type[Exception], words: str) -> None:
+def test_what_does_not_fit_is_reported(call: Callable[[], Tensor], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()

@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_told_with_its_sizes() -> None:
         mlstm_step(q[:, :, None], q[:, :, None], v[:, :, None], gate, gate)
     with pytest.raises(ShapeError, match=r"k \(2, 3, 5\)"):
         mlstm_step(q, torch.zeros(2, 3, 5), v, gate, gate)
-    with pytest.raises(ShapeError, match=r"i \(3, 2\).*both gates are \(2, 3\)"):
+    with pytest.raises(ShapeError, match=r"i \(3, 2\).*both gates must be \(2, 3\)"):
         mlstm_step(q, q, v, gate.t(), gate)
     with pytest.raises(ShapeError, match=r"C \(2, 3, 4, 5\).*need C \(2, 3, 4, 6\)"):
         mlstm_step(q, q, v, gate, gate, MLSTMState(torch.zeros(2, 3, 4, 5), q, gate))

@@ -203,7 +203,7 @@ def test_errors_say_what_was_asked_and_what_there_is() -> None:
         layer_norm(x, weight, torch.randn(1, 3))
     with pytest.raises(ShapeError, match=r"weight is torch.float16 and x torch.float32"):
         rms_norm(x, weight.half())
-    with pytest.raises(ShapeError, match="both in one dtype"):
+    with pytest.raises(ShapeError, match="both in the same dtype"):
         layer_norm(x.half(), weight.half(), weight)
     with pytest.raises(ShapeError, match="weight is on meta"):
         rms_norm(x, weight.to("meta"))

@@ -133,7 +133,7 @@ def test_any_strides(op: str, variant: str) -> None:
             torch.testing.assert_close(found, right[name])
 
 
-def test_rows_too_long_for_registers_are_told() -> None:
+def test_rows_too_long_for_registers_are_reported() -> None:
     x = torch.zeros(2, 1 << 17, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"rows of up to 32768 numbers of torch.bfloat16, and these have 131072"):
         softmax(x, variant="fused")
@@ -179,7 +179,7 @@ def test_cpu_and_gpu_agree(op: str) -> None:
         torch.testing.assert_close(x.cpu(), there[name], rtol=1e-5, atol=1e-5)
 
 
-def test_float64_is_pytorchs() -> None:
+def test_float64_uses_pytorch() -> None:
     for op in OPS:
         inputs = draw(op, (20, 300), torch.float64, device="cuda")
         right = results(functools.partial(reference, op), inputs)

@@ -32,7 +32,7 @@ from torchstorm.kernels import (
     silu,
     softmax,
 )
-from torchstorm.kernels.directly import is_pytorchs, is_small
+from torchstorm.kernels.pytorch_fallback import is_small, prefers_pytorch
 
 N = 6
 
@@ -42,7 +42,7 @@ class Case:
     """One operation as "auto" has it, and PyTorch's own; sizes are those of the inputs after x."""
 
     auto: Callable[..., Tensor]
-    pytorchs: Callable[..., Tensor]
+    pytorch: Callable[..., Tensor]
     sizes: tuple[tuple[int, ...], ...] = ()
 
 
@@ -52,26 +52,26 @@ def _masked(x: Tensor) -> Tensor:
 
 MASK = torch.arange(N) < 4
 CASES = {
-    "add": Case(auto=add, pytorchs=torch.add, sizes=((N,),)),
-    "mul": Case(auto=mul, pytorchs=torch.mul, sizes=((5, 4, N),)),
-    "relu": Case(auto=relu, pytorchs=F.relu),
-    "sigmoid": Case(auto=sigmoid, pytorchs=torch.sigmoid),
-    "silu": Case(auto=silu, pytorchs=F.silu),
-    "gelu": Case(auto=gelu, pytorchs=F.gelu),
-    "gelu tanh": Case(auto=lambda x: gelu(x, "tanh"), pytorchs=lambda x: F.gelu(x, approximate="tanh")),
-    "softmax": Case(auto=softmax, pytorchs=lambda x: x.softmax(-1)),
-    "softmax, mask": Case(auto=lambda x: softmax(x, mask=MASK), pytorchs=lambda x: _masked(x).softmax(-1)),
-    "log_softmax": Case(auto=log_softmax, pytorchs=lambda x: x.log_softmax(-1)),
-    "layer_norm": Case(auto=layer_norm, pytorchs=lambda x, w, b: F.layer_norm(x, (N,), w, b), sizes=((N,), (N,))),
-    "rms_norm": Case(auto=rms_norm, pytorchs=lambda x, w: F.rms_norm(x, (N,), w, 1e-6), sizes=((N,),)),
+    "add": Case(auto=add, pytorch=torch.add, sizes=((N,),)),
+    "mul": Case(auto=mul, pytorch=torch.mul, sizes=((5, 4, N),)),
+    "relu": Case(auto=relu, pytorch=F.relu),
+    "sigmoid": Case(auto=sigmoid, pytorch=torch.sigmoid),
+    "silu": Case(auto=silu, pytorch=F.silu),
+    "gelu": Case(auto=gelu, pytorch=F.gelu),
+    "gelu tanh": Case(auto=lambda x: gelu(x, "tanh"), pytorch=lambda x: F.gelu(x, approximate="tanh")),
+    "softmax": Case(auto=softmax, pytorch=lambda x: x.softmax(-1)),
+    "softmax, mask": Case(auto=lambda x: softmax(x, mask=MASK), pytorch=lambda x: _masked(x).softmax(-1)),
+    "log_softmax": Case(auto=log_softmax, pytorch=lambda x: x.log_softmax(-1)),
+    "layer_norm": Case(auto=layer_norm, pytorch=lambda x, w, b: F.layer_norm(x, (N,), w, b), sizes=((N,), (N,))),
+    "rms_norm": Case(auto=rms_norm, pytorch=lambda x, w: F.rms_norm(x, (N,), w, 1e-6), sizes=((N,),)),
     "batch_norm_act": Case(
         auto=lambda x, w, b: batch_norm_act(x, w, b, None, None, training=True, activation="silu"),
-        pytorchs=lambda x, w, b: F.silu(F.batch_norm(x, None, None, w, b, training=True)),
+        pytorch=lambda x, w, b: F.silu(F.batch_norm(x, None, None, w, b, training=True)),
         sizes=((4,), (4,)),
     ),
     "linear": Case(
         auto=lambda x, w, b: linear(x, w, b, activation="gelu"),
-        pytorchs=lambda x, w, b: F.gelu(F.linear(x, w, b)),
+        pytorch=lambda x, w, b: F.gelu(F.linear(x, w, b)),
         sizes=((3, N), (3,)),
     ),
 }
@@ -97,7 +97,7 @@ def draw(case: Case, dtype: torch.dtype, rows: int = 5) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_no_operator_of_ours_runs_and_results_and_gradients_are_pytorchs(name: str, dtype: torch.dtype) -> None:
+def test_no_operator_of_ours_runs_and_results_and_gradients_equal_pytorch(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     inputs = draw(case, dtype)
     with Operators() as ran:
@@ -105,7 +105,7 @@ def test_no_operator_of_ours_runs_and_results_and_gradients_are_pytorchs(name: s
         dy = torch.randn_like(y)
         found = torch.autograd.grad(y, inputs, dy)
     assert set(ran.names) == {"aten"}
-    wanted = case.pytorchs(*inputs)
+    wanted = case.pytorch(*inputs)
     assert torch.equal(y, wanted)
     assert y.stride() == wanted.stride()
     for one, other in zip(found, torch.autograd.grad(wanted, inputs, dy), strict=True):
@@ -177,7 +177,7 @@ def test_what_is_small() -> None:
     assert is_small(torch.empty(1 << 18))
     assert not is_small(torch.empty((1 << 18) + 1))
     assert not is_small(torch.empty(1), torch.empty(1 << 20))
-    assert is_pytorchs(torch.empty(1 << 20))  # as there is no GPU to be faster on
+    assert prefers_pytorch(torch.empty(1 << 20))  # as there is no GPU to be faster on
 
 
 MIB = 1 << 20
@@ -201,7 +201,7 @@ def owners(compute: Callable[[Tensor], Tensor], num_bytes: int, *, is_compiling:
 
 
 @pytest.mark.parametrize("name", ON_GPU)
-def test_on_a_gpu_what_is_small_is_pytorchs_and_what_is_large_ours(name: str) -> None:
+def test_on_a_gpu_small_tensors_use_pytorch_and_large_ones_our_kernels(name: str) -> None:
     pytest.importorskip("triton")
     assert owners(ON_GPU[name], 64 * MIB) == {"aten"}
     assert "torchstorm" in owners(ON_GPU[name], 65 * MIB)
@@ -235,7 +235,7 @@ class TestOnAGPU:
     """Small tensors there are PyTorch's, which keeps what our kernels keep."""
 
     @pytest.mark.parametrize("name", [name for name in CASES if name not in ("softmax, mask", "batch_norm_act")])
-    def test_small_is_pytorchs(self, name: str) -> None:
+    def test_small_tensors_use_pytorch(self, name: str) -> None:
         case = CASES[name]
         inputs = [x.detach().cuda().requires_grad_() for x in draw(case, torch.bfloat16)]
         with Operators() as ran:

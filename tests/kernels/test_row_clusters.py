@@ -75,7 +75,7 @@ def test_every_row_that_is_held_has_room(op: str, dtype: torch.dtype, backward: 
         assert full == (config.row_bytes == N * dtype.itemsize)
 
 
-def test_rows_that_cannot_be_copied_whole_or_are_too_long_are_told() -> None:
+def test_rows_that_cannot_be_copied_whole_or_are_too_long_are_reported() -> None:
     assert holds("cluster", 1000, BF16)
     assert holds("cluster", 131072, FP16)
     assert not holds("cluster", 131072, FP32)
@@ -86,7 +86,7 @@ def test_rows_that_cannot_be_copied_whole_or_are_too_long_are_told() -> None:
     assert not has_clusters(torch.zeros(2, 8))
 
 
-def test_masks_are_told() -> None:
+def test_masks_are_reported() -> None:
     pytest.importorskip("triton")
     from torchstorm.kernels.softmax import launch_triton
 

@@ -14,7 +14,7 @@ from torchstorm.kernels.variants import Variant, is_installed
 def test_dynamo_reads_the_choice_of_a_gpu_s_variant_without_a_warning_or_a_break(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hopper = Variant(name="hopper", taught="", costs="", capability=(9, 0), needs=("torch",))
+    hopper = Variant(name="hopper", lesson="", costs="", capability=(9, 0), needs=("torch",))
     device = torch.device("cuda", 0)
     torch.compiler.reset()
     for capability, expected in (((9, 0), 1.0), ((8, 0), 0.0)):

@@ -1,6 +1,6 @@
-"""Operations with kernels of their own. `import torchstorm` leaves this room alone, as it needs torch.
+"""Operations with our own kernels. `import torchstorm` does not import this package, since it needs torch.
 
-Functions here have the names of their folders, whose modules are imported by their own names.
+Functions here have the same names as their folders, whose modules are imported by their full names.
 """
 
 from torchstorm.kernels.batch_norm import batch_norm_act

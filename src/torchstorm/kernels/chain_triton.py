@@ -1,8 +1,8 @@
-"""Kernels of one operation that begin while the one before still ends: programmatic dependent launch, from Hopper on.
+"""Programmatic dependent launch, from Hopper on: a kernel of an operation starts before the previous one has ended.
 
-A kernel that others follow says at once that the next may begin; that one waits, before it reads or writes anything,
-until all of the one before is done and seen. So the next kernel's blocks stand ready when the last of the one before
-go, and a launch's time passes meanwhile. What follows must be small or come last: its waiting blocks take room.
+A kernel that is followed by another signals at its start that the next one may launch. The next kernel waits, before
+its first memory access, until the previous one has ended and its writes are visible. So the launch latency overlaps
+with the end of the previous kernel. The waiting blocks occupy resources, so the next kernel must be small or the last.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Every operation with kernels of its own, and the ways to compute it, from the plainest to the fastest."""
+"""All operations with our own kernels, and their variants from the simplest to the fastest."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAMES = {"mlstm": _MLSTM, **{op: names(ladder) for op, ladder in _LADDERS.items
 
 
 def variants(op: str) -> tuple[str, ...]:
-    """Names the ways in which `op` can be computed, in order of history; any is a value of its `variant=`.
+    """Names of the variants of an operation, in historical order. Each is a value of `variant=`.
 
     Raises:
-        ConfigError: there is no such operation.
+        ConfigError: the operation does not exist.
     """
     if op not in _NAMES:
         raise ConfigError(f"There is no operation {op!r} with variants; there are {', '.join(map(repr, _NAMES))}.")

@@ -1,8 +1,8 @@
-"""Kernels in CUDA C++: compiled by NVRTC for the GPU that is there, kept on disk, launched on PyTorch's stream.
+"""Compiles CUDA C++ kernels with NVRTC for the current GPU, caches them on disk, and launches them on PyTorch's stream.
 
-NVRTC needs no CUDA toolkit, no headers and no driver, so every source can be compiled anywhere (`compile_source`). What
-it made is kept in the user's cache folder under a hash of source, options and compiler version, and checked when it
-is read again: a damaged file is made anew. The driver is called by its C interface, which has not changed in years.
+NVRTC needs no CUDA toolkit, no headers and no driver, so every source can be compiled anywhere (`compile_source`).
+Cubins are cached in the user's cache folder under a hash of source, options and compiler version, with a checksum:
+damaged files are compiled again. The driver is called through its stable C interface.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torchstorm.errors import KernelError
 from torchstorm.kernels.variants import is_installed
 
 NEEDS = ("cuda.core", "cuda.bindings")
-"""Modules without which nothing is compiled."""
+"""Modules needed for compilation."""
 HOPPER = Path(__file__).parent / "hopper.cuh"
-"""What sources for Hopper share."""
+"""Shared source for Hopper kernels."""
 
 _OPTIONS = ("-v",)  # of ptxas: registers and spills in the log
 _DIGEST_BYTES = 32
@@ -40,16 +40,16 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A kernel's source, by which it is known in a process.
+    """A kernel's source, which identifies it within a process.
 
     Attributes:
-        kernel: its name, `extern "C"`.
-        files: read one after the other, as if each included those before.
+        kernel: name of the `extern "C"` function.
+        files: source files, concatenated in order.
         defines: macros and their values.
-        shared_bytes: dynamic shared memory of a block.
-        includes: folders of headers that are not ours.
-        headers: what those are, for the cache and for messages; they are not read for it.
-        advice: what to do where it does not compile with them.
+        shared_bytes: dynamic shared memory per block.
+        includes: folders of third-party headers.
+        headers: names and versions of these headers, for the cache's hash and for messages.
+        advice: remedy if it does not compile with them.
     """
 
     kernel: str
@@ -61,23 +61,23 @@ class Source:
     advice: str = ""
 
     def text(self) -> str:
-        """What the compiler is given; its messages name the files and their own lines."""
+        """The compiler's input. #line directives make its messages refer to the files."""
         return "".join(f'#line 1 "{path.name}"\n{path.read_text()}\n' for path in self.files)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A cubin, and what the compiler said: warnings, registers and spills."""
+    """A cubin and the compiler's log: warnings, registers and spills."""
 
     cubin: bytes
     log: str
 
 
 def compile_source(source: Source, arch: str) -> Compiled:
-    """Compiles for "sm_80", "sm_90a" and so on, whatever is here.
+    """Compiles for an architecture such as "sm_80" or "sm_90a", which need not be present.
 
     Raises:
-        KernelError: the compiler refuses; the message has its log.
+        KernelError: compilation failed; the message has the compiler's log.
     """
     core = import_module("cuda.core")
     options = core.ProgramOptions(
@@ -87,14 +87,14 @@ def compile_source(source: Source, arch: str) -> Compiled:
         ptxas_options=list(_OPTIONS),
         define_macro=[(name, str(value)) for name, value in source.defines] or None,
         include_path=[str(path) for path in source.includes] or None,
-        # Others' sources were not all written for NVRTC: they leave out that they are for a GPU, and warn.
+        # Third-party headers were not all written for NVRTC: they lack __device__ annotations, and cause warnings.
         device_as_default_execution_space=bool(source.includes),
         disable_warnings=bool(source.includes),
     )
     log = io.StringIO()
     try:
         made = core.Program(source.text(), "c++", options).compile("cubin", logs=log)
-    except Exception as error:  # cuda-core's own classes of errors are not public
+    except Exception as error:  # cuda-core's exception classes are not public
         found = f", with the headers of {source.headers}. {source.advice}" if source.headers else ""
         raise KernelError(
             f"{source.kernel} of {source.files[-1].name} with {dict(source.defines)} does not compile for {arch} by "
@@ -105,34 +105,34 @@ def compile_source(source: Source, arch: str) -> Compiled:
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether "auto" may count on CUDA C++: the modules are installed, and find NVRTC's library."""
+    """Whether "auto" can use CUDA C++: the modules are installed, and find NVRTC's library."""
     if not all(map(is_installed, NEEDS)):
         return False
     try:
         compiler_version()
-    except Exception:  # of whatever class the binding raises where there is no library
+    except Exception:  # the bindings raise various classes if the library is missing
         return False
     return True
 
 
 @functools.cache
 def compiler_version() -> str:
-    """NVRTC's, as in "13.0"."""
+    """NVRTC's version, such as "13.0"."""
     _, major, minor = import_module("cuda.bindings.nvrtc").nvrtcVersion()
     return f"{major}.{minor}"
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: $XDG_CACHE_HOME/torchstorm/cubins, or the same under ~/.cache."""
+    """Folder of cached cubins: $XDG_CACHE_HOME/torchstorm/cubins, or the same under ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path("~/.cache").expanduser()) / "torchstorm" / "cubins"
 
 
 def cubin_of(source: Source, arch: str) -> bytes:
-    """From the cache, or compiled and put there. A folder that cannot be written to is done without.
+    """Returns the cubin from the cache, or compiles and caches it. Ignores a cache folder that is not writable.
 
     Raises:
-        KernelError: the compiler refuses.
+        KernelError: compilation failed.
     """
     told = repr((source.text(), source.defines, source.headers, arch, _OPTIONS, compiler_version()))
     path = cache_folder() / f"{source.kernel}-{arch}-{hashlib.sha256(told.encode()).hexdigest()[:32]}.cubin"
@@ -144,7 +144,7 @@ def cubin_of(source: Source, arch: str) -> bytes:
     cubin = compile_source(source, arch).cubin
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside its place and renamed, so that another process sees a whole file or none.
+        # Written under another name and renamed, so that other processes never see an incomplete file.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(cubin).digest() + cubin)
         os.replace(file.name, path)
@@ -152,7 +152,7 @@ def cubin_of(source: Source, arch: str) -> bytes:
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """What to compile for: from Hopper on with the instructions that only that very GPU has."""
+    """The architecture to compile for; from Hopper on with its architecture-specific instructions."""
     major, minor = capability
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -164,13 +164,13 @@ def launch(  # pragma: gpu
 
     Args:
         source: the kernel; compiled and loaded at its first launch on a device.
-        arguments: ctypes values and structures, as the kernel takes them.
-        grid: blocks.
-        threads: of a block.
+        arguments: the kernel's arguments as ctypes values and structures.
+        grid: number of blocks.
+        threads: threads per block.
         device: a GPU.
 
     Raises:
-        KernelError: it does not compile, or the driver refuses it.
+        KernelError: it does not compile, or the driver reports an error.
     """
     with torch.cuda.device(device):
         function = _function(source, torch.cuda.current_device())
@@ -190,7 +190,7 @@ class _LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("sizes", ctypes.c_uint * 7),  # of the grid and of a block, and dynamic shared memory
+        ("sizes", ctypes.c_uint * 7),  # grid size, block size, dynamic shared memory
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
@@ -202,7 +202,7 @@ _num_clusters: dict[tuple[Source, int], int] = {}
 
 
 def num_clusters(source: Source, *, cluster: int, threads: int, device: torch.device) -> int:  # pragma: gpu
-    """How many clusters of `cluster` blocks run at a time on a GPU that does nothing else.
+    """Number of clusters of `cluster` blocks that run at the same time on an idle GPU.
 
     Raises:
         KernelError: the kernel does not compile, or no such cluster fits.
@@ -221,7 +221,7 @@ def num_clusters(source: Source, *, cluster: int, threads: int, device: torch.de
         what = f"{source.kernel}: clusters of {cluster} blocks of {threads} threads and {source.shared_bytes} bytes"
         _call("cuOccupancyMaxActiveClusters", ctypes.byref(count), function, ctypes.byref(config), what=what)
     if count.value < 1:
-        raise KernelError(f"{what}: not one fits on {device}.")
+        raise KernelError(f"{what}: none fits on {device}.")
     return _num_clusters.setdefault((source, index), count.value)
 
 
@@ -233,7 +233,7 @@ _L2_PROMOTION_256B = 3  # CUtensorMapL2promotion
 
 
 class TensorMap(ctypes.Structure):
-    """A tensor as the copy engine (TMA) sees it; an argument of kernels."""
+    """A tensor map for the copy engine (TMA); a kernel argument."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * TENSOR_MAP_BYTES),)
 
@@ -241,17 +241,17 @@ class TensorMap(ctypes.Structure):
 def tensor_map(  # pragma: gpu
     address: int, dtype: torch.dtype, sizes: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]
 ) -> TensorMap:
-    """A map whose boxes lie in shared memory swizzled by 128 bytes.
+    """A tensor map with 128-byte swizzle in shared memory.
 
     Args:
-        address: of the first element, a multiple of 16.
-        dtype: of the elements.
-        sizes: of each dimension, the one without gaps first.
-        strides_bytes: of every dimension but the first, multiples of 16.
-        box: elements of each dimension that are copied at once, at most 256; 128 bytes of the first.
+        address: address of the first element, a multiple of 16.
+        dtype: dtype of the elements.
+        sizes: sizes of the dimensions, the contiguous one first.
+        strides_bytes: strides of all dimensions but the first, multiples of 16.
+        box: elements of each dimension per copy, at most 256; 128 bytes of the first.
 
     Raises:
-        KernelError: the driver refuses.
+        KernelError: the driver reports an error.
     """
     room = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
     made = TensorMap.from_buffer(room, -ctypes.addressof(room) % _TENSOR_MAP_ALIGNMENT)
@@ -269,7 +269,7 @@ def tensor_map(  # pragma: gpu
         ctypes.c_int(0),  # no interleaving
         ctypes.c_int(SWIZZLE_128B),
         ctypes.c_int(_L2_PROMOTION_256B),
-        ctypes.c_int(0),  # zeros outside of the tensor
+        ctypes.c_int(0),  # zeros outside the tensor
         what=f"a tensor map of sizes {tuple(sizes)}, strides {tuple(strides_bytes)} bytes, box {tuple(box)}",
     )
     return made
@@ -298,7 +298,7 @@ def _function(source: Source, index: int) -> ctypes.c_void_p:  # pragma: gpu
 
 
 def _be_current(index: int) -> None:  # pragma: gpu
-    """A thread that has called nothing of CUDA's runtime yet, as autograd's may be, has no context."""
+    """Makes the device's context current. A thread without earlier CUDA calls, such as autograd's, has none."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context), what="the current context")
     if context.value is None:

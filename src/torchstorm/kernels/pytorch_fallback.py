@@ -1,7 +1,7 @@
-"""PyTorch's own functions, called as they are, where "auto" chooses them: with their own gradients.
+"""Calls PyTorch's own functions without an operator around them, with their own gradients, if "auto" chooses them.
 
-An operator around them would add 20 to 100 us of host time a call, which is most of what a small tensor takes. For the
-same reason what is here and what calls it asks in the cheapest way: x.device.type takes as long as all of `directly`.
+An operator would add 20 to 100 us of host time per call, which is most of the time for a small tensor. For the same
+reason the checks here and in the callers are the fastest ones: x.device.type takes as long as all of `call_pytorch`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SMALL_BYTES_CPU = 1 << 20
 _SMALL_BYTES_GPU = 64 << 20
 
 
-def directly(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
-    """function(x, *others); autocast does not reach inside."""
+def call_pytorch(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+    """Returns function(x, *others), computed without autocast."""
     if not _is_autocast(x):
         return function(x, *others)
     with without_autocast(x):
@@ -28,29 +28,29 @@ def directly(function: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast rounds nothing on x's device: torch.autocast's own takes 3 us where there is none."""
+    """Disables autocast for x's device. Does nothing if it is off, since torch.autocast takes 3 us even then."""
     return torch.autocast(x.device.type, enabled=False) if _is_autocast(x) else nullcontext()
 
 
 def _is_autocast(x: Tensor) -> bool:
-    """Autocast knows no meta tensors."""
+    """Whether autocast is on for x's device. It does not support meta tensors."""
     return (x.is_cuda and torch.is_autocast_enabled("cuda")) or (x.is_cpu and torch.is_autocast_enabled("cpu"))
 
 
-def is_pytorchs(*tensors: Tensor) -> bool:
-    """Whether "auto" is PyTorch's own function: without a GPU or Triton, in float64, and for small tensors."""
+def prefers_pytorch(*tensors: Tensor) -> bool:
+    """Whether "auto" uses PyTorch's own function: without a GPU or Triton, in float64, and for small tensors."""
     return not has_triton_for(tensors[0]) or is_small(*tensors)
 
 
 def is_small(*tensors: Tensor) -> bool:
-    """Whether the host takes longer to start kernels of ours for such tensors than those kernels could save.
+    """Whether launching our kernels takes more host time for these tensors than the kernels could save.
 
-    On a GPU ours take 50 to 100 us more of the host than PyTorch's. Reading 64 MiB and writing as much takes 31 us at
-    4.3 TB/s, of which ours save a part. On a CPU what ours save is memory traffic, and up to 1 MiB stays in a core's
-    cache.
+    On a GPU our operators need 50 to 100 us more host time than PyTorch's. Reading and writing 64 MiB takes 31 us at
+    4.3 TB/s, of which our kernels save a part. On a CPU our kernels save memory traffic, but up to 1 MiB stays in a
+    core's cache.
 
-    Never on a GPU while torch.compile traces, where a call costs nothing of that, and a choice by size would make
-    programs anew; always on a CPU, where the compiler fuses what it can see.
+    While torch.compile traces: never on a GPU, where a call has no such host time, and a choice by size would cause
+    recompilation; always on a CPU, where the compiler can fuse PyTorch's own functions.
     """
     is_cpu = tensors[0].is_cpu
     if torch.compiler.is_compiling():

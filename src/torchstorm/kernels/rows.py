@@ -1,4 +1,4 @@
-"""Tensors as rows: what kernels that go along the last dimension need to know of where their rows lie."""
+"""Tensors as rows, for kernels over the last dimension: strides, alignment, tiles and grids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.dtypes import FLOATS
 
 MOST_ROW_BYTES = {"fused": 64 << 10, "persistent": 32 << 10, "cluster": 256 << 10}
-"""Of variants that hold rows as wholes: in L1, registers, where "persistent" has sums beside them, or shared memory."""
+"""Largest row of the variants that hold whole rows, in L1, registers ("persistent" with its sums) or shared memory."""
 
 READ_BYTES = 16
-"""What a thread reads at once."""
+"""Bytes that a thread reads at once."""
 
 COPY_BYTES = 16
-"""Rows of "cluster" are multiples of it: bulk copies are."""
+"""Rows of "cluster" must be multiples of this, as bulk copies require."""
 
-_SMS_ELSEWHERE = 4  # where there is no GPU, as in Triton's interpreter: few, so that loops over rows run
+_SMS_ELSEWHERE = 4  # without a GPU, as in Triton's interpreter: few, so that loops over rows are exercised
 _L2_BYTES_ELSEWHERE = 40 << 20
-_L2_SHARE = 0.7  # of it, for rows that are read a second time
+_L2_SHARE = 0.7  # share of L2 for rows that are read a second time
 _LOOP_BLOCK = 4096
 
 
@@ -33,11 +33,11 @@ class Tile:
     """How a kernel divides (M, N) among programs.
 
     Attributes:
-        block: columns taken at once, a power of two.
-        rows: rows taken at once.
-        num_warps: of a program.
-        per_sm: programs on each SM, for kernels whose programs walk over the rows; 0 where each takes its own.
-        stages: tiles that are on their way at once in a program that walks.
+        block: columns per tile, a power of two.
+        rows: rows per tile.
+        num_warps: warps per program.
+        per_sm: programs per SM, for kernels that loop over rows; 0 for one program per tile of rows.
+        stages: tiles in flight, for kernels that loop over rows.
     """
 
     block: int
@@ -48,22 +48,22 @@ class Tile:
 
 
 def check_rows(op: str, x: Tensor) -> None:
-    """Raises ShapeError unless x has a last dimension and a floating dtype that kernels know."""
+    """Raises ShapeError unless x has a last dimension and a supported floating dtype."""
     if x.dim() == 0:
-        raise ShapeError(f"x {tuple(x.shape)}: {op} goes over the last dimension, and x has none. x[None] has one.")
+        raise ShapeError(f"x {tuple(x.shape)}: {op} needs a last dimension, and x has none. Pass x[None].")
     if x.dtype not in FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-        raise ShapeError(f"x is {x.dtype}, but {op} takes {names}: x.float() has one of them.")
+        raise ShapeError(f"x is {x.dtype}, but {op} takes {names}: pass x.float().")
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """(..., N) as (M, N) with contiguous columns: a view where strides allow it. x is not empty."""
+    """(..., N) as (M, N) with contiguous columns; a view if strides allow it. x must not be empty."""
     rows_MN = x.reshape(-1, x.shape[-1])
     return rows_MN if rows_MN.stride(1) == 1 else rows_MN.contiguous()
 
 
 def holds(variant: str, N: int, dtype: torch.dtype) -> bool:
-    """Whether a variant takes rows of N numbers."""
+    """Whether a variant supports rows of N elements."""
     if variant == "cluster":
         row_bytes = N * dtype.itemsize
         return row_bytes % COPY_BYTES == 0 and row_bytes <= MOST_ROW_BYTES[variant]
@@ -71,7 +71,7 @@ def holds(variant: str, N: int, dtype: torch.dtype) -> bool:
 
 
 def check_columns(variant: str, x_MN: Tensor) -> int:
-    """N; raises ConfigError where such rows are too long for the variant."""
+    """Returns N. Raises ConfigError if the variant does not support such rows."""
     N, dtype = x_MN.shape[1], x_MN.dtype
     if not holds(variant, N, dtype):
         if N * dtype.itemsize <= MOST_ROW_BYTES[variant]:
@@ -87,12 +87,12 @@ def check_columns(variant: str, x_MN: Tensor) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def tile_of(N: int, *, least: int, most: int) -> int:
-    """Columns of tiles that rows of N fill but for an eighth, where they are not the least; a power of two."""
+    """Columns per tile, a power of two, so that at most an eighth is unused unless it is the smallest tile."""
     block = min(power_of_two(N), most)
     while block > least and -N % block > N // 8:
         block //= 2
@@ -100,7 +100,7 @@ def tile_of(N: int, *, least: int, most: int) -> int:
 
 
 def unit_of(x_MN: Tensor) -> int:
-    """Numbers that rows' length and stride are multiples of: those of 16 bytes, which one read brings, or fewer."""
+    """Largest power of two, up to the elements of 16 bytes (one read), that divides the rows' length and stride."""
     M, N = x_MN.shape
     return math.gcd(N, x_MN.stride(0) if M > 1 else N, READ_BYTES // x_MN.dtype.itemsize)
 
@@ -111,7 +111,7 @@ def num_sms(x: Tensor) -> int:
 
 
 def chained(x: Tensor) -> bool:
-    """Whether kernels on x's GPU may begin while the one before ends; see chain_triton.py."""
+    """Whether x's GPU supports programmatic dependent launch; see chain_triton.py."""
     return x.is_cuda and torch.version.cuda is not None and _gpu(x.device).major >= 9
 
 
@@ -122,7 +122,7 @@ def following(x: Tensor) -> dict[str, Any]:
 
 @functools.cache
 def _gpu(device: torch.device) -> Any:  # pragma: gpu
-    """PyTorch finds the properties anew in microseconds, which is long for what is asked at every launch."""
+    """The device properties, cached: PyTorch's query takes microseconds, which is long for each launch."""
     return torch.cuda.get_device_properties(device)
 
 
@@ -132,7 +132,7 @@ def l2_bytes(x: Tensor) -> int:
 
 
 def loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:
-    """Of programs that walk over rows and go over each twice: as many as find their row in L2 the second time."""
+    """The tile of programs that loop over rows and read each twice: as many programs as have their rows in L2."""
     N = x_MN.shape[1]
     in_flight = int(_L2_SHARE * l2_bytes(x_MN) / (N * x_MN.dtype.itemsize * num_inputs))
     block = min(power_of_two(N), _LOOP_BLOCK)
@@ -140,17 +140,17 @@ def loop_tile(x_MN: Tensor, *, num_inputs: int) -> Tile:
 
 
 def num_walkers(x_MN: Tensor, tile: Tile) -> int:
-    """How many programs walk over the rows of x."""
+    """Number of programs that loop over the rows of x."""
     return min(-(-x_MN.shape[0] // tile.rows), num_sms(x_MN) * tile.per_sm)
 
 
 def grid_of(x_MN: Tensor, tile: Tile) -> tuple[int]:
-    """Programs that walk over the rows of x, or one for each."""
+    """The grid: programs that loop over the rows of x, or one per row."""
     return (num_walkers(x_MN, tile) if tile.per_sm else x_MN.shape[0],)
 
 
 def tile_options(variant: str, tile: Tile) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """The compile-time options of a kernel."""
     options: dict[str, Any] = {"BLOCK": tile.block, "num_warps": tile.num_warps}
     if variant == "persistent":
         options |= {"ROWS": tile.rows, "STAGES": tile.stages}

@@ -1,6 +1,6 @@
-"""What Triton kernels that go along rows, or channels, share.
+"""Functions shared by Triton kernels over rows or channels.
 
-Imported only where a GPU (or Triton's interpreter) is at work.
+Imported only with a GPU or Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Gradients of gradients: what the backward operators of all operations do alike."""
+"""Second derivatives: a function shared by the backward operators of all operations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def own_views(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """A view of its own for each, from which autograd can differentiate; None stays None.
+    """A separate view of each tensor, to differentiate with respect to; None stays None.
 
-    So what one of them was made from stays out of the others' gradients.
+    If one tensor was computed from another, that dependency is not part of the gradients.
     """
     return [None if x is None else x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in tensors]

@@ -1,9 +1,9 @@
 """sLSTM: a recurrence with exponential gates and memory mixing, over whole sequences.
 
     (i, f, z, o)_t = x_t + h_{t-1} r                       r mixes within a head
-    m_t = max(logsigmoid(f_t) + m_{t-1}, i_t)              stabiliser; h does not depend on it
+    m_t = max(logsigmoid(f_t) + m_{t-1}, i_t)              stabilizer; h does not depend on it
     c_t = e^(logsigmoid(f_t) + m_{t-1} - m_t) c_{t-1} + e^(i_t - m_t) tanh(z_t)
-    n_t = the same with 1 in place of tanh(z_t)
+    n_t = the same with 1 instead of tanh(z_t)
     h_t = sigmoid(o_t) c_t / n_t
 
 Shapes: x (B, S, H, 4, D) with the pre-activations in the order i, f, z, o; r (H, D, 4 D); h (B, S, H, D). States
@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchstorm.errors import ShapeError
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import FLOATS, wide
+from torchstorm.kernels.pytorch_fallback import without_autocast
 
 
 class SLSTMState(NamedTuple):
-    """What a sequence leaves behind: h in x's dtype, c, n and m in fp32 (fp64 for fp64); each (B, H, D)."""
+    """The state after a sequence: h in x's dtype, c, n and m in fp32 (fp64 for fp64); each (B, H, D)."""
 
     h: Tensor
     c: Tensor
@@ -37,7 +37,7 @@ class SLSTMState(NamedTuple):
 
 
 def slstm_reference(x_BSHGD: Tensor, r_HDF: Tensor) -> Tensor:
-    """The definition, differentiated by autograd; gives h (B, S, H, D)."""
+    """The definition, differentiable by autograd. Returns h (B, S, H, D)."""
     B, S, H, _, D = x_BSHGD.shape
     h = c = n = x_BSHGD.new_zeros(B, H, D)
     m = x_BSHGD.new_full((B, H, D), -math.inf)
@@ -57,7 +57,7 @@ def slstm_reference(x_BSHGD: Tensor, r_HDF: Tensor) -> Tensor:
 
 
 def _step_fwd(raw_BHGD: Tensor, c: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(h, c, n, m) after a step; the states may be written over."""
+    """(h, c, n, m) after a step. The states may be overwritten."""
     if raw_BHGD.is_cuda:  # pragma: gpu
         from torchstorm.kernels.slstm_triton import launch_step_fwd
 
@@ -74,7 +74,7 @@ def _step_fwd(raw_BHGD: Tensor, c: Tensor, n: Tensor, m: Tensor) -> tuple[Tensor
 def _step_bwd(
     raw: Tensor, dh: Tensor, dc: Tensor, dn: Tensor, now: tuple[Tensor, ...], before: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(d raw (B, H, 4, D), dc, dn before the step) from the gradients after it, and the states on both sides."""
+    """(d raw (B, H, 4, D), dc, dn before the step) from the gradients after it and the states before and after."""
     if raw.is_cuda:  # pragma: gpu
         from torchstorm.kernels.slstm_triton import launch_step_bwd
 
@@ -104,8 +104,8 @@ def _step_bwd(
 def _slstm_fwd(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h in x's dtype, and c, n, m of every step: (B, S, H, D) each."""
-    # Autocast would round the sums of what runs inside.
+    """h in x's dtype, and c, n, m of each step: (B, S, H, D) each."""
+    # Autocast would round the sums.
     with without_autocast(x_BSHGD), torch.cuda.device_of(x_BSHGD):
         return _forward(x_BSHGD, r_HDF, h0, c0, n0, m0)
 
@@ -222,14 +222,14 @@ def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = 
     Args:
         x_BSHGD: pre-activations (B, S, H, 4, D), S at least 1, in the order i, f, z, o.
         r_HDF: recurrent weights (H, D, 4 D), of x's dtype.
-        initial_state: what an earlier call gave; None for a fresh start.
+        initial_state: state of an earlier call; None for an empty state.
 
     Returns:
-        h (B, S, H, D) in x's dtype, and the state after the last step. Gradients go to x and r; none come from or go
-        to states.
+        h (B, S, H, D) in x's dtype, and the state after the last step. Differentiable in x and r through h; states have
+        no gradients.
 
     Raises:
-        ShapeError: the shapes, dtypes or devices do not fit each other.
+        ShapeError: the shapes, dtypes or devices do not match.
     """
     if x_BSHGD.dim() != 5 or x_BSHGD.shape[3] != 4 or x_BSHGD.shape[1] < 1:
         raise ShapeError(f"x has shape {tuple(x_BSHGD.shape)}, but it must be (B, S, H, 4, D) with S at least 1.")
@@ -240,7 +240,7 @@ def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = 
         )
     if x_BSHGD.dtype not in FLOATS or r_HDF.dtype != x_BSHGD.dtype or r_HDF.device != x_BSHGD.device:
         raise ShapeError(
-            f"x is {x_BSHGD.dtype} on {x_BSHGD.device} and r {r_HDF.dtype} on {r_HDF.device}: they must agree, and be "
+            f"x is {x_BSHGD.dtype} on {x_BSHGD.device} and r {r_HDF.dtype} on {r_HDF.device}: they must be equal, and "
             f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in FLOATS)}."
         )
     sums = wide(x_BSHGD.dtype)

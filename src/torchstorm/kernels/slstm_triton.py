@@ -1,8 +1,8 @@
 """One step of sLSTM as one elementwise kernel, forward and backward; see `kernels/slstm.py`.
 
-Shapes: raw (B, H, 4, D) in fp32; every other tensor (B, H, D) in fp32, with any strides for B and a head's D values
-beside each other. Traffic a step: forward reads 7 and writes 4 values for each of B H D; backward reads 13 and
-writes 6. Imported only where a GPU (or Triton's interpreter) is at work.
+Shapes: raw (B, H, 4, D) in fp32; all other tensors (B, H, D) in fp32, with any stride for B and contiguous D. Memory
+traffic per step: forward reads 7 and writes 4 values for each of B H D; backward reads 13 and writes 6. Imported only
+with a GPU or Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -119,5 +119,5 @@ def launch_step_bwd(
 
 
 def _rows(part: Tensor) -> Tensor:
-    """Each batch's H D values beside each other."""
+    """part with contiguous H D values per batch."""
     return part if part[0].is_contiguous() else part.contiguous()

@@ -1,4 +1,4 @@
-"""The variants of an operation: what each one taught, where it can run, and which is taken."""
+"""The variants of an operation: their description, the devices they support, and the choice among them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torchstorm.errors import ConfigError, DeviceError
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to compute an operation.
+    """One implementation of an operation.
 
     Attributes:
         name: a value of `variant=`.
-        taught: what was new.
+        lesson: the idea of this variant.
         costs: time and memory.
-        devices: types of devices that it runs on.
-        dtypes: of the inputs; empty for all that the operation takes.
-        capability: least compute capability of a GPU, as in (9, 0).
-        only_there: whether newer GPUs lack its instructions.
-        needs: modules without which it cannot run.
+        devices: supported device types.
+        dtypes: supported dtypes of the inputs; empty for all that the operation supports.
+        capability: minimum compute capability of a GPU, such as (9, 0).
+        only_there: whether it supports only this compute capability and no newer one.
+        needs: modules that must be installed.
     """
 
     name: str
-    taught: str
+    lesson: str
     costs: str
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[torch.dtype, ...] = ()
@@ -37,11 +37,11 @@ class Variant:
     needs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for module in self.needs:  # now, not while Dynamo traces a call
+        for module in self.needs:  # looked up here, not while Dynamo traces a call
             is_installed(module)
 
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why it cannot compute in that dtype on that device, as the end of a sentence; "" where it can."""
+        """Why it does not support that device and dtype, as the end of a sentence; "" if it does."""
         if device.type not in self.devices:
             return f"it runs on {' or '.join(self.devices)}, not on {device.type}"
         missing = [module for module in self.needs if not is_installed(module)]
@@ -57,51 +57,51 @@ class Variant:
         return ""
 
 
-_found: dict[str, bool] = {}  # rather than functools.cache, which Dynamo warns of and looks through
+_found: dict[str, bool] = {}  # instead of functools.cache, which Dynamo warns about and ignores
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; looked for once, as that searches folders."""
+    """Whether a module can be imported. Cached, since it searches folders."""
     if module not in _found:
         try:
             _found[module] = find_spec(module) is not None
-        except ModuleNotFoundError:  # the package that it would be in
+        except ModuleNotFoundError:  # its parent package does not exist
             _found[module] = False
     return _found[module]
 
 
 def has_triton_for(x: Tensor) -> bool:
-    """Whether Triton's kernels run where x is, and in its dtype."""
+    """Whether Triton kernels support x's device and dtype."""
     return x.is_cuda and x.dtype != torch.float64 and is_installed("triton")
 
 
 Ladder = tuple[Variant, ...]
-"""Variants in order of history. A name may be there twice, for different devices: it means the device's own."""
+"""Variants in historical order. A name can occur twice, for different device types."""
 
 
 def names(ladder: Ladder) -> tuple[str, ...]:
-    """Each once, in order of history."""
+    """The names in historical order, each once."""
     return tuple(dict.fromkeys(variant.name for variant in ladder))
 
 
 def available(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> Ladder:
-    """Those that can run."""
+    """The variants that support a device and dtype."""
     return tuple(variant for variant in ladder if not variant.why_not(device, dtype))
 
 
 def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[], str]) -> str:
-    """The name of the variant that is meant.
+    """Resolves and checks the `variant` argument of an operation.
 
     Args:
         op: the operation, for messages.
         ladder: its variants.
-        variant: as the user gave it.
-        x: an input, whose device and dtype count.
-        auto: what "auto" stands for, here and for these inputs.
+        variant: the user's argument.
+        x: an input, with the device and dtype to support.
+        auto: returns the variant for "auto".
 
     Raises:
-        ConfigError: there is no such variant.
-        DeviceError: it cannot run on x's device, in its dtype, or without something that is not installed.
+        ConfigError: the variant does not exist.
+        DeviceError: it does not support x's device or dtype, or needs a module that is not installed.
     """
     if variant == "auto":
         return auto()

@@ -1,4 +1,4 @@
-"""Batch normalisation with an activation."""
+"""Batch normalization with an activation."""
 
 from torchstorm.kernels.batch_norm.function import batch_norm_act
 

@@ -1,15 +1,16 @@
-"""Triton kernels of batch normalisation with an activation.
+"""Triton kernels of batch normalization with an activation.
 
-x is seen as (N, C, L) with any strides: contiguous (N, C, ...) as it is, channels-last and (N, C) as (1, C, N * L). A
-tile is some of L by some of C in one of N; tiles are counted over L and, faster, over N. A program takes some channels
-and every so-manieth tile, and leaves what it found as one part of these channels; `merge` kernels put parts together,
-in order. What comes after goes over the tiles backwards: the last ones are still in the cache.
+x is a view (N, C, L) with any strides: contiguous (N, C, ...) directly, channels-last and (N, C) as (1, C, N * L). A
+tile covers a range of L and a range of C for one index of N. Tiles are numbered over L and, faster, over N. A program
+processes a block of channels and every P-th tile (P programs per block), and writes partial results ("parts"). The
+`merge` kernels combine the parts in a fixed order. The following kernels process the tiles in reverse order, since the
+last ones are still in the cache.
 
-Sums are kept for each place of a tile, so that nothing is passed between threads on the way, and merged in the end as
-of Chan et al., "Updating Formulae and a Pairwise Algorithm", 1979. They are of distances from one value, and of their
-squares: a sum of squares of the values themselves would lose all digits where the mean is large, as would one of
-distances from a value that is far from most others. So it is the middle one of three: of those that a program sees of a
-channel, from the first, the middle and the last tile. Arithmetic in fp32; what places and parts find is merged in fp64.
+Sums are kept for each element of a tile, so threads exchange nothing in the loop, and are merged at the end: Chan et
+al., "Updating Formulae and a Pairwise Algorithm", 1979. They are sums of differences from a shift value, and of their
+squares. Sums of squares of x itself would lose all digits if the mean is large, and so would differences from an
+outlier. So the shift is the median of three values of the channel, from the program's first, middle and last tile.
+Arithmetic in fp32; elements and parts are merged in fp64.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

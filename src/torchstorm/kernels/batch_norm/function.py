@@ -1,8 +1,8 @@
-"""Batch normalisation with the activation that follows it, in one pass over memory.
+"""Batch normalization with the following activation, in one pass over memory.
 
-    y = act((x - mean) rstd weight + bias),    rstd = 1 / sqrt(var + eps),    of each of C channels
+    y = act((x - mean) rstd weight + bias),    rstd = 1 / sqrt(var + eps),    for each of C channels
 
-Source: arXiv 1502.03167. Traffic, training: x is read twice and y written; backward reads dy and x twice and writes dx.
+Source: arXiv 1502.03167. Memory traffic in training: forward reads x twice and writes y; backward reads dy and x twice
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
 from torchstorm.kernels.batch_norm.op import batch_norm_act_op
-from torchstorm.kernels.directly import directly, is_pytorchs
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32, wide
 from torchstorm.kernels.elementwise.function import check_dtype
 from torchstorm.kernels.elementwise.operations import BY_NAME
+from torchstorm.kernels.pytorch_fallback import call_pytorch, prefers_pytorch
 from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for
 
 Activation = Literal["relu", "silu", "gelu"]
@@ -27,30 +27,30 @@ ACTIVATIONS = ("relu", "silu", "gelu")
 VARIANTS: Ladder = (
     Variant(
         name="torch",
-        taught="the definition, operation by operation, in fp32",
-        costs="each operation reads and writes all of it",
+        lesson="the definition, operation by operation, in fp32",
+        costs="each operation reads and writes the whole tensor",
         devices=("cpu", "cuda"),
         dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
-        taught="channels know nothing of each other: each core takes some, with the activation in the same loop",
-        costs="reads x twice, from a core's cache where a channel fits; seconds to compile when first used",
+        lesson="channels are independent: each core processes some of them, with the activation in the same loop",
+        costs="reads x twice, from a core's cache if a channel fits; seconds to compile at the first call",
         devices=("cpu",),
         dtypes=(torch.float32, torch.float64),
         needs=("numba",),
     ),
     Variant(
         name="naive",
-        taught="the same on a GPU: one program a channel, or a few neighbouring ones",
-        costs="reads twice, but with few channels most of the GPU looks on",
+        lesson="the same on a GPU: one program per channel or per few neighbouring channels",
+        costs="reads x twice; with few channels most of the GPU is idle",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="two-stage",
-        taught="a channel is cut into parts; one's mean and spread can be merged with another's, always in one order",
-        costs="reads x twice, the second time from its end, and writes y once; a few numbers a part besides",
+        lesson="a channel is split into parts; means and variances of parts can be merged, in a fixed order",
+        costs="reads x twice, the second time in reverse, and writes y once; a few numbers per part",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
@@ -70,26 +70,26 @@ def batch_norm_act(
     activation: Activation | None = "relu",
     variant: str = "auto",
 ) -> Tensor:
-    """Normalises each channel and applies the activation; updates the running statistics in place where `training`.
+    """Normalizes each channel and applies the activation. With `training`, updates the running statistics in place.
 
     Args:
-        x: (N, C, ...) in float32, float16, bfloat16 or float64; computed in fp32. Contiguous or channels-last memory is
-            kept; otherwise it is copied.
+        x: (N, C, ...) in float32, float16, bfloat16 or float64; computed in fp32. Contiguous and channels-last tensors
+            are used directly; others are copied.
         weight, bias: (C,) in x's dtype or float32, or None.
-        running_mean, running_var: (C,), used where not `training` and else brought up to date, as by
-            `torch.nn.functional.batch_norm`: the variance without bias. None: the batch's, always.
-        momentum: share of the new value in the running one.
+        running_mean, running_var: (C,), used without `training`, and updated with it as in
+            `torch.nn.functional.batch_norm` (with the unbiased variance). None always uses the batch's statistics.
+        momentum: weight of the new value in the running statistics.
         eps: added to the variance.
         activation: "relu", "silu", "gelu" or None.
         variant: one of `variants("batch_norm_act")`, or "auto": the fastest here.
 
     Returns:
-        Of x's shape, dtype and memory order.
+        A tensor with x's shape, dtype and memory format.
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit, or there is one value a channel to take a variance of.
-        ConfigError: there is no such activation or variant.
-        DeviceError: the variant does not run on this device or in this dtype.
+        ShapeError: sizes, dtypes or devices do not match, or in training a channel has only one value.
+        ConfigError: the activation or the variant does not exist.
+        DeviceError: the variant does not support this device or dtype.
     """
     _check(x, weight, bias, running_mean, running_var, training)
     if activation is not None and activation not in ACTIVATIONS:
@@ -99,10 +99,12 @@ def batch_norm_act(
     num = x.numel() // max(x.shape[1], 1)
     if of_batch and num == 1:
         raise ShapeError(
-            f"x {tuple(x.shape)} has one value a channel, and no variance: training needs more, or use training=False."
+            f"x {tuple(x.shape)} has one value per channel, so no variance: training needs more, or use training=False."
         )
-    if variant == "auto" and _is_pytorchs(x, weight, bias, running_mean, running_var, activation):
-        return directly(_pytorchs, x, weight, bias, running_mean, running_var, of_batch, momentum, eps, activation)
+    if variant == "auto" and _prefers_pytorch(x, weight, bias, running_mean, running_var, activation):
+        return call_pytorch(
+            _pytorch_batch_norm, x, weight, bias, running_mean, running_var, of_batch, momentum, eps, activation
+        )
     chosen = choose("batch_norm_act", VARIANTS, variant, x, auto=lambda: "two-stage" if has_triton_for(x) else "torch")
     given = (None, None) if of_batch else (running_mean, running_var)
     y: Tensor
@@ -140,7 +142,7 @@ def _check(
             raise ShapeError(f"{name} is on {each.device}, but x is on {device}: both must be on one device.")
 
 
-def _is_pytorchs(
+def _prefers_pytorch(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -148,17 +150,17 @@ def _is_pytorchs(
     running_var: Tensor | None,
     activation: Activation | None,
 ) -> bool:
-    """Where PyTorch's takes the parameters as they are; on a GPU where, besides, it keeps no more than ours.
+    """Whether PyTorch's function accepts the parameters, and on a GPU saves no more memory for backward than ours.
 
-    Of a ReLU it keeps y, as does what comes next; of SiLU and GELU what they were given.
+    For ReLU it saves y, which the next operation mostly saves anyway; for SiLU and GELU it saves their input.
     """
     dtypes = {p.dtype for p in (weight, bias, running_mean, running_var) if p is not None}
-    if len(dtypes) > 1 or x.numel() == 0 or not is_pytorchs(x):
+    if len(dtypes) > 1 or x.numel() == 0 or not prefers_pytorch(x):
         return False
     return not x.is_cuda or activation in (None, "relu")
 
 
-def _pytorchs(
+def _pytorch_batch_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,

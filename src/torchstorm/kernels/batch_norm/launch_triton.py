@@ -1,4 +1,4 @@
-"""Tiles, parts and grids of batch normalisation's Triton kernels."""
+"""Tiles, parts and grids of the Triton kernels of batch normalization."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -26,29 +26,29 @@ from torchstorm.kernels.elementwise.operations_triton import (
 )
 from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
-TILE_BYTES = 4096  # of each tensor, of programs that have one tile
-CHANNELS_LAST_BYTES = 16384  # of those whose rows are the channels; backward, which has two, half as many
-_ODD_BYTES = 4096  # of such with rows that are not read 16 bytes at once: each place has an address
+TILE_BYTES = 4096  # per tensor, for programs with one tile
+CHANNELS_LAST_BYTES = 16384  # the same for channels-last tensors; half as many in backward, which has two inputs
+_ODD_BYTES = 4096  # the same for rows that cannot be read 16 bytes at once, where each element has an address
 _NUM_WARPS = 4
-WALK_BYTES = 8192  # of each tensor, of programs that walk over tiles and keep two fp32 numbers for each place of theirs
-WALK_STAGES = {"statistics": 4, "gradients": 3}  # tiles on their way
-WALK_PROGRAMS = 3  # on each multiprocessor; the fastest also where registers leave room for two
-WALK_WIDEST = 1024  # channels of their tiles, where channels lie side by side
-_WIDEST = 64  # of others: more would have their parameters passed between threads
-_LEAST_USED = 0.95  # of a tile that is longer than need be
-_MOST_PARTS = 256  # which one program can merge
-_MERGED = 4096  # numbers that a merging program holds
+WALK_BYTES = 8192  # per tensor, for programs that loop over tiles with two fp32 sums per element
+WALK_STAGES = {"statistics": 4, "gradients": 3}  # tiles in flight
+WALK_PROGRAMS = 3  # per multiprocessor; the fastest even if registers allow only two at a time
+WALK_WIDEST = 1024  # channels per tile of channels-last tensors
+_WIDEST = 64  # of other kernels; with more, threads would have to exchange parameters
+_LEAST_USED = 0.95  # smallest used share of a tile that is longer than necessary
+_MOST_PARTS = 256  # largest number of parts that one program can merge
+_MERGED = 4096  # numbers per merging program
 
 
 @dataclass(frozen=True, kw_only=True)
 class _View:
-    """x as (N, C, L), cut into tiles.
+    """x as (N, C, L), split into tiles.
 
     Attributes:
-        of_memory: x, copied where it is neither contiguous nor channels-last.
-        strides: over N, C, L.
-        channel_blocks: how many tiles there are over C.
-        num_tiles: how many there are over N and L.
+        of_memory: x, copied if it is neither contiguous nor channels-last.
+        strides: strides of N, C, L.
+        channel_blocks: number of tiles over C.
+        num_tiles: number of tiles over N and L.
     """
 
     of_memory: Tensor
@@ -77,7 +77,7 @@ class _View:
         return self.N * -(-self.L // self.BLOCK_L)
 
     def parts(self, variant: str) -> int:
-        """Programs that share a channel."""
+        """Number of programs per channel block."""
         if variant == "naive":
             return 1
         programs = WALK_PROGRAMS * num_sms(self.of_memory)
@@ -102,14 +102,14 @@ def _view(x: Tensor, tile_bytes: int, channels_last_bytes: int, widest: int = _W
 
 
 def _length(L: int, most: int) -> int:
-    """Of a tile over L: the longest up to `most` that is mostly used, or of four the one that is used best."""
+    """Length of a tile over L: the longest up to `most` that is almost fully used, or the best used of four."""
     lengths = [length for length in (most >> k for k in range(4)) if length <= power_of_two(L)] or [power_of_two(L)]
     used = {length: L / (-(-L // length) * length) for length in lengths}
     return max(lengths, key=lambda length: min(used[length], _LEAST_USED))
 
 
 def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
-    """Fills mean, biased variance and 1 / sqrt(variance + eps) of each channel."""
+    """Fills mean, biased variance and 1 / sqrt(variance + eps) for each channel."""
     view = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
     parts = view.parts(variant)
     num = mean.new_empty((parts,))
@@ -142,7 +142,7 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, batch: bool,
     activation: str, dx: Tensor, d_weight: Tensor, d_bias: Tensor, variant: str,
 ) -> None:  # fmt: skip
-    """Fills dx and the gradients of weight and bias; `batch`: mean and rstd are those of x."""
+    """Fills dx and the gradients of weight and bias. `batch`: mean and rstd are statistics of x."""
     view = _view(x, TILE_BYTES, CHANNELS_LAST_BYTES // 2)
     x = view.of_memory
     walk = _view(x, WALK_BYTES, WALK_BYTES, WALK_WIDEST)
@@ -167,6 +167,6 @@ def backward(
 
 
 def _merging(C: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and tile of a kernel that merges parts."""
+    """Grid and tile of the kernels that merge parts."""
     BLOCK_C = min(_MERGED // _MOST_PARTS, power_of_two(C))
     return (-(-C // BLOCK_C),), {"PARTS": _MOST_PARTS, "BLOCK_C": BLOCK_C, "num_warps": _NUM_WARPS}

@@ -1,8 +1,8 @@
-"""torch.ops.torchstorm.batch_norm_act and its gradient, as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.batch_norm_act and its gradient.
 
-They change nothing in place: the batch's mean and variance are results, from which `function` brings the running ones
-up to date. Backward keeps x, weight, bias, and mean and rstd of each channel; what the activation was given is computed
-again. The gradient can be differentiated too, by the definition.
+They change nothing in place: they return the batch's mean and variance, with which `function` updates the running
+statistics. Saved for backward: x, weight, bias, and mean and rstd of each channel. The input of the activation is
+recomputed. The gradient is differentiable through the definition.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def batch_norm_act_op(
     activation: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, and mean, rstd and biased variance of each channel: those of the batch where none are given."""
+    """Returns y, and mean, rstd and biased variance of each channel: the given ones, else those of the batch."""
     implementation = _implementation(variant)
     y = torch.empty_like(x)
     mean, var, rstd = (_per_channel(x) for _ in range(3))
@@ -90,7 +90,7 @@ def batch_norm_act_backward(
     activation: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias, the last two as wide as the statistics. `batch`: mean and rstd are x's."""
+    """Gradients of x, weight and bias, the last two in the statistics' dtype. `batch`: mean and rstd are x's."""
     dx, d_weight, d_bias = torch.empty_like(x), _per_channel(x), _per_channel(x)
     if x.numel():
         with torch.cuda.device_of(x):

@@ -1,4 +1,4 @@
-"""Batch normalisation with an activation on a CPU's cores, by numba: each takes channels. float32 or float64."""
+"""Batch normalization with an activation on CPU cores, with numba, parallel over channels. float32 or float64."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, type-arg"
 from __future__ import annotations

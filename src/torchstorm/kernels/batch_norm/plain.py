@@ -1,4 +1,4 @@
-"""Batch normalisation with an activation by PyTorch's own operators, in fp32 or float64, as launches of its parts."""
+"""Batch normalization with an activation from PyTorch's own operators, in fp32 or float64."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _over_channels(per_channel: Tensor, x: Tensor) -> Tensor:
 def statistics(x: Tensor, mean: Tensor, var: Tensor, rstd: Tensor, eps: float, variant: str) -> None:
     """Fills mean, biased variance and 1 / sqrt(variance + eps) of each channel.
 
-    In passes rather than by torch.var_mean, whose running mean on a GPU rounds at every step: of channels that lie side
-    by side its means were off by 2.3 times what F.batch_norm's are. What is left of x without the mean has a mean
-    of its own, by rounding, which is added.
+    It uses several passes instead of torch.var_mean, whose running mean on a GPU rounds at every step: for
+    channels-last tensors its means had 2.3 times the error of F.batch_norm's. By rounding, x - mean has a mean that is
+    not 0; it is added to the mean.
     """
     x, dims = _wide(x), _dims(x)
     first = x.mean(dims)
@@ -81,7 +81,7 @@ def reference(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor] | None, eps: float,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """The definition under autograd, with given mean and rstd or those of the batch; all of one dtype."""
+    """The definition under autograd, with the given mean and rstd or the batch's; all in one dtype."""
     if statistics is None:
         var, mean = torch.var_mean(x, _dims(x), correction=0)
         statistics = mean, (var + eps).rsqrt()

@@ -1,4 +1,4 @@
-"""Dropout without a mask in memory."""
+"""Dropout without a stored mask."""
 
 from torchstorm.kernels.dropout.function import dropout
 

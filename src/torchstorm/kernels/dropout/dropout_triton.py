@@ -1,9 +1,9 @@
-"""Dropout by Triton: random bits are made where they are used, and never written.
+"""Dropout in Triton: random bits are generated where they are used, and never stored.
 
-Traffic: x read, y written. A GPU has time for about 27 instructions a number while it reads and writes bf16, and half
-as many of integers, which Hopper does at half rate. `vectorised` takes 13. A thread reads all its numbers before it
-makes bits, and these are its numbers' own: when a call's words lay apart, Triton passed them from thread to thread
-through shared memory before each read, at 80 % of a copy's speed.
+Memory traffic: reads x, writes y. While it reads and writes bf16, a GPU has time for about 27 instructions per element,
+or half as many integer instructions, which run at half rate on Hopper. `vectorised` takes 13. A thread reads all its
+elements before it generates bits, and uses all words of a Philox call itself. When the words of a call belonged to
+distant elements, Triton exchanged them between threads through shared memory, which reached 80 % of a copy's speed.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -94,7 +94,7 @@ def naive_kernel(x, y, seed, num, threshold, scale, BLOCK: tl.constexpr):
     _write(y, at, value, tl.where(which % 2 == 0, word, _turned(word)), inside, threshold, scale)
 
 
-LANE_BYTES = 32  # of x, that a thread of "vectorised" takes
+LANE_BYTES = 32  # bytes of x per thread of "vectorised"
 NUM_WARPS = 4
 
 
@@ -104,7 +104,9 @@ def dropout(x: Tensor, seed: Tensor, y: Tensor, p: float, scale: float, variant:
     if num == 0:
         return
     threshold = threshold_of(p)
-    as_int32 = threshold - (1 << 32) if threshold >> 31 else threshold  # one type whatever p: one compiled kernel
+    as_int32 = (
+        threshold - (1 << 32) if threshold >> 31 else threshold
+    )  # the same type for every p, so that one kernel is compiled
     given = x, y, seed, num, as_int32, scale
     if variant == "naive":
         naive_kernel[(-(-num // 128),)](*given, BLOCK=128, num_warps=4)

@@ -1,4 +1,4 @@
-"""Dropout whose mask is never kept: it follows from a seed and a number's place, and is made again for backward."""
+"""Dropout without a stored mask: it is a function of a seed and the element's index, and is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from torchstorm.kernels.variants import Ladder, Variant, choose, has_triton_for,
 VARIANTS: Ladder = (
     Variant(
         name="torch",
-        taught="a counter and a key make random bits: no state, so that any number's bits can be made anywhere, again",
-        costs="32 bytes and more of integers for each number, in memory",
+        lesson="a counter-based generator has no state: the bits of any element can be computed anywhere, any time",
+        costs="at least 32 bytes of integers per element in memory",
         devices=("cpu", "cuda"),
         dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
-        taught="bits are made where they are used, on all of a CPU's cores: nothing but x and y is in memory",
-        costs="reads and writes once; some 15 integer operations a number; halves are converted to fp32 and back",
+        lesson="bits are generated where they are used, on all CPU cores: only x and y are in memory",
+        costs="reads and writes once; about 15 integer operations per element; halves are converted to fp32 and back",
         devices=("cpu",),
         dtypes=FLOATS,
         needs=("numba",),
     ),
     Variant(
         name="naive",
-        taught="the same with a thread for each number",
-        costs="makes four words and takes half of one: some 100 instructions a number, more than a GPU has time for",
+        lesson="the same with a thread per element",
+        costs="generates four words and uses half of one: about 100 instructions per element, too many",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="vectorised",
-        taught="all four words of a call serve two numbers each, and are made where their numbers are already",
+        lesson="each of a call's four words serves two elements, in the thread that has these elements",
         costs="reads and writes once; near a copy's speed",
         dtypes=UP_TO_FP32,
         needs=("triton",),
@@ -54,29 +54,29 @@ def dropout(
     training: bool = True,
     variant: str = "auto",
 ) -> Tensor:
-    """Sets each number to 0 with probability p and divides the others by 1 - p.
+    """Sets each element to 0 with probability p and divides the others by 1 - p.
 
-    The mask follows from the seed and each number's place in row-major order alone: it is the same on CPU and GPU, in
-    every variant, dtype and memory layout. Backward keeps the seed, 8 bytes, and makes the mask again.
+    The mask depends only on the seed and each element's row-major index: it is the same on CPU and GPU, and for every
+    variant, dtype and memory layout. Backward saves only the seed (8 bytes) and recomputes the mask.
 
     Args:
-        x: float32, float16, bfloat16 or float64, any shape; not contiguous, it is copied. Computed in fp32.
-        p: from 0 to 1, taken to 2^-32; the scale is that of the p taken.
-        seed: of the mask, one int64 number, or such a tensor on x's device; None to draw one from torch's generator.
+        x: float32, float16, bfloat16 or float64, any shape; copied if it is not contiguous. Computed in fp32.
+        p: from 0 to 1, rounded to a multiple of 2^-32, also for the scale.
+        seed: int64 seed of the mask, a number or a tensor on x's device; None draws one from torch's generator.
         training: False returns x.
         variant: one of `variants("dropout")`, or "auto": the fastest here.
 
     Returns:
-        Of x's shape and dtype, contiguous.
+        A contiguous tensor with x's shape and dtype.
 
     Raises:
-        ShapeError: x is not floating point, or the seed is not one int64 on x's device.
-        ConfigError: p is not from 0 to 1, the seed does not fit into 64 bits, or there is no such variant.
-        DeviceError: the variant does not run on this device or in this dtype.
+        ShapeError: x is not floating point, or the seed is not a single int64 on x's device.
+        ConfigError: p is not from 0 to 1, the seed does not fit into 64 bits, or the variant does not exist.
+        DeviceError: the variant does not support this device or dtype.
     """
     check_dtype("dropout", "x", x)
     if not 0.0 <= p <= 1.0:
-        raise ConfigError(f"p={p}: the probability that dropout sets a number to 0 lies between 0 and 1.")
+        raise ConfigError(f"p={p}, but it is a probability and must be between 0 and 1.")
     chosen = choose("dropout", VARIANTS, variant, x, auto=partial(_fastest, x))
     if not training:
         return x
@@ -94,12 +94,12 @@ def _seed(seed: int | Tensor | None, x: Tensor) -> Tensor:
             )
         return seed
     if not -(2**63) <= seed < 2**63:
-        raise ConfigError(f"seed={seed}, but a seed has 64 bits: it lies between -2^63 and 2^63 - 1.")
+        raise ConfigError(f"seed={seed}, but a seed has 64 bits: it must be between -2^63 and 2^63 - 1.")
     return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
 def _fastest(x: Tensor) -> str:
-    """Always an operator: PyTorch's own would keep a mask."""
+    """The fastest variant. PyTorch's own function is none of them, since it saves a mask."""
     if x.is_cpu and is_installed("numba"):
         return "parallel"
     return "vectorised" if has_triton_for(x) else "torch"

@@ -1,6 +1,6 @@
-"""torch.ops.torchstorm.dropout as an operator of PyTorch. It is linear: its gradient is itself, with the same seed.
+"""The PyTorch operator torch.ops.torchstorm.dropout. It is linear, so its gradient is itself with the same seed.
 
-Backward keeps the seed, 8 bytes.
+Saved for backward: the seed, 8 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY_TRITON = "torchstorm.kernels.dropout.dropout_triton"
 
 @torch.library.custom_op("torchstorm::dropout", mutates_args=())
 def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
-    """x / (1 - p) where a number is kept, and x times 0 where it is not; contiguous."""
+    """x / (1 - p) for kept elements, x times 0 for the others; contiguous."""
     x = x.contiguous()
     y = x.new_empty(x.shape)
     with torch.cuda.device_of(x):

@@ -1,4 +1,4 @@
-"""Dropout on a CPU's cores, by numba. What is in halves is converted to float32 and back."""
+"""Dropout on CPU cores, with numba. float16 and bfloat16 are converted to float32 and back."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations

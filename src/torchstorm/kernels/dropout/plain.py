@@ -1,4 +1,4 @@
-"""Dropout by PyTorch's own operators, on any device: it writes the mask, and the words that it comes from."""
+"""Dropout from PyTorch's own operators, on any device. It stores the mask and the random words."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from torchstorm.kernels.dtypes import wide
 def dropout(x: Tensor, seed: Tensor, y: Tensor, p: float, scale: float, variant: str) -> None:
     """Fills y from x."""
     x = x.to(wide(x.dtype))
-    # A product, so that NaN and infinity that are dropped give NaN, as in PyTorch.
+    # A product, so that a dropped NaN or infinity gives NaN, as in PyTorch.
     y.copy_(x * (keep(seed, x.numel(), p).view(x.shape).to(x.dtype) * scale))

@@ -1,4 +1,4 @@
-"""Elementwise operations, on CPUs and by Triton kernels on GPUs."""
+"""Elementwise operations for CPUs and GPUs."""
 
 from torchstorm.kernels.elementwise.function import add, gelu, mul, relu, sigmoid, silu
 

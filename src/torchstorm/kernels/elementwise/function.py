@@ -1,7 +1,7 @@
 """Elementwise operations as functions: add, mul, relu, sigmoid, gelu, silu.
 
-All of them move bytes and hardly compute: y = f(x) reads x and writes y, and no kernel is faster than a copy. What a
-kernel can learn is how to ask memory for enough at a time.
+All of them are bound by memory: y = f(x) reads x and writes y, and no kernel is faster than a copy. A kernel is fast if
+it keeps enough memory requests in flight.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, ShapeError
-from torchstorm.kernels.directly import directly, is_pytorchs
 from torchstorm.kernels.dtypes import FLOATS, UP_TO_FP32
 from torchstorm.kernels.elementwise.op import FORWARD, add_op, mul_op
 from torchstorm.kernels.elementwise.operations import BY_NAME
+from torchstorm.kernels.pytorch_fallback import call_pytorch, prefers_pytorch
 from torchstorm.kernels.variants import Ladder, Variant, choose
 
 VARIANTS: Ladder = (
     Variant(
         name="torch",
-        taught="the definition: PyTorch's own kernels, one operation at a time",
-        costs="each operation reads and writes all of it; already near a copy's speed on a GPU",
+        lesson="the definition: PyTorch's own kernels, one operation at a time",
+        costs="each operation reads and writes the whole tensor; already near a copy's speed on a GPU",
         devices=("cpu", "cuda"),
         dtypes=FLOATS,
     ),
     Variant(
         name="parallel",
-        taught="a loop is shared among a CPU's cores, by numba, which compiles the operation into it",
-        costs="reads and writes once; a second to compile each operation when it is first used",
+        lesson="a loop over all CPU cores, into which numba compiles the operation",
+        costs="reads and writes once; a second to compile each operation at its first call",
         devices=("cpu",),
         dtypes=(torch.float32, torch.float64),
         needs=("numba",),
     ),
     Variant(
         name="naive",
-        taught="a thread for each number: neighbours in a warp read neighbours in memory, which becomes one access",
-        costs="reads and writes once, but 2 or 4 bytes a thread: too few on their way to keep memory busy",
+        lesson="a thread per element: neighbouring threads read neighbouring addresses, which become one access",
+        costs="reads and writes once, but 2 or 4 bytes per thread: too few in flight to keep memory busy",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="vectorised",
-        taught="16 bytes an access and several accesses under way in each thread hide the way to memory",
+        lesson="16 bytes per access and several accesses in flight per thread hide the memory latency",
         costs="reads and writes once; near a copy's speed from some megabytes on",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="persistent",
-        taught="as many programs as the GPU holds, each going on by the whole grid: no program to start for each block",
-        costs="as vectorised; its last round leaves some of the GPU idle, and starting programs costs little anyway",
+        lesson="as many programs as the GPU holds, each looping with the grid as stride: no program start per block",
+        costs="as vectorised; its last iteration leaves a part of the GPU idle, and program starts cost little anyway",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
@@ -60,17 +60,17 @@ VARIANTS: Ladder = (
 
 
 def add(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
-    """a + b, broadcast as PyTorch does; gradients are summed back over what was broadcast, always in the same order.
+    """a + b with PyTorch's broadcasting. Gradients are summed over broadcast dimensions, always in the same order.
 
     Args:
-        a, b: of one dtype, float32, float16, bfloat16 or float64, and on one device. Any strides; computed in fp32.
+        a, b: equal dtypes (float32, float16, bfloat16 or float64) and devices, any strides. Computed in fp32.
         variant: one of `variants("add")`, or "auto": the fastest here.
 
     Returns:
-        Of the broadcast shape and the inputs' dtype, in the memory order of an input that has that shape.
+        A tensor with the broadcast shape and the inputs' dtype, in the memory order of an input with that shape.
 
     Raises:
-        ShapeError: shapes that do not broadcast, or dtypes or devices that differ.
+        ShapeError: the shapes do not broadcast, or the dtypes or devices differ.
         ConfigError: there is no such variant.
         DeviceError: the variant does not run on this device or in this dtype.
     """
@@ -79,7 +79,7 @@ def add(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
 
 
 def mul(a: Tensor, b: Tensor, *, variant: str = "auto") -> Tensor:
-    """a b, broadcast as PyTorch does; otherwise as `add`."""
+    """a * b with PyTorch's broadcasting; otherwise as `add`."""
     _check_pair("mul", a, b)
     return _run(mul_op, torch.mul, "mul", variant, a, b)
 
@@ -88,12 +88,12 @@ def relu(x: Tensor, *, variant: str = "auto") -> Tensor:
     """max(x, 0); NaN stays NaN.
 
     Args:
-        x: float32, float16, bfloat16 or float64, any shape and strides; computed in fp32. Backward keeps y for
-            relu, x for the others; for sigmoid y, where "auto" is PyTorch's own, as on a CPU and for small tensors.
+        x: float32, float16, bfloat16 or float64, any shape and strides; computed in fp32. Backward saves y for relu and
+            x for the others. For sigmoid it saves y if "auto" is PyTorch's function (on a CPU, and for small tensors).
         variant: one of `variants("relu")`, or "auto": the fastest here.
 
     Returns:
-        Of x's shape and dtype, and its strides where x is dense.
+        A tensor with x's shape and dtype, and with its strides if x is dense.
 
     Raises:
         ShapeError: x is not floating point.
@@ -114,18 +114,18 @@ def silu(x: Tensor, *, variant: str = "auto") -> Tensor:
 
 
 def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none", *, variant: str = "auto") -> Tensor:
-    """x times the normal distribution up to x, arXiv 1606.08415, or its approximation by tanh; otherwise as `relu`.
+    """x times the normal distribution function of x, arXiv 1606.08415, or its tanh approximation; otherwise as `relu`.
 
     Raises:
-        ConfigError: `approximate` is neither "none" nor "tanh", or there is no such variant.
+        ConfigError: `approximate` is neither "none" nor "tanh", or the variant does not exist.
     """
     if approximate not in ("none", "tanh"):
-        raise ConfigError(f"approximate={approximate!r}, but gelu has 'none' and 'tanh'.")
+        raise ConfigError(f"approximate={approximate!r}, but it must be 'none' or 'tanh'.")
     return _activation("gelu" if approximate == "none" else "gelu_tanh", x, variant)
 
 
 def check_dtype(op: str, name: str, x: Tensor) -> None:
-    """Raises ShapeError where x is not floating point."""
+    """Raises ShapeError unless x is floating point."""
     if x.dtype not in FLOATS:
         raise ShapeError(f"{name} of {op} is {x.dtype}: it must be float32, float16, bfloat16 or float64.")
 
@@ -135,9 +135,9 @@ def _activation(name: str, x: Tensor, variant: str) -> Tensor:
     return _run(FORWARD[name], BY_NAME[name].function, name, variant, x)
 
 
-def _run(operator: Any, pytorchs: Callable[..., Tensor], name: str, variant: str, *inputs: Tensor) -> Tensor:
-    if variant == "auto" and is_pytorchs(*inputs):
-        return directly(pytorchs, *inputs)
+def _run(operator: Any, pytorch_function: Callable[..., Tensor], name: str, variant: str, *inputs: Tensor) -> Tensor:
+    if variant == "auto" and prefers_pytorch(*inputs):
+        return call_pytorch(pytorch_function, *inputs)
     chosen = choose(name.removesuffix("_tanh"), VARIANTS, variant, inputs[0], auto=lambda: "vectorised")
     y: Tensor = operator(*inputs, chosen)
     return y
@@ -148,10 +148,10 @@ def _check_pair(op: str, a: Tensor, b: Tensor) -> None:
     if a.dtype != b.dtype:
         check_dtype(op, "b", b)
         raise ShapeError(
-            f"{op} of a in {a.dtype} and b in {b.dtype}: both must have one dtype. Convert one with .to()."
+            f"{op} of a in {a.dtype} and b in {b.dtype}: both must have the same dtype. Convert one with .to()."
         )
     if a.device != b.device:
-        raise ShapeError(f"{op} of a on {a.device} and b on {b.device}: both must be on one device.")
+        raise ShapeError(f"{op} of a on {a.device} and b on {b.device}: both must be on the same device.")
     if a.shape == b.shape or a.shape[-b.dim() :] == b.shape:
         return
     for d, (one, other) in enumerate(zip(reversed(a.shape), reversed(b.shape), strict=False), start=1):

@@ -1,8 +1,8 @@
 """Triton kernels that apply any elementwise operation: one to three inputs, one or two outputs.
 
-`flat_kernel` walks tensors that lie in memory alike as one row of numbers. `strided_kernel` takes any strides, 0 for
-what is broadcast, over up to four dimensions. `sums_kernel` adds up what was broadcast, in a fixed order.
-Arithmetic in fp32. Absent tensors are None. Traffic: each input read once, each output written once.
+`flat_kernel` processes tensors with equal memory layout as one dimension. `strided_kernel` supports any strides (0 for
+broadcast dimensions) over up to four dimensions. `sums_kernel` sums over broadcast dimensions, in a fixed order.
+Arithmetic in fp32. Absent tensors are None. Memory traffic: each input is read once, each output written once.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -28,25 +28,25 @@ from torchstorm.kernels.rows import chained, following, num_sms, power_of_two
 
 _MOST_DIMENSIONS = 4
 _MOST_COLUMNS = 1024
-SUM_COLUMNS = 256  # of a program that adds up rows: 512 bytes that lie together in halves
-SUM_BYTES = 4096  # of each input, that such a program adds at a time
-SUM_STAGES = 4  # of these on their way
-SUM_PROGRAMS = 4  # on each multiprocessor, all at once; 8 would fit, and are 4 % slower
-PRODUCT_PROGRAMS = 6  # of those that write a product besides
+SUM_COLUMNS = 256  # columns per program that sums over rows: 512 contiguous bytes of fp16
+SUM_BYTES = 4096  # of each input per iteration
+SUM_STAGES = 4  # iterations in flight
+SUM_PROGRAMS = 4  # per multiprocessor; 8 would fit, but are 4 % slower
+PRODUCT_PROGRAMS = 6  # the same for programs that also write a product
 SUM_WARPS = 4
-_ROW_PROGRAMS = 64  # rows on each multiprocessor, from which on programs take some rows each rather than a part of one
-_PART_TILE = 2048  # numbers, fp32, of programs that add up parts
-_FEW_PARTS = 8  # of which a program adds up 256 columns at a time; 16 columns where there are more
+_ROW_PROGRAMS = 64  # rows per multiprocessor from which on a program processes whole rows
+_PART_TILE = 2048  # fp32 elements per program that sums parts
+_FEW_PARTS = 8  # up to this number of parts, a program sums 256 columns; with more parts 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a program takes at a time.
+    """The elements that a program processes per iteration.
 
     Attributes:
-        lane_bytes: of each input and thread; 0 for one number.
-        num_warps: of a program.
-        programs: on each multiprocessor, where they go on to other blocks; 0 for a program a block.
+        lane_bytes: bytes of each input per thread; 0 for one element.
+        num_warps: warps per program.
+        programs: programs per multiprocessor if they loop over blocks; 0 for one program per block.
     """
 
     lane_bytes: int = 0
@@ -74,12 +74,12 @@ def unary_backward(name: str, dy: Tensor, x: Tensor, dx: Tensor, variant: str) -
 
 
 def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
-    """Fills y, which has the shape of a and b together."""
+    """Fills y, which has the broadcast shape of a and b."""
     launch({"add": add, "mul": mul}[name], (a.expand(y.shape), b.expand(y.shape)), (y,), variant)
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; b's shape may be what a's was broadcast from."""
+    """Fills da and db. b's shape may broadcast to a's."""
     if a.shape == b.shape:
         launch(mul_gradients, (dy, a, b), (da, db), variant)
     elif da.stride() != a.stride() or not b.is_contiguous() or not _sum(dy, a, db, b, da):
@@ -88,7 +88,7 @@ def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, varia
 
 
 def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], variant: str) -> None:
-    """Applies an operation of `operations_triton`; the outputs are dense, and of the inputs' shape."""
+    """Applies an operation of `operations_triton`. The outputs are dense and have the inputs' shape."""
     num = outputs[0].numel()
     if num == 0:
         return
@@ -123,11 +123,10 @@ def launch(operation: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], 
 
 
 def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
-    """Fills out with a, or a b, summed over the dimensions in which out has size 1 or that it lacks.
+    """Fills out with a, or a * b, summed over the dimensions that out lacks or in which it has size 1.
 
-    In parts, which are added up after, or at once where rows are few or short; always in the same order. Three
-    dimensions, of which one is added up, go through a kernel without a copy. What is more tangled becomes a product in
-    fp32, which PyTorch adds up.
+    The sum is computed in parts that are then added, or at once if there are few or short rows, always in the same
+    order. A sum over one of three dimensions needs no copy. Other cases store the product in fp32, and PyTorch sums it.
     """
     if out.numel() == 0 or a.numel() == 0:
         out.zero_()
@@ -137,7 +136,7 @@ def product_sum(a: Tensor, b: Tensor | None, out: Tensor) -> None:
 
 
 def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None, product: Tensor | None = None) -> bool:
-    """Whether the kernel does it: `product_sum`, and product = a factor, where product lies as b and factor as out."""
+    """Computes `product_sum`, and product = a * factor. Returns False if the kernel does not support the layout."""
     given = [a] if b is None else [a, b.expand(a.shape)]
     plan = _rows_to_add(walk([*given, out.expand(a.shape)])) if a.numel() else None
     if plan is None:
@@ -180,7 +179,7 @@ def _sum(a: Tensor, b: Tensor | None, out: Tensor, factor: Tensor | None = None,
 
 
 def _rows_to_add(found: Walk) -> tuple[int, int, int, list[tuple[int, ...]]] | None:
-    """(i, rows, columns) and the inputs' strides over them, where only rows are added up; None where that is not so."""
+    """(i, rows, columns) and the inputs' strides over them if the sum is over rows only; otherwise None."""
     *inputs, out = found.strides
     added = [d for d, stride in enumerate(out) if stride == 0]
     if len(added) != 1 or len(found.sizes) > 3 or added[0] > 1 or len(found.sizes) - added[0] > 2:

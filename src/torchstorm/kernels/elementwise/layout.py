@@ -1,4 +1,4 @@
-"""How tensors of one shape lie in memory: the fewest dimensions that walk all of them, in the first one's order."""
+"""Merges the dimensions of tensors with equal shapes to as few as possible, in the first one's memory order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Dimensions that all tensors have, the first tensor's largest stride first.
+    """The merged dimensions, with the first tensor's largest stride first.
 
     Attributes:
-        sizes: of the dimensions; never 1, so that a tensor of one number has none.
-        strides: of each tensor over them, in numbers.
+        sizes: sizes of the dimensions, without those of size 1.
+        strides: strides of each tensor over them, in elements.
     """
 
     sizes: tuple[int, ...]
@@ -23,19 +23,19 @@ class Walk:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all tensors are one row of numbers."""
+        """Whether all tensors are one contiguous dimension."""
         return not self.sizes or (len(self.sizes) == 1 and all(own == (1,) for own in self.strides))
 
 
 def same_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether all have the first one's shape and strides, so that, if it is dense, all are one row of numbers."""
+    """Whether all have the first one's shape and strides. If it is dense, all are one contiguous dimension."""
     first = tensors[0]
     shape, strides = first.shape, first.stride()
     return all(x.shape == shape and x.stride() == strides for x in tensors[1:])
 
 
 def walk(tensors: Sequence[Tensor]) -> Walk:
-    """The dimensions of tensors of one shape; those that lie behind one another in all of them become one."""
+    """The merged dimensions of tensors with equal shapes: those that are contiguous in all of them become one."""
     sizes = tensors[0].shape
     strides = [x.stride() for x in tensors]
     order = sorted((d for d in range(len(sizes)) if sizes[d] != 1), key=lambda d: (-strides[0][d], -strides[-1][d], d))
@@ -53,7 +53,7 @@ def walk(tensors: Sequence[Tensor]) -> Walk:
 
 
 def empty_result(a: Tensor, b: Tensor) -> Tensor:
-    """Room for what a and b make together: in the memory order of the one that has the result's shape already."""
+    """An empty tensor for an operation on a and b, in the memory order of the one with the result's shape."""
     shape = torch.broadcast_shapes(a.shape, b.shape)
     if a.shape == shape:
         return torch.empty_like(a)

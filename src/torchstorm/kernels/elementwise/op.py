@@ -1,9 +1,10 @@
-"""torch.ops.torchstorm.relu, sigmoid, gelu, gelu_tanh, silu, add, mul and their gradients, as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.relu, sigmoid, gelu, gelu_tanh, silu, add, mul and their gradients.
 
-All activations come from `_register`, so each is one entry of `operations.OPERATIONS`. An implementation is a module
-that fills results: `plain` by PyTorch, `parallel` by numba, `launch_triton` on a GPU. It is imported when first used.
+`_register` defines all activations, each from an entry of `operations.OPERATIONS`. An implementation is a module that
+fills the results: `plain` with PyTorch, `parallel` with numba, `launch_triton` on a GPU. It is imported at its first
+use.
 
-Backward keeps x alone for an activation (y for ReLU), nothing for `add`, and for `mul` the factors that the wanted
+Saved for backward: x for an activation (y for ReLU), nothing for `add`, and for `mul` the factors that the required
 gradients need.
 """
 
@@ -32,7 +33,7 @@ def _implementation(variant: str) -> Any:
 
 
 def _register(operation: Operation) -> tuple[Any, Any]:
-    """The operator of an activation and that of its gradient, which can be differentiated again and again."""
+    """The operators of an activation and of its gradient, which is differentiable to any order."""
 
     @torch.library.custom_op(f"torchstorm::{operation.name}", mutates_args=())
     def forward(x: Tensor, variant: str) -> Tensor:
@@ -89,7 +90,7 @@ for _operation in OPERATIONS:
 
 @torch.library.custom_op("torchstorm::product_sum", mutates_args=())
 def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
-    """a, or a b, where b broadcasts to a, summed over what `size` was broadcast along."""
+    """a, or a * b with b broadcast to a, summed to the shape `size`."""
     out = a.new_empty(size)
     with torch.cuda.device_of(a):
         _implementation(variant).product_sum(a, b, out)
@@ -122,7 +123,7 @@ product_sum.register_autograd(_spread, setup_context=_keep_factors)
 
 @torch.library.custom_op("torchstorm::add", mutates_args=())
 def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
-    """a + b, broadcast."""
+    """a + b with broadcasting."""
     y = empty_result(a, b)
     with torch.cuda.device_of(y):
         _implementation(variant).binary("add", a, b, y, variant)
@@ -131,7 +132,7 @@ def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("torchstorm::mul", mutates_args=())
 def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
-    """a b, broadcast."""
+    """a * b with broadcasting."""
     y = empty_result(a, b)
     with torch.cuda.device_of(y):
         _implementation(variant).binary("mul", a, b, y, variant)
@@ -140,7 +141,7 @@ def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
 
 @torch.library.custom_op("torchstorm::mul_backward", mutates_args=())
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """Both gradients of a b at once; dy has a's shape, and b broadcasts to it."""
+    """Both gradients of a * b. dy has a's shape, and b broadcasts to it."""
     da, db = torch.empty_like(a), torch.empty_like(b)
     with torch.cuda.device_of(a):
         _implementation(variant).mul_backward(dy, a, b, da, db, variant)

@@ -1,4 +1,4 @@
-"""What the elementwise operations compute, in plain PyTorch, any dtype up to float64.
+"""The elementwise operations in plain PyTorch, for any dtype up to float64.
 
     relu     max(x, 0)
     sigmoid  s = 1 / (1 + e^-x)
@@ -22,20 +22,20 @@ from torch import Tensor
 
 CUBIC = 0.044715
 TWO_U = 2.0 * math.sqrt(2.0 / math.pi)  # 2 u = TWO_U (x + CUBIC x^3)
-BEYOND = 100.0  # where the sigmoid of 2 u is 0 or 1 in any dtype, and x^3 still far from overflow
+BEYOND = 100.0  # from here on sigmoid(2 u) is 0 or 1 in any dtype, while x^3 does not overflow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One activation.
+    """An activation.
 
     Attributes:
-        name: of `torch.ops.torchstorm.NAME`.
-        function: x -> y, PyTorch's own with its gradient.
-        forward: x, out -> out, filled by PyTorch's own operator.
-        backward: dy, x, out -> out, likewise.
-        second_derivative: of x, in operations that autograd can differentiate again.
-        of_y: whether `backward` may be given y in place of x; what comes next mostly keeps y anyway.
+        name: the name in torch.ops.torchstorm.
+        function: x -> y, PyTorch's function with its gradient.
+        forward: (x, out) -> out, filled by PyTorch's operator.
+        backward: (dy, x, out) -> out, filled by PyTorch's operator.
+        second_derivative: function of x, in differentiable operations.
+        of_y: whether `backward` accepts y instead of x. The next operation mostly saves y anyway.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""The elementwise operations on fp32 numbers within Triton kernels: each a function that a kernel takes as OP.
+"""The elementwise operations on fp32 values in Triton. Kernels take one of these functions as OP.
 
-Forward functions take x, or a and b. A gradient's take dy and x. `mul_gradients` takes dy, a, b and gives both.
-NaN passes through all of them.
+Forward functions take x, or a and b. Gradient functions take dy and x. `mul_gradients` takes dy, a, b and returns both
+gradients. All propagate NaN.
 
-A GPU that reads and writes bf16 at full speed has about 27 instructions for each number. erf of Triton's library takes
-that many alone; where results are halves, a polynomial is enough: `_half` in the names says so.
+A GPU that reads and writes bf16 at full speed has time for about 27 instructions per element. erf of Triton's library
+alone takes as many. For results in fp16 and bf16 a polynomial is accurate enough: functions named `_half`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -143,7 +143,7 @@ def gelu_tanh_gradient(dy, x):
 
 
 FORWARD = {"relu": relu, "sigmoid": sigmoid, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
-"""By an operation's name; of the fp32 ones and, where there is another for halves, of HALF_FORWARD."""
+"""Functions by name of the operation: for fp32, and in HALF_... those for fp16 and bf16 if they differ."""
 BACKWARD = {
     "relu": relu_gradient,
     "sigmoid": sigmoid_gradient,

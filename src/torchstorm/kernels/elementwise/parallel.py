@@ -1,6 +1,6 @@
-"""The elementwise operations on a CPU's cores, by numba: one loop, compiled for each operation when first used.
+"""The elementwise operations on CPU cores, with numba: one loop, compiled for each operation at its first use.
 
-Tensors in float32 or float64. What does not lie in memory as the result does is copied first.
+Tensors are float32 or float64. Inputs with another memory layout than the result are copied first.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, type-arg"
@@ -22,7 +22,7 @@ from torchstorm.kernels.elementwise.plain import product_sum
 
 __all__ = ["binary", "mul_backward", "product_sum", "unary", "unary_backward"]
 
-_NUMPY: dict[str, Any] = {"error_model": "numpy", "nogil": True}  # 1 / 0 is infinite, and no error
+_NUMPY: dict[str, Any] = {"error_model": "numpy", "nogil": True}  # 1 / 0 is infinity, without an error
 
 
 @njit(**_NUMPY)
@@ -104,7 +104,7 @@ _BINARY = {"add": _add, "mul": _mul}
 
 @cache
 def _loop(operation: Any, num_inputs: int) -> Any:
-    """The loop over numbers around an operation of one or two of them."""
+    """A loop over elements that applies an operation with one or two inputs."""
 
     @njit(parallel=True, **_NUMPY)
     def of_one(a, y):
@@ -120,12 +120,12 @@ def _loop(operation: Any, num_inputs: int) -> Any:
 
 
 def _row_of(x: Tensor) -> np.ndarray:
-    """A dense tensor's numbers in the order of memory, not copied."""
+    """A dense tensor as a 1-D array in memory order, not copied."""
     return x.detach().as_strided((x.numel(),), (1,)).numpy()
 
 
 def _apply(operation: Any, inputs: Sequence[Tensor], y: Tensor) -> None:
-    """Fills y, which is dense and of the inputs' shape."""
+    """Fills y, which is dense and has the inputs' shape."""
     lying = [x if same_memory([y, x]) else torch.empty_like(y).copy_(x) for x in inputs]
     _loop(operation, len(lying))(*(_row_of(x) for x in lying), _row_of(y))
 
@@ -141,12 +141,12 @@ def unary_backward(name: str, dy: Tensor, x: Tensor, dx: Tensor, variant: str) -
 
 
 def binary(name: str, a: Tensor, b: Tensor, y: Tensor, variant: str) -> None:
-    """Fills y, which has the shape of a and b together."""
+    """Fills y, which has the broadcast shape of a and b."""
     _apply(_BINARY[name], (a.expand(y.shape), b.expand(y.shape)), y)
 
 
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, variant: str) -> None:
-    """Fills da and db; b's shape may be what a's was broadcast from."""
+    """Fills da and db. b's shape may broadcast to a's."""
     _apply(_mul, (dy, b.expand(dy.shape)), da)
     if a.shape == b.shape:
         _apply(_mul, (dy, a), db)

@@ -1,4 +1,5 @@
-"""Activations and their derivatives of fp32 tiles by name, ACTIVATION "" for none; HALF where results become halves."""
+"""Activations and their derivatives for fp32 tiles, by name. ACTIVATION is "" for none. HALF: results are fp16 or
+bf16."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The layer by cuBLAS, with its epilogues where they fit, and by a product and one kernel where not; and its gradients.
+"""The linear layer with cuBLAS: with its epilogues if possible, otherwise a product and one kernel; and the gradients.
 
-What fits: a bias; a bias and ReLU; a bias and GELU's tanh form in fp16 and bf16 where z is not kept, as PyTorch's
-operator for it gives no z, and as its tanh is good for 20 bits, in fp32 an error of 2e-6 where PyTorch's own GELU has
-7e-8. Where z is kept it is the plain product, and bias and activation are one kernel on the way to y: backward's kernel
-adds the bias again, which is N numbers, where z with its bias would be M x N more to write.
+Possible epilogues: a bias; a bias and ReLU; a bias and tanh GELU in fp16 and bf16 if z is not saved. PyTorch's operator
+for the latter does not return z, and its tanh has 20 bits: in fp32 an error of 2e-6, compared with 7e-8 of PyTorch's
+GELU. If z is saved, it is the product without bias, and one kernel computes y from it. Backward's kernel adds the bias
+again and reads N values; saving z with its bias would write M x N more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchstorm.kernels.linear.plain import keeps
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and x W^T without the bias where z is kept."""
+    """y, and x W^T without the bias if z is saved."""
     w_KN = weight.t()
     if bias is not None:
         if not activation:
@@ -38,11 +38,11 @@ def forward(
 def dz_and_dbias(
     dy: Tensor, kept: Tensor, bias: Tensor | None, activation: str, rung: str, wants_dbias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dy act'(kept + bias), and its sums over rows, in fp32, by a rung of the backward ladder.
+    """dy act'(kept + bias), and its sums over rows in fp32, by a variant of backward.
 
-    "naive": the gradient, then a program for every 128 columns which walks down all rows. "atomic-free": programs for
-    every 128 rows too, whose sums a second stage adds in a fixed order. "warp-reduced": those sums by the kernel that
-    has dz in registers, so that it is not read again.
+    "naive": the gradient, then a program per 128 columns that loops over all rows. "atomic-free": also a program per
+    128 rows, whose sums a second stage adds in a fixed order. "warp-reduced": the kernel that has dz in registers
+    computes these sums, so dz is not read again.
     """
     dy = dy.contiguous()
     if activation:
@@ -58,5 +58,5 @@ def dz_and_dbias(
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:  # pragma: gpu
-    """a b in a dtype that may be wider than theirs: the products' sums are in fp32 anyway."""
+    """a @ b in a dtype that can be wider than theirs, since products are summed in fp32 anyway."""
     return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)

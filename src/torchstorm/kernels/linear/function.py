@@ -1,8 +1,9 @@
-"""A linear layer with its activation, y = act(x W^T + b): bias, activation and their gradients in one pass each.
+"""A linear layer with activation, y = act(x W^T + b): bias, activation and their gradients in one pass each.
 
 Shapes: M rows, K features in, N out. Dtypes: float32, float16, bfloat16, float64; sums, bias and activation in fp32.
-Traffic beside the products: y written, and z = x W^T + b too where GELU or SiLU need it later; backward reads dy and z
-and writes dz, with the bias's gradient in passing. Kept for backward: x, and z for GELU and SiLU, y for ReLU.
+Memory traffic besides the products: forward writes y, and for GELU and SiLU also z = x W^T + b. Backward reads dy and z
+and writes dz, and computes the bias's gradient in the same pass. Saved for backward: x; z for GELU and SiLU, y for
+ReLU.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
 from torchstorm.kernels import nvrtc
-from torchstorm.kernels.directly import directly, is_small
 from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
 from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference
 from torchstorm.kernels.linear.wgmma import is_best_for_a_layer
+from torchstorm.kernels.pytorch_fallback import call_pytorch, is_small
 from torchstorm.kernels.variants import Variant, choose, has_triton_for, is_installed
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -28,66 +29,65 @@ _ROW_MULTIPLE = 8  # halves of 16 bytes, where TMA's rows begin
 LADDER = (
     Variant(
         name="naive",
-        taught="The definition as kernels: a tile of the product a program, then the bias, then the activation. "
-        "Backward: the gradient, and a program for every 128 columns that adds up the bias's.",
-        costs="y is read and written twice more, and the products leave most of the tensor cores idle.",
+        lesson="The definition as kernels: a program per tile of the product, then the bias, then the activation. "
+        "Backward: the gradient, and a program per 128 columns that sums the bias's gradient.",
+        costs="y is read and written two more times, and the products leave most tensor cores idle.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="fused",
-        taught="Bias and activation belong where the sums are, in registers: y is written once, z beside it where "
-        "backward needs it. Backward: the bias's sums in two stages, without atomics, so that the same bits come "
-        "twice.",
-        costs="A program's last lines wait for memory while its tensor cores do nothing.",
+        lesson="Bias and activation are applied to the sums in registers: y is written once, and also z if "
+        "backward needs it. Backward: the bias's sums in two stages without atomics, so that they are "
+        "deterministic.",
+        costs="The tensor cores are idle while a program's epilogue waits for memory.",
         needs=("triton",),
     ),
     Variant(
         name="fused",
-        taught="On a CPU PyTorch's operators, as one node: what backward needs is kept once.",
+        lesson="On a CPU PyTorch's operators in one node, which saves backward's inputs only once.",
         costs="As torch.",
         devices=("cpu", "meta"),
     ),
     Variant(
         name="persistent",
-        taught="A program an SM, which loads the next tile while it stores the last; tiles come by TMA, and the "
-        "epilogue in halves leaves shared memory to the product. Backward: the bias's sums from the registers that "
+        lesson="One program per SM, which loads the next tile while it stores the last. Tiles are loaded by TMA. The "
+        "epilogue in two halves leaves shared memory to the product. Backward: the bias's sums from the registers that "
         "hold dz.",
-        costs="Rows must begin at multiples of 16 bytes: K and N are multiples of 8, and an x that begins elsewhere is "
-        "copied.",
+        costs="Rows must start at multiples of 16 bytes: K and N must be multiples of 8, and an unaligned x is copied.",
         dtypes=HALVES,
         capability=(9, 0),
         needs=("triton",),
     ),
     Variant(
         name="mixed",
-        taught="Weights in float32 for the optimizer, products in bfloat16: the weight is rounded on the way in, and "
-        "its gradient comes out of the product's fp32 sums without being rounded at all.",
-        costs="The weight read in fp32 and written in bf16, in each pass. As right as bfloat16 is.",
+        lesson="Weights in float32 for the optimizer, products in bfloat16: the weight is rounded when it is read, and "
+        "its gradient is the product's fp32 sums, without rounding.",
+        costs="Each pass reads the weight in fp32 and writes it in bf16. The accuracy is that of bfloat16.",
         dtypes=(torch.float32, torch.bfloat16),
         needs=("triton",),
     ),
     Variant(
         name="mixed",
-        taught="The same on a CPU, by PyTorch's operators.",
+        lesson="The same on a CPU with PyTorch's operators.",
         costs="The same.",
         devices=("cpu", "meta"),
         dtypes=(torch.float32, torch.bfloat16),
     ),
     Variant(
         name="cublaslt",
-        taught="The fastest product is cuBLAS's, and one kernel from z to y costs no more than an epilogue that slows "
-        "it: bias, ReLU and, in half precision where nothing is kept, tanh GELU in its epilogue, else that kernel. z "
-        "is kept before the bias, which backward adds again, so that it is written once.",
-        costs="z is read once more. Where bias and product cancel, z is rounded by the larger of them.",
+        lesson="cuBLAS has the fastest product, and one kernel from z to y takes no longer than an epilogue that slows "
+        "it down. cuBLAS's epilogue for bias, ReLU and, in half precision without saving z, tanh GELU; else that "
+        "kernel. z is saved without the bias, which backward adds again, so z is written once.",
+        costs="z is read once more. If bias and product cancel, z has the rounding error of the larger one.",
         dtypes=UP_TO_FP32,
         needs=("triton",),
     ),
     Variant(
         name="wgmma",
-        taught="The products by matmul's wgmma, whose idle warps meanwhile do the rest: activations of the tile "
-        "before, dz of rows that backward multiplies later.",
-        costs="z is read again, rounded, from the L2 cache. Rows of whole 16 bytes, or else it runs as fused.",
+        lesson="The products by matmul's wgmma, whose idle warps do the rest meanwhile: activations of the previous "
+        "tile, and dz of rows that backward multiplies later.",
+        costs="z is read again, rounded, from the L2 cache. If rows are not multiples of 16 bytes, it runs as fused.",
         dtypes=HALVES,
         capability=(9, 0),
         only_there=True,
@@ -95,8 +95,8 @@ LADDER = (
     ),
     Variant(
         name="torch",
-        taught="PyTorch's own operators under autograd: what the others must beat.",
-        costs="z read and y written once more, dz read once more for the bias's gradient.",
+        lesson="PyTorch's own operators under autograd: the baseline.",
+        costs="Reads z and writes y once more; reads dz once more for the bias's gradient.",
         devices=("cpu", "cuda", "meta"),
     ),
 )
@@ -110,14 +110,14 @@ def linear(
     activation: Activation | None = None,
     variant: str = "auto",
 ) -> Tensor:
-    """act(x W^T + b). Deterministic; gradients of gradients too.
+    """act(x W^T + b). Deterministic, and differentiable twice.
 
-    Autocast does not reach inside. What it would do, with weights in float32, is variant="mixed", which "auto" takes
-    for x in bfloat16 and a weight in float32.
+    Autocast has no effect here. Its equivalent for weights in float32 is variant="mixed", which "auto" uses for x in
+    bfloat16 and a weight in float32.
 
     Args:
         x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
-        weight: (N, K), of the same dtype; as in nn.Linear. For variant="mixed" float32, and x that or bfloat16.
+        weight: (N, K), of the same dtype; as in nn.Linear. With variant="mixed" float32, and x float32 or bfloat16.
         bias: (N), of the weight's dtype, or None.
         activation: "relu", "gelu", "gelu_tanh" (GELU's tanh form), "silu", or None.
         variant: one of `variants("linear")`, or "auto": the fastest here.
@@ -126,9 +126,9 @@ def linear(
         (..., N) in x's dtype.
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit; variant="persistent" also for K or N that is no multiple of 8.
-        ConfigError: there is no such activation or variant.
-        DeviceError: the variant does not run here.
+        ShapeError: sizes, dtypes or devices do not match; with variant="persistent", K or N is not a multiple of 8.
+        ConfigError: the activation or the variant does not exist.
+        DeviceError: the variant does not support this device.
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ConfigError(f"activation={activation!r}, but there are {', '.join(map(repr, ACTIVATIONS))} and None.")
@@ -138,7 +138,7 @@ def linear(
     _check_dtypes(x, weight, bias, chosen)
     act = activation or ""
     if chosen == "torch":
-        return directly(linear_reference, x, weight, bias, act)
+        return call_pytorch(linear_reference, x, weight, bias, act)
     rows = x[None] if x.dim() == 1 else x.flatten(0, -2)
     if chosen == "mixed":
         rows = rows.to(torch.bfloat16)
@@ -154,7 +154,7 @@ def _auto(x: Tensor, weight: Tensor, activation: Activation | None, keep: bool) 
         return "torch"
     if is_best_for_a_layer(x, weight):  # pragma: gpu
         return "wgmma"
-    # Where z is kept, cuBLAS has no epilogue for it: forward both are as fast, backward persistent was faster.
+    # If z is saved, cuBLAS has no epilogue: both are equally fast in forward, and persistent was faster in backward.
     kept_too = keep and activation != "relu"
     return "persistent" if kept_too and _suits_tma(x, weight) else "cublaslt"
 
@@ -165,15 +165,15 @@ def _suits_tma(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_brief(x: Tensor, weight: Tensor) -> bool:
-    """Whether the host takes longer to start our kernels than they run: a layer is no longer than its product."""
+    """Whether launching our kernels takes longer than their run time, estimated from the product."""
     return is_small(x, weight) and x.numel() * weight.shape[0] <= _BRIEF
 
 
 def _check_sizes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.dim() < 1 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ShapeError(
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: linear takes x (..., K) and weight (N, K). Of (K, N), "
-            "weight.mT makes (N, K)."
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)}: linear takes x (..., K) and weight (N, K). For (K, N), "
+            "pass weight.mT."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(
@@ -189,8 +189,8 @@ def _check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: str) -
     wanted = torch.float32 if chosen == "mixed" else x.dtype
     if x.dtype not in FLOATS or weight.dtype != wanted or (bias is not None and bias.dtype != wanted):
         raise ShapeError(
-            f"{_dtypes(x, weight, bias)}: all must be of one dtype, float32, float16, bfloat16 or float64; or x in "
-            "float32 or bfloat16 and the others in float32, for variant='mixed'."
+            f"{_dtypes(x, weight, bias)}: all must have the same dtype, float32, float16, bfloat16 or float64; or x "
+            "float32 or bfloat16 and the others float32, for variant='mixed'."
         )
     if chosen == "fused" and x.dtype == torch.float64 and x.device.type == "cuda":  # pragma: gpu
         raise DeviceError(

@@ -1,7 +1,7 @@
-"""z = x W^T in Triton, x (M, K), W (N, K): the plainest way, and one with all that a layer adds in its last lines.
+"""z = x W^T in Triton, x (M, K), W (N, K): the simplest kernel, and one with bias and activation in its epilogue.
 
-Both have a program for every tile of the output, which walks over K with the sums in registers, in fp32. Products of
-float32 are exact ones ("ieee"), as PyTorch's are by default.
+Both have a program per tile of the output, which loops over K with fp32 sums in registers. float32 is multiplied
+without tf32 ("ieee"), as in PyTorch by default.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -20,7 +20,7 @@ from torchstorm.kernels.linear.plain import keeps
 
 
 class Tile(NamedTuple):
-    """What a program of the fused kernel computes, and with what."""
+    """Tile and launch options of the fused kernel."""
 
     block_m: int
     block_n: int
@@ -111,9 +111,9 @@ def fused_kernel(
 def naive_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and z where it is kept: one kernel for the product, one for the bias, one for the activation."""
+    """y, and z if it is saved: one kernel for the product, one for the bias, one for the activation."""
     (M, K), N = x.shape, weight.shape[0]
-    # Rounded before the bias, z near 0 could have the other sign, and ReLU another gradient.
+    # If z were rounded before the bias is added, a z near 0 could change its sign, and so ReLU's gradient.
     z = x.new_empty((M, N), dtype=x.dtype if bias is None else torch.float32)
     naive_kernel[(triton.cdiv(M, _NAIVE.block_m), triton.cdiv(N, _NAIVE.block_n))](
         x, weight, z, M, N, K, *x.stride(), *weight.stride(), BLOCK_M=_NAIVE.block_m, BLOCK_N=_NAIVE.block_n,
@@ -131,7 +131,7 @@ def naive_forward(
 def fused_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and z where it is kept, both from the sums in registers."""
+    """y, and z if it is saved, both from the sums in registers."""
     (M, K), N = x.shape, weight.shape[0]
     x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     if tile is None:

@@ -1,7 +1,7 @@
-"""torch.ops.torchstorm.linear_forward and linear_backward: the layer as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.linear_forward and linear_backward.
 
-Autograd keeps x, the weight, the bias where there is an activation, and y for ReLU, z for GELU and SiLU. The backward
-operator has a gradient too, through PyTorch's own operators, from x, weight and bias alone.
+Saved for backward: x, the weight, with an activation the bias, and y for ReLU, z for GELU and SiLU. The backward
+operator is differentiable through PyTorch's own operators, from x, weight and bias alone.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.linear import plain
 from torchstorm.kernels.linear.plain import keeps
+from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 
 BACKWARD_RUNGS = {
     "naive": "naive", "fused": "atomic-free", "persistent": "warp-reduced", "mixed": "warp-reduced",
     "cublaslt": "warp-reduced",
 }  # fmt: skip
-"""How dz and dbias are computed, by the layer's variant; "wgmma" has a way of its own."""
-_WITHOUT_BIAS = ("mixed", "cublaslt")  # which keep z so
+"""The algorithm for dz and dbias of each variant; "wgmma" has its own."""
+_WITHOUT_BIAS = ("mixed", "cublaslt")  # variants that save z without the bias
 
 
 @torch.library.custom_op("torchstorm::linear_forward", mutates_args=())
 def linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor]:
-    """y (M, N), of x (M, K) and weight (N, K), and z where it is kept, else empty."""
+    """y (M, N) from x (M, K) and weight (N, K), and z if it is saved, else an empty tensor."""
     with without_autocast(x), torch.cuda.device_of(x):
         if _by_pytorch(x, weight):
             y, z = plain.forward(x, weight, bias, activation, keep)
         else:  # pragma: gpu
-            # The kernels read a bias number after number, whatever its strides were.
+            # The kernels need a contiguous bias.
             bias = None if bias is None else bias.to(x.dtype).contiguous()
             y, z = _on_gpu(x, weight.to(x.dtype), bias, activation, keep, variant)
     return y, x.new_empty(0) if z is None else z
@@ -47,7 +47,7 @@ def _by_pytorch(x: Tensor, weight: Tensor) -> bool:
 def _on_gpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor | None]:  # pragma: gpu
-    # Triton's modules are imported where they run: it need not be installed.
+    # Triton's modules are imported on use, since Triton is optional.
     if variant in ("naive", "fused"):
         from torchstorm.kernels.linear import gemm_triton
 
@@ -87,7 +87,7 @@ def linear_backward(
     wants_dbias: bool,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias; those not wanted are empty. kept is y or z, as `keeps` says."""
+    """dx, dweight and dbias; those not required are empty. kept is y or z, see `keeps`."""
     wants = wants_dx, wants_dweight, wants_dbias
     with without_autocast(x), torch.cuda.device_of(x):
         if _by_pytorch(x, weight):
@@ -153,14 +153,14 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | N
 
 
 def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # What forward kept is a function of the others, and computed again.
+    # The tensor saved by forward is a function of the inputs, and is recomputed.
     ctx.save_for_backward(*inputs[:4])
     ctx.activation = inputs[5]
     ctx.set_materialize_grads(False)
 
 
 def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Differentiates what `linear_backward` computes, through PyTorch's operators."""
+    """Differentiates `linear_backward` through PyTorch's operators."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
         own = own_views(ctx.saved_tensors)

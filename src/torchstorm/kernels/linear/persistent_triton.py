@@ -1,8 +1,8 @@
-"""The fused layer with as many programs as the GPU has SMs, tiles that come by TMA, and an epilogue in parts.
+"""The fused layer with one program per SM, tiles loaded by TMA, and an epilogue in two parts.
 
-A program takes tile after tile, so that the next one's first loads run while the last one is stored; a descriptor says
-where a whole tile lies, and one thread asks for it. The sums of a tile are stored in two halves, which need half the
-shared memory, so that the product keeps its stages.
+A program processes several tiles, so the first loads of the next tile run while the last one is stored. One thread
+requests a whole tile with a TMA descriptor. The sums of a tile are stored in two halves, which need half the shared
+memory, so the product keeps its pipeline stages.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -61,10 +61,10 @@ def persistent_kernel(
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, tile: Tile = TILE
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and z where it is kept.
+    """y, and z if it is saved.
 
     Raises:
-        ShapeError: K or N is no multiple of 16 bytes, where TMA has rows begin.
+        ShapeError: rows of K or N elements are not multiples of 16 bytes, as TMA requires.
     """
     (M, K), N = x.shape, weight.shape[0]
     least = _TMA_BYTES // x.element_size()
@@ -98,5 +98,5 @@ def _suits_tma(x: Tensor) -> bool:
 
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
-        return 132  # where it is only compiled
+        return 132  # for compilation without a GPU
     return torch.cuda.get_device_properties(device).multi_processor_count  # pragma: gpu

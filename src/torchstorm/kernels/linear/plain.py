@@ -1,4 +1,4 @@
-"""The linear layer in plain PyTorch: the definition, what a CPU does, and gradients of gradients."""
+"""The linear layer in plain PyTorch: the definition, the CPU implementation, and second derivatives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def activation_gradient(dy: Tensor, kept: Tensor, activation: str) -> Tensor:
     if activation == "relu":
         dz = torch.ops.aten.threshold_backward(dy, kept, 0)
     elif activation == "silu" and (dy.requires_grad or kept.requires_grad):
-        share = kept.sigmoid()  # PyTorch's operator has no gradient
+        share = kept.sigmoid()  # PyTorch's operator is not differentiable
         dz = dy * share * (1 + kept * (1 - share))
     elif activation == "silu":
         dz = torch.ops.aten.silu_backward(dy, kept)
@@ -40,14 +40,14 @@ def activation_gradient(dy: Tensor, kept: Tensor, activation: str) -> Tensor:
 
 
 def keeps(activation: str) -> str:
-    """What backward needs of the layer besides its inputs: "y", "z" or nothing."""
+    """What backward needs besides the inputs: "y", "z" or "" (nothing)."""
     return "y" if activation == "relu" else "z" if activation else ""
 
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """y (M, N), and z where it is kept."""
+    """y (M, N), and z if it is saved."""
     z = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     if activation == "relu":
         return z.relu_(), None
@@ -55,19 +55,19 @@ def forward(
 
 
 def column_sums(dz: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias's gradient, in a dtype that may be wider than dz's."""
+    """The bias's gradient, in a dtype that can be wider than dz's."""
     return dz.sum(0, dtype=dtype)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b in a dtype that may be wider than theirs."""
+    """a @ b in a dtype that can be wider than theirs."""
     return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def differentiable(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias as PyTorch computes them from the inputs alone, for gradients of gradients."""
+    """dx, dweight and dbias computed by PyTorch from the inputs alone, for second derivatives."""
     dtype = x.dtype
     w = weight.to(dtype)
     z = F.linear(x, w, None if bias is None else bias.to(dtype)) if activation else dy

@@ -1,7 +1,7 @@
-"""What stands beside the matrix products: bias, activation and its gradient, and sums over rows for the bias's.
+"""The operations besides the matrix products: bias, activation and its gradient, and row sums for the bias's gradient.
 
-All are bound by memory, with M x N numbers read and written as often as each docstring says. Arithmetic in fp32. Sums
-are in a fixed order, so the same bits come twice; atomics would add in whatever order programs end.
+All are bound by memory; each docstring says how often M x N elements are read and written. Arithmetic in fp32. Sums
+have a fixed order, so results are deterministic; atomics would add in the order in which programs end.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -17,8 +17,8 @@ from torchstorm.kernels.linear import activations_triton as activations
 BLOCK_ROWS = 4
 BLOCK_COLUMNS = 512
 NUM_WARPS = 4
-ROWS = 16  # of a program that activates
-SUM_ROWS = 128  # of a program that adds up
+ROWS = 16  # rows per program of the activation
+SUM_ROWS = 128  # rows per program of the sums
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -92,7 +92,7 @@ def activate(z: Tensor, bias: Tensor | None, activation: str, y: Tensor) -> Tens
 def gradient(
     dy: Tensor, kept: Tensor, bias: Tensor | None, activation: str, *, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dz (M, N); with `sums` its sums over every 128 rows too, in fp32."""
+    """dz (M, N); with `sums` also its sums over each 128 rows, in fp32."""
     M, N = dy.shape
     dz = torch.empty_like(dy)
     partial = dy.new_empty((triton.cdiv(M, SUM_ROWS), N), dtype=torch.float32) if sums else None
@@ -103,7 +103,7 @@ def gradient(
 def gradient_into(
     dz: Tensor, sums: Tensor | None, dy: Tensor, kept: Tensor, activation: str, bias: Tensor | None = None
 ) -> None:
-    """Fills dz (M, N), and the first M / 128 rows of `sums` where there are any; all without gaps."""
+    """Fills dz (M, N), and the first M / 128 rows of `sums` if given. All tensors are contiguous."""
     M, N = dy.shape
     gradient_kernel[(triton.cdiv(M, SUM_ROWS), triton.cdiv(N, BLOCK_COLUMNS))](
         dy, kept, bias, dz, sums, M, N, ACTIVATION=activation, SUMS=sums is not None, ROWS=SUM_ROWS,
@@ -112,7 +112,7 @@ def gradient_into(
 
 
 def column_sums(x: Tensor, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sums over each run of so many rows, (M / rows, N)."""
+    """Sums over each group of `rows` rows: (M / rows, N)."""
     M, N = x.shape
     num = triton.cdiv(M, rows)
     sums = x.new_empty((num, N), dtype=dtype)

@@ -1,8 +1,8 @@
-"""The layer by matmul's wgmma kernel, whose idle warps do what stands beside the products.
+"""The layer with matmul's wgmma kernel, whose idle warps compute the operations besides the products.
 
-Forward: bias and ReLU on the sums' way out; another activation from z, a tile after it was stored. Backward: dz for
-rows that dx = dz W needs later, and the bias's sums over them; the first rows' dz is made before, by a kernel of its
-own, so that there is something to multiply. What the copy engine cannot read or write goes the ways of other rungs.
+Forward: bias and ReLU in the epilogue; other activations from z, one tile after it was stored. Backward: dz for rows
+that dx = dz W needs later, and the bias's sums over them. A separate kernel computes dz of the first rows before. For
+tensors that the copy engine (TMA) cannot read or write, other variants are used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torchstorm.kernels.matmul.wgmma import (
 
 FOLDER = Path(__file__).parent
 ACTIVATIONS = {"": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-"""The sources' numbers of them."""
+"""The activations' numbers in the CUDA sources."""
 FIRST_ROWS = CONFIG.group * TILE_M
-"""Of dz, made beforehand: so many rows are multiplied at the same time."""
+"""Rows of dz that are computed beforehand: as many as are multiplied at the same time."""
 
 
 class Following(ctypes.Structure):
@@ -50,24 +50,24 @@ class Leading(ctypes.Structure):
 
 
 LEAST, LEAST_FEATURES = 1 << 39, 3072
-"""M N K and K from which on this is the fastest: of a tile of few features the idle warps see more than they can do."""
+"""M N K and K from which this variant is the fastest: with small K the idle warps have too little time per tile."""
 
 
 def is_best_for_a_layer(x: Tensor, weight: Tensor) -> bool:
-    """Whether "auto" takes this for x (..., K), weight (N, K) in halves on Hopper; not by size where Dynamo traces."""
+    """Whether "auto" uses this for x (..., K), weight (N, K) in fp16 or bf16 on Hopper; not while Dynamo traces."""
     N, K = weight.shape
     if torch.compiler.is_compiling() or x.dtype not in HALVES or x.numel() * N < LEAST or K < LEAST_FEATURES:
         return False
     if not has_wgmma(x):  # pragma: gpu
         return False
-    # Others copy such rows; here they would be read as fused reads them, number after number.
+    # Other variants copy such rows; this one would read them element by element, as fused does.
     if not x.is_contiguous() or why_not(x.view(-1, K), weight.t()):  # pragma: gpu
         return False
     return fills(x.numel() // K, N, x)  # pragma: gpu
 
 
 def beside(kind: str, activation: str, argument: ctypes.Structure) -> Beside:
-    """Of kind "follow" or "lead"."""
+    """The additional work of kind "follow" or "lead"."""
     files = FOLDER / "activations.cuh", FOLDER / f"{kind}.cuh"
     return Beside(files=files, argument=argument, defines=(("ACTIVATION", ACTIVATIONS[activation]),))
 
@@ -75,7 +75,7 @@ def beside(kind: str, activation: str, argument: ctypes.Structure) -> Beside:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor | None]:  # pragma: gpu
-    """y, and z with its bias where it is kept."""
+    """y, and z with its bias if it is saved."""
     w_KN = weight.t()
     if why_not(x, w_KN):
         from torchstorm.kernels.linear.gemm_triton import fused_forward
@@ -92,12 +92,12 @@ def forward(
 def dx_and_sums(
     dy: Tensor, kept: Tensor, weight: Tensor, activation: str, wants_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """dx, dz and, where wanted, its sums over every 128 rows, in fp32; None where that is no gain, or cannot be."""
+    """dx, dz and, if required, its fp32 sums over each 128 rows; None if that is slower or not possible."""
     M, N = dy.shape
     if not activation or M <= FIRST_ROWS:
         return None
     dz = dy.new_empty((M, N))
-    # One column would do for the copy engine as one row; but the idle warps write rows of whole 16 bytes.
+    # The copy engine could treat one column as one row, but the idle warps write rows of whole 16 bytes.
     if why_not(dz, weight) or not along_k_of(dz, -2, -1):
         return None
     from torchstorm.kernels.linear import pointwise_triton as pointwise  # pragma: gpu
@@ -122,7 +122,7 @@ def backward(
     activation: str,
     wants: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pragma: gpu
-    """dx, dweight and dbias (in fp32), those that are wanted."""
+    """dx, dweight and dbias (in fp32), as far as required."""
     from torchstorm.kernels.linear import blas
     from torchstorm.kernels.linear import pointwise_triton as pointwise
 

@@ -1,4 +1,4 @@
-"""The last layer of a classifier or language model and its loss, without the logits as a whole."""
+"""The output layer of a classifier or language model fused with its loss, without all logits in memory."""
 
 from torchstorm.kernels.linear_cross_entropy.function import LADDER, linear_cross_entropy
 

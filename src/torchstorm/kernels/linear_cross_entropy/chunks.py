@@ -1,37 +1,37 @@
-"""The last layer and its loss over chunks of tokens: what is held at once, and in what order it is computed.
+"""The output layer and its loss in chunks of tokens: memory use and order of the computation.
 
-Forward, a chunk of n tokens at a time:  logits = x_c W^T (+ b), by cuBLAS into one buffer that all chunks share;
-losses from it, and the logits turned into their gradients where they stand; dx_c = dlogits W;  dW += dlogits^T x_c.
-With that, the gradients of a mean or a sum are done when forward ends, up to the one number that backward brings. They
-could be computed in backward instead, from the row's log-sum-exp: that keeps next to nothing in between, but makes the
-logits twice, four products in place of three, which is a third more time for the dearest layer there is. So that is
-done only where every row has a gradient of its own (reduction="none"), and nothing of it where no gradient is wanted.
+Forward, for each chunk of n tokens:  logits = x_c W^T (+ b), by cuBLAS into one buffer that all chunks share; the
+losses; the logits are overwritten with their gradients;  dx_c = dlogits W;  dW += dlogits^T x_c.
 
-Tokens that do not count (`ignore_index`) have no loss and no gradient, so nothing is computed for them: those that do
-count are gathered first, where there are several chunks. On a GPU the host has to wait for their number; that is worth
-it where the products take milliseconds, and cannot be had while a CUDA graph is captured.
+So the gradients of a mean or a sum are complete at the end of forward, except for one factor that backward gets. They
+could be computed in backward instead, from each row's log-sum-exp. That would save almost nothing between the passes,
+but compute the logits twice: four products instead of three, a third more time for the most expensive layer. It is done
+only if every row has its own gradient (reduction="none"). Without required gradients, forward computes only the losses.
 
-Tokens are cut, the vocabulary is not: a row's softmax needs all its logits before any gradient, so that pieces of it
-would have to be made twice. 8 chunks, of 1024 to 4096 rows on a GPU: with fewer rows its products lose speed, and dW,
-read and written once a chunk, would cost more than the product that makes it. Where some tokens do not count, chunks
-are fewer, not smaller: of 4096 rows and K = 4096 dx has 3.9 tiles for every SM of an H200, of 3584 rows 3.4, in the
-time of 4.
+Ignored tokens (`ignore_index`) have no loss and no gradient, so nothing is computed for them: with several chunks, the
+other tokens are gathered first. On a GPU the host has to wait for their number. That is worth it if the products take
+milliseconds, and is not possible during capture of a CUDA graph.
 
-cuBLAS takes slow kernels where a row is not a multiple of 16 bytes, whatever stride it has: GPT-2's 50257 classes cost
-four times what 50264 do. Then the products work on copies of W, b and x with zeros at the end. The logits that come of
-them count for nothing, and their gradients are 0.
+The tokens are split, but not the vocabulary: a row's softmax needs all its logits before any gradient, so parts of the
+vocabulary would be computed twice. There are 8 chunks, of 1024 to 4096 rows on a GPU. With fewer rows the products are
+slower, and reading and writing dW once per chunk would take longer than its product. With ignored tokens there are
+fewer chunks, not smaller ones: with 4096 rows and K = 4096, dx has 3.9 tiles per SM of an H200; with 3584 rows 3.4, in
+the time of 4.
 
-How products are added up: dW between chunks in fp32 for float32 and float16, which has no range for such sums, and in
-bf16 for bfloat16 where W is large and there are at most 16 chunks: up to 16 roundings to 8 bits, which is less than the
-rounding of the logits costs; with more than 16 in fp32 again. dx of halves comes out of its product in fp32. Where a
-product has few tiles and long sums, as dx and a small dW have, cuBLAS splits the sums, and adds up their parts in the
-dtype of the result: in bf16 the error of dx was 8e-3 at 50257 classes, that of a sum in 16 to 24 parts, in place of
-2.5e-3.
+cuBLAS uses slow kernels if a row is not a multiple of 16 bytes, whatever its stride: GPT-2's 50257 classes take four
+times as long as 50264. Then the products use copies of W, b and x that are padded with zeros. The additional logits are
+ignored, and their gradients are 0.
 
-Memory beside the inputs at 32768 tokens, K = 4096, V = 131072, bf16: 4096 x V logits 1 GiB, dW 1 GiB, dx and the tokens
-that count 0.25 GiB each; in backward twice dW and dx, 2.5 GiB as well, the most there is. PyTorch's
-F.cross_entropy(F.linear(...)) has at once the logarithms of all probabilities, their gradients and those of the logits,
-8 GiB each: 24 GiB; in fp32 twice that.
+Accumulation: dW is summed over chunks in fp32 for float32 and for float16, whose range is too small. For bfloat16 it is
+summed in bf16 if W is large and there are at most 16 chunks; these up to 16 roundings to 8 bits have a smaller error
+than the rounding of the logits. With more chunks it is summed in fp32. For fp16 and bf16, dx is computed in fp32. If a
+product has few tiles and long sums, as dx and a small dW, cuBLAS splits the sums and adds the parts in the dtype of the
+result: in bf16 the error of dx was 8e-3 at 50257 classes, as for a sum in 16 to 24 parts, instead of 2.5e-3.
+
+Memory besides the inputs for 32768 tokens, K = 4096, V = 131072, bf16: 1 GiB for 4096 x V logits, 1 GiB for dW, 0.25
+GiB each for dx and the gathered tokens. Backward has dW and dx twice, 2.5 GiB as well, which is the peak. PyTorch's
+F.cross_entropy(F.linear(...)) holds the log-probabilities, their gradients and the gradients of the logits at once, 8
+GiB each: 24 GiB; in fp32 twice that.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
 
 NUM_CHUNKS = 8
 ROWS = {"cpu": (128, 1024), "cuda": (1024, 4096)}
-"""The fewest and the most of a chunk."""
+"""Smallest and largest number of rows per chunk."""
 ROWS_STEP = 128
-"""What they are a multiple of, as tiles of products are."""
+"""Rows per chunk are a multiple of this, the tile size of products."""
 LEAST_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Logits so small are not cut: it would save nothing, and cost launches."""
+"""Logits up to this size are not split: that would save no memory, and cost launches."""
 ROW_BYTES = {"cpu": 1, "cuda": 16}
-"""What rows must be a multiple of, for products at full speed."""
+"""Rows must be a multiple of this many bytes for products at full speed."""
 LEAST_OPERATIONS = {"cpu": 0, "cuda": 1 << 39}
-"""Of the logits' product, for tokens that do not count to be left out: on an H200 that is a millisecond."""
+"""Operations of the logits' product from which ignored tokens are left out: a millisecond on an H200."""
 SPLIT_NUMEL = 1 << 24
-"""Products with fewer results than that may be split along their sums; 1024 tiles of 128 x 128 keep any GPU busy."""
+"""cuBLAS may split the sums of products with fewer results; 1024 tiles of 128 x 128 keep any GPU busy."""
 _ROWS_WITHOUT_GRADIENTS = 2048
 _MOST_ROUNDINGS = 16
-_ALIGN = 64  # elements, that every row of logits begins at a multiple of
+_ALIGN = 64  # elements; alignment of each row of logits
 
 SOFTMAX = {
     "chunked": "torchstorm.kernels.linear_cross_entropy.rows_torch",
@@ -71,7 +71,7 @@ SOFTMAX = {
 
 
 class Wanted(NamedTuple):
-    """Which gradients are."""
+    """Which gradients are required."""
 
     dx: bool
     dweight: bool
@@ -79,7 +79,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dx (N, K) in x's dtype, dweight (V, K) and dbias (V), perhaps in a wider one; those not wanted are empty."""
+    """dx (N, K) in x's dtype; dweight (V, K) and dbias (V) in the same or a wider one. Those not required are empty."""
 
     dx: Tensor
     dweight: Tensor
@@ -87,7 +87,7 @@ class Gradients(NamedTuple):
 
 
 def chunk_rows(num_tokens: int, V: int, like: Tensor, *, gradients: bool) -> int:
-    """Tokens of a chunk, for logits as `like`."""
+    """Number of tokens per chunk, for logits with the dtype and device of `like`."""
     kind = _kind(like)
     least, most = ROWS[kind]
     share = -(-num_tokens // NUM_CHUNKS)
@@ -98,7 +98,7 @@ def chunk_rows(num_tokens: int, V: int, like: Tensor, *, gradients: bool) -> int
 
 
 def few_logits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the logits of x (..., K) are so few that chunks of them would gain nothing."""
+    """Whether the logits of x (..., K) are so small that chunks would not save memory."""
     num_logits = x.numel() // max(1, x.shape[-1]) * weight.shape[0]
     return num_logits * x.element_size() <= NUM_CHUNKS * LEAST_BYTES[_kind(x)]
 
@@ -113,9 +113,9 @@ def forward(
     scale: Tensor,
     variant: str,
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """Losses (N) and log-sum-exps (N), in fp32, and scale * gradients of the losses' sum; scale is one number.
+    """Losses (N) and log-sum-exps (N) in fp32, and scale * gradients of the sum of losses; scale is a scalar.
 
-    Tokens that do not count have 0 for both.
+    Ignored tokens have 0 for both.
     """
     layer = _Layer(x, weight, bias, target, options, wanted)
     loss, lse = (x.new_empty(layer.x.shape[0], dtype=wide(x.dtype)) for _ in range(2))
@@ -139,7 +139,7 @@ def backward(
     wanted: Wanted,
     variant: str,
 ) -> Gradients:
-    """Gradients, from those of every row's loss (N): the logits are made again."""
+    """Gradients from the gradients of each row's loss (N). The logits are recomputed."""
     layer = _Layer(x, weight, bias, target, options, wanted)
     if layer.counted is not None:
         dloss, lse = dloss[layer.counted], lse[layer.counted] if lse.numel() else lse
@@ -154,13 +154,13 @@ def backward(
 
 
 class _Layer:
-    """The products: logits of one chunk after the other, and gradients that are added up on the way.
+    """The products of the layer: logits chunk by chunk, and accumulated gradients.
 
     Attributes:
-        x, weight, bias: as the products take them: without tokens that do not count, and with zeros at the end of rows.
-        target: of these tokens.
-        counted: which they are; None for all.
-        V: classes, of which the logits may have more.
+        x, weight, bias: operands of the products, without ignored tokens, and with rows padded with zeros.
+        target: targets of these tokens.
+        counted: indices of these tokens; None for all.
+        V: number of classes, without padding.
     """
 
     def __init__(
@@ -179,16 +179,16 @@ class _Layer:
         n, V, K = x.shape[0], *self.weight.shape
         self.rows = max(1, min(n, chunk_rows(self.N, V, x, gradients=any(wanted))))
         self._dx = x.new_empty((n, K) if wanted.dx else (0,))
-        # Without tokens there is no first chunk to fill it.
+        # Without tokens, no first chunk fills it.
         make = x.new_empty if n else x.new_zeros
         in_place = x.dtype == torch.bfloat16 and V * K >= SPLIT_NUMEL and -(-n // self.rows) <= _MOST_ROUNDINGS
         self._dweight = make((V, K) if wanted.dweight else (0,), dtype=x.dtype if in_place else wide(x.dtype))
         self._dbias = x.new_zeros((V,) if wanted.dbias else (0,), dtype=wide(x.dtype))
 
     def run(self, softmax: Callable[[Tensor, slice], None], variant: str) -> None:
-        """Makes every chunk's logits, has `softmax` turn them into gradients, and adds up what comes of those.
+        """Computes each chunk's logits, lets `softmax` overwrite them with gradients, and accumulates dx, dW and db.
 
-        All chunks share one buffer; the kernel reads rows of it as wholes, so it is aligned for that.
+        All chunks share one buffer, whose rows are aligned for the kernel.
         """
         n, V = self.x.shape[0], self.weight.shape[0]
         buffer = self.x.new_empty((self.rows, -(-V // _ALIGN) * _ALIGN if variant == "fused" else V))
@@ -214,7 +214,7 @@ class _Layer:
             self._dbias += dlogits.sum(0, dtype=self._dbias.dtype)
 
     def gradients(self) -> Gradients:
-        """Those of the layer's own arguments."""
+        """The gradients of the original, unpadded arguments."""
         dx, dweight = self._dx, self._dweight
         if self.wanted.dx:
             dx = self.of_all(dx[:, : self.K].contiguous())
@@ -223,7 +223,7 @@ class _Layer:
         return Gradients(dx, dweight, self._dbias[: self.V])
 
     def of_all(self, counted: Tensor) -> Tensor:
-        """What there is of tokens that count, with zeros for the others."""
+        """Scatters a tensor of the counted tokens to all tokens, with zeros for ignored ones."""
         if self.counted is None:
             return counted
         found = counted.new_zeros((self.N, *counted.shape[1:]))
@@ -232,7 +232,7 @@ class _Layer:
 
 
 def _counted(x: Tensor, target: Tensor, V: int, ignore_index: int, gradients: bool) -> Tensor | None:
-    """Indices of the tokens that count; None for all, and where it is not worth asking."""
+    """Indices of the tokens that are not ignored; None for all, or if gathering them is not worth it."""
     (N, K), kind = x.shape, _kind(x)
     if chunk_rows(N, V, x, gradients=gradients) >= N or LEAST_OPERATIONS[kind] > 2 * N * K * V:
         return None
@@ -243,12 +243,12 @@ def _counted(x: Tensor, target: Tensor, V: int, ignore_index: int, gradients: bo
 
 
 def _missing(size: int, like: Tensor) -> int:
-    """Elements that a row of `size` lacks to be a multiple of what products want."""
+    """Number of elements to pad a row of `size` for fast products."""
     return -size % max(1, ROW_BYTES[_kind(like)] // like.element_size())
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, *, first: bool) -> None:
-    """out = a b for the first, then out += a b; out in a's dtype, or wider."""
+    """out = a @ b for the first chunk, then out += a @ b; out has a's dtype or a wider one."""
     if out.dtype == a.dtype:
         out.addmm_(a, b, beta=0 if first else 1)
     elif a.device.type == "cuda":  # pragma: gpu

@@ -1,8 +1,8 @@
-"""torch.ops.torchstorm.linear_cross_entropy_forward and _backward: the chunks as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.linear_cross_entropy_forward and _backward.
 
-For "mean" and "sum" the forward operator makes the gradients, and autograd keeps them until backward brings the one
-number that they lack. For "none" it keeps the inputs and the rows' log-sum-exps, and there is a backward
-operator. Nothing of a shape depends on data, so torch.compile sees single nodes.
+For "mean" and "sum" the forward operator computes the gradients, and autograd saves them until backward multiplies them
+with the loss's gradient. For "none" autograd saves the inputs and the rows' log-sum-exps, and there is a backward
+operator. Shapes do not depend on data, so torch.compile sees single nodes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ShapeError, UnsupportedError
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
+from torchstorm.kernels.pytorch_fallback import without_autocast
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-_NUM_OPTIONS = 9  # of the forward operator's arguments, after the tensors
+_NUM_OPTIONS = 9  # number of the forward operator's arguments after the tensors
 
 
 @torch.library.custom_op("torchstorm::linear_cross_entropy_forward", mutates_args=())
@@ -39,7 +39,7 @@ def linear_cross_entropy_forward(
     wants_dbias: bool,
     variant: str,
 ) -> _Outputs:
-    """The loss of x (N, K); for backward lse (N), or dx, dweight, dbias and a factor of them, and else empty ones."""
+    """The loss of x (N, K); for backward lse (N), or dx, dweight, dbias and their factor; the others are empty."""
     if target.device.type == "cpu":
         _check_classes(target, weight.shape[0], ignore_index)
     options = Options(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap)
@@ -48,7 +48,7 @@ def linear_cross_entropy_forward(
     one = torch.ones((), dtype=wide(x.dtype), device=x.device)
     count = (target != ignore_index).sum().to(one.dtype)
     share = one if reduction == "sum" else 1 / count.clamp(min=1)
-    # Gradients of a mean over many tokens are too small for float16, whose range is for what scales the loss.
+    # Gradients of a mean over many tokens underflow in float16, so they are divided by the number of tokens later.
     inner, outer = (one, share) if x.dtype == torch.float16 else (share, one)
     with without_autocast(x), torch.cuda.device_of(x):
         loss, lse, sums = chunks.forward(x, weight, bias, target, options, now, inner, variant)
@@ -104,7 +104,7 @@ def linear_cross_entropy_backward(
     wants_dbias: bool,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias from the gradients of every row's loss (N); those not wanted are empty."""
+    """dx, dweight and dbias from the gradients of each row's loss (N). Those not required are empty."""
     options = Options(ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap)
     wanted = Wanted(wants_dx, wants_dweight, wants_dbias)
     with without_autocast(x), torch.cuda.device_of(x):
@@ -137,7 +137,7 @@ def _(
 
 
 def _kept(x: Tensor) -> torch.dtype:
-    """What dweight is kept in until backward: float16 has no range for it before it is divided by the tokens."""
+    """dtype of dweight until backward: before the division by the number of tokens it overflows in float16."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -146,7 +146,7 @@ def _check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     if wrong.any():
         at = int(wrong.nonzero()[0])
         raise ShapeError(
-            f"target {at} of {target.shape[0]} is {int(target[at])}, but weight has {V} rows: a target is one of 0 to "
+            f"target {at} of {target.shape[0]} is {int(target[at])}, but weight has {V} rows: a target must be 0 to "
             f"{V - 1}, or ignore_index={ignore_index}."
         )
 
@@ -168,8 +168,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> N
 def _backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "linear_cross_entropy has no gradients of gradients, which create_graph=True asks for, as its logits are "
-            "gone. variant='naive' has them, and all logits at once."
+            "linear_cross_entropy has no second derivatives, which create_graph=True requires, since its logits are "
+            "not saved. variant='naive' has them, and needs memory for all logits."
         )
     if dloss is None:
         return (None,) * (_NUM_OPTIONS + 3)
@@ -191,7 +191,7 @@ def _forward_flops(
     x: torch.Size, weight: torch.Size, bias: Any, target: Any, i: Any, s: Any, c: Any, reduction: str,
     wants_dx: bool, wants_dweight: bool, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Of the matrix products."""
+    """FLOPs of the matrix products."""
     products = 1 if reduction == "none" else 1 + wants_dx + wants_dweight
     return 2 * x[0] * x[1] * weight[0] * products
 
@@ -201,5 +201,5 @@ def _backward_flops(
     dloss: Any, x: torch.Size, weight: torch.Size, bias: Any, target: Any, lse: Any, i: Any, s: Any, c: Any,
     wants_dx: bool, wants_dweight: bool, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
-    """Of the matrix products, with the logits once more."""
+    """FLOPs of the matrix products, with the recomputed logits."""
     return 2 * x[0] * x[1] * weight[0] * (1 + wants_dx + wants_dweight)

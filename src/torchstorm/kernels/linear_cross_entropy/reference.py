@@ -1,4 +1,4 @@
-"""The definition of `linear_cross_entropy`, with all logits at once."""
+"""The definition of `linear_cross_entropy`, with all logits in memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def linear_cross_entropy_reference(
 ) -> Tensor:
     """The loss of logits x W^T + b, softmax in float32 (float64 for float64), under PyTorch's autograd.
 
-    x (..., K), weight (V, K), bias (V), target (...). Holds the logits twice, in x's dtype and in float32, and their
-    softmax and gradients besides.
+    x (..., K), weight (V, K), bias (V), target (...). Holds the logits in x's dtype and in float32, their softmax and
+    their gradients.
     """
     logits = F.linear(x, weight, bias).flatten(0, -2)
     logits = logits.to(wide(x.dtype))

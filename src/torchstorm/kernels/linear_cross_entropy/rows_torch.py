@@ -1,4 +1,4 @@
-"""The softmax part for a chunk of rows, in plain PyTorch: losses, and logits turned into their gradients."""
+"""The softmax of a chunk of rows in plain PyTorch: computes losses, and overwrites logits with their gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchstorm.kernels.dtypes import wide
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a row's loss depends on besides its logits and target."""
+    """The options of a row's loss."""
 
     ignore_index: int
     label_smoothing: float
@@ -22,10 +22,10 @@ class Options:
 def losses(
     logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
 ) -> None:
-    """Fills loss (n); with a scale, turns the logits (n, V) into scale * gradients of their rows' losses.
+    """Fills loss (n). With a scale, overwrites the logits (n, V) with scale * gradients of their rows' losses.
 
-    Columns from V on are no classes: they are not read, and become 0. scale is one number, or one a row (n). lse is
-    left alone: here log-softmax is computed again where it is needed.
+    Columns from V on are padding: they are not read, and become 0. scale is a scalar or has one value per row (n). lse
+    is not filled, since this implementation recomputes the log-softmax.
     """
     if scale is not None:
         logits[:, V:] = 0
@@ -54,5 +54,5 @@ def losses(
 
 
 def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
-    """Turns the logits into scale * gradients of their rows' losses; scale (n)."""
+    """Overwrites the logits with scale * gradients of their rows' losses; scale (n)."""
     losses(logits, V, target, options, scale.new_empty(target.shape), lse, scale)

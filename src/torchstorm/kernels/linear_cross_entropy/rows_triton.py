@@ -1,14 +1,14 @@
-"""The softmax part for a chunk of rows, as one Triton kernel: losses, and logits turned into their gradients in place.
+"""The softmax of a chunk of rows as one Triton kernel: computes losses, and overwrites logits with their gradients.
 
-A program has a row of V logits, which is too long for registers (256 KB at V = 131072 in bf16), so it is read twice:
-once for the maximum and the sum of exponentials, kept up to date together ("online softmax", arXiv 1805.02867), once
-more, backwards and from L2 as far as that still has it, for the gradients, which are written over it. Each lane keeps
-a maximum and a sum of its own over GROUP neighbours at a time, so that the lanes meet once a row, not once a block.
+A program processes a row of V logits. A row is too long for registers (256 KB at V = 131072 in bf16), so it is read
+twice: first for the maximum and the sum of exponentials in one pass ("online softmax", arXiv 1805.02867), then in
+reverse, partly from L2, for the gradients, which overwrite it. Each lane has its own maximum and sum, over GROUP
+neighbours at a time, so lanes are combined once per row, not once per block.
 
-Traffic of a chunk, n rows: n V read twice and written once, where PyTorch's operators for it read and write some ten
-times. All arithmetic in fp32. Logits are subtracted from each other before anything is multiplied, so that what is
-equal leaves 0: the loss and the gradients of a class that is certain, or the only one, are exactly 0. With a softcap
-they are kept in units of it, as a compiler may join a product and the sum after it, without rounding between them.
+Memory traffic of a chunk of n rows: n V elements are read twice and written once; PyTorch's operators read and write
+them about ten times. Arithmetic in fp32. Logits are subtracted before any multiplication, so equal values give exactly
+0: the loss and the gradients of a certain class, or of the only class, are exactly 0. With a softcap, logits are stored
+in units of it, since a compiler may fuse a multiplication and an addition without rounding in between.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
@@ -139,12 +139,12 @@ def rows_kernel(
 def losses(
     logits: Tensor, V: int, target: Tensor, options: Options, loss: Tensor, lse: Tensor, scale: Tensor | None
 ) -> None:
-    """As in `rows_torch`, and fills lse (n), the logarithm of each row's sum of exponentials (in softcaps)."""
+    """As in `rows_torch`. Also fills lse (n), the logarithm of each row's sum of exponentials (in units of softcap)."""
     _launch(logits, V, target, options, loss, lse, scale, lse_given=False)
 
 
 def gradients(logits: Tensor, V: int, target: Tensor, options: Options, lse: Tensor, scale: Tensor) -> None:
-    """Turns the logits into scale * gradients of their rows' losses; lse and scale (n)."""
+    """Overwrites the logits with scale * gradients of their rows' losses; lse and scale (n)."""
     _launch(logits, V, target, options, None, lse, scale, lse_given=True)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products; `matmul` is what is public."""
+"""Matrix products. `matmul` is the public function."""
 
 from torchstorm.kernels.matmul.function import matmul
 from torchstorm.kernels.matmul.ladder import MATMUL

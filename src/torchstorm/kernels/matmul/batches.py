@@ -1,4 +1,4 @@
-"""The batch dimensions of two operands as kernels take them: merged to as few as strides allow, none copied."""
+"""Merges the batch dimensions of two operands to as few as their strides allow, without copies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MOST_DIMENSIONS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Pairs of matrices (outer, inner), with strides in elements; 0 where one matrix serves many.
+    """Pairs of matrices indexed by (outer, inner), with strides in elements; 0 for a broadcast matrix.
 
     Attributes:
-        sizes: (outer, inner), the inner index running fastest.
-        a_strides, b_strides: of the same.
-        a_offset, b_offset: of the first pair, from each operand's first element.
-        first: the first pair's place among all pairs.
+        sizes: (outer, inner); the inner index is the fastest.
+        a_strides, b_strides: strides of (outer, inner).
+        a_offset, b_offset: offset of the first pair from each operand's first element.
+        first: index of the first pair among all pairs.
     """
 
     sizes: tuple[int, int]
@@ -35,7 +35,7 @@ class Batches:
 
 
 def merged(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """(size, a stride of each operand) of as few dimensions as name the same elements; those of size 1 are left out."""
+    """(size, stride of each operand) of the fewest equivalent dimensions, without those of size 1."""
     found: list[tuple[int, ...]] = []
     for size, *steps in zip(sizes, *strides, strict=True):
         if size == 1:
@@ -48,8 +48,8 @@ def merged(sizes: tuple[int, ...], *strides: tuple[int, ...]) -> list[tuple[int,
 
 
 def batches_of(a: Tensor, b: Tensor) -> Iterator[Batches]:
-    """Of a (..., M, K) and b (..., K, N), whose batch sizes are equal. One for each launch: more than two dimensions
-    that cannot be merged are walked through from here."""
+    """The batches of a (..., M, K) and b (..., K, N), whose batch sizes are equal. Yields one per launch. More than two
+    dimensions that cannot be merged need several launches."""
     dims = merged(tuple(a.shape[:-2]), a.stride()[:-2], b.stride()[:-2])
     walked, kept = dims[:-MOST_DIMENSIONS], dims[-MOST_DIMENSIONS:]
     kept = [(1, 0, 0)] * (MOST_DIMENSIONS - len(kept)) + kept

@@ -1,4 +1,4 @@
-"""Where CUTLASS and the headers of CUDA that it needs are, from the wheels of the extra `cutlass`."""
+"""Finds the headers of CUTLASS and CUDA in the wheels of the extra `cutlass`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from torchstorm.errors import KernelError
 
 CUTLASS_NEEDS = ("cutlass_library",)
-"""Modules without which there is no CUTLASS."""
+"""Modules that CUTLASS needs."""
 
 CUTLASS_ADVICE = (
-    "pip install 'torchstorm[cutlass]' brings versions that go together (CUTLASS 4.2 and nvidia-cuda-cccl below 13.2); "
+    "pip install 'torchstorm[cutlass]' installs compatible versions (CUTLASS 4.2 and nvidia-cuda-cccl below 13.2); "
     "'tensor-cores' and 'wgmma' need none"
 )
-"""For those whose headers do not compile."""
+"""The remedy if the installed headers do not compile."""
 
 _HEADERS = {
     "cutlass/cutlass.h": "nvidia-cutlass",
@@ -24,15 +24,15 @@ _HEADERS = {
     "cuda/std/cstdint": "nvidia-cuda-cccl",
     "crt/host_defines.h": "nvidia-cuda-crt",
 }
-"""One header of each package, by which its folder is known."""
+"""One header of each package, to find its folder."""
 
 
 @functools.cache
 def cutlass_includes() -> tuple[Path, ...]:
-    """Folders for the compiler.
+    """Include folders for the compiler.
 
     Raises:
-        KernelError: one of the packages is not installed, or is another version's shape.
+        KernelError: one of the packages is not installed, or has another layout.
     """
     spec = find_spec("cutlass_library")
     folders = [Path(spec.origin).parent / "source" / "include"] if spec and spec.origin else []
@@ -46,14 +46,14 @@ def cutlass_includes() -> tuple[Path, ...]:
     if missing:
         raise KernelError(
             f"variant='cutlass' needs headers of {', '.join(missing)}, which were not found in {len(folders)} folders. "
-            "pip install 'torchstorm[cutlass]' brings them; 'tensor-cores' and 'wgmma' need none."
+            "pip install 'torchstorm[cutlass]' installs them; 'tensor-cores' and 'wgmma' need none."
         )
     return tuple(dict.fromkeys(folder for folder in found.values() if folder is not None))
 
 
 @functools.cache
 def cutlass_version() -> str:
-    """Of all packages whose headers are used."""
+    """The versions of all packages whose headers are used."""
     versions = []
     for package in _HEADERS.values():
         try:

@@ -1,7 +1,7 @@
 """Grids, blocks and compile-time choices of the kernels for CUDA cores and for Ampere's tensor cores.
 
-Operands come with any strides. Each is read along the dimension that lies without gaps, in wide reads where addresses,
-strides and sizes allow it; which of these is compiled into the kernel.
+Operands have any strides. Each is read along its contiguous dimension, in wide reads if addresses, strides and sizes
+allow it. The kernel is compiled for the given case.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Problem(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What differs between these kernels.
+    """The parameters of a kernel.
 
     Attributes:
-        file: the source, beside this file.
+        file: the source file, in this folder.
         tile: rows and columns of a block's results.
-        threads: of a block.
-        reads: how operands are read: "any" by any strides; "fours" in fours of elements; "chunks" of 16 bytes.
-        defines: macros that are always the same.
-        shared_bytes: dynamic shared memory of a block.
+        threads: threads per block.
+        reads: how operands are read: "any" strides; "fours" of elements; "chunks" of 16 bytes.
+        defines: constant macros.
+        shared_bytes: dynamic shared memory per block.
         uses_cutlass: whether it includes CUTLASS.
     """
 
@@ -102,19 +102,19 @@ KERNELS = {
 
 
 def layout_of(x: Tensor, mn_dim: int, k_dim: int, reads: str) -> tuple[bool, bool]:
-    """Whether an operand is read along k, and in wide reads."""
+    """(whether an operand is read along k, whether in wide reads)."""
     along_k = _step(x, k_dim) <= _step(x, mn_dim)
     fast = (k_dim if along_k else mn_dim) % x.dim()
     wide = _FOUR if reads == "fours" else _CHUNK_BYTES // x.element_size()
     others = [stride for dim, stride in enumerate(x.stride()) if dim != fast and x.shape[dim] > 1]
     aligned = x.data_ptr() % (wide * x.element_size()) == 0 and all(stride % wide == 0 for stride in others)
-    # A four is read whole or not at all; of a chunk, cp.async reads what is there.
+    # Four elements are always read together; cp.async can read a part of a chunk.
     whole = reads == "chunks" or x.shape[fast] % wide == 0
     return along_k, aligned and whole and (x.stride(fast) == 1 or x.shape[fast] == 1)
 
 
 def whole_chunks(a: Tensor, b: Tensor) -> bool:
-    """Whether both operands and the result come in whole, aligned 16 bytes, as CUTLASS's kernel has them."""
+    """Whether both operands and the result are aligned to whole 16 bytes, as CUTLASS's kernel requires."""
     (a_along_k, a_wide), (b_along_k, b_wide) = layout_of(a, -2, -1, "chunks"), layout_of(b, -1, -2, "chunks")
     sizes = a.shape[-1 if a_along_k else -2], b.shape[-2 if b_along_k else -1], b.shape[-1]
     return a_wide and b_wide and all(size % (_CHUNK_BYTES // a.element_size()) == 0 for size in sizes)
@@ -154,5 +154,5 @@ def matmul_cuda(name: str, a: Tensor, b: Tensor) -> Tensor:  # pragma: gpu
 
 
 def _step(x: Tensor, dim: int) -> float:
-    """The stride, or infinity where it leads nowhere else."""
+    """The stride, or infinity for a dimension of size 1."""
     return x.stride(dim) if x.shape[dim] > 1 and x.stride(dim) > 0 else float("inf")

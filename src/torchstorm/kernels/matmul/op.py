@@ -1,7 +1,7 @@
-"""torch.ops.torchstorm.matmul: a matrix product as an operator of PyTorch, by any variant of ours.
+"""The PyTorch operator torch.ops.torchstorm.matmul, with any of our variants.
 
-Its backward pass is two products by the same variant, and so are theirs, so gradients of any order exist. Batches
-are equal here: `function.py` has broadcast them, by strides.
+Its backward pass is two products by the same variant, so it is differentiable to any order. Batch sizes are equal here:
+`function.py` has broadcast them with strides.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ConfigError, ShapeError
-from torchstorm.kernels.directly import without_autocast
+from torchstorm.kernels.pytorch_fallback import without_autocast
 
 
 @torch.library.custom_op("torchstorm::matmul", mutates_args=())
 def matmul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
-    """a (..., M, K) @ b (..., K, N): (..., M, N), without gaps."""
+    """a (..., M, K) @ b (..., K, N): (..., M, N), contiguous."""
     if a.numel() == 0 or b.numel() == 0:
         return a.new_zeros((*a.shape[:-1], b.shape[-1]))
     with without_autocast(a):
@@ -42,13 +42,13 @@ def _on_gpu(a: Tensor, b: Tensor, variant: str) -> Tensor:  # pragma: gpu
 
     if max(*a.shape[-2:], b.shape[-1]) >= 1 << 31:
         raise ShapeError(
-            f"a {tuple(a.shape)} @ b {tuple(b.shape)}: variant={variant!r} counts to 2^31 - 1. 'cublas' goes on."
+            f"a {tuple(a.shape)} @ b {tuple(b.shape)}: variant={variant!r} supports sizes to 2^31 - 1. Use 'cublas'."
         )
     if a.dtype == torch.float32 and variant == "tensor-cores" and torch.get_float32_matmul_precision() == "highest":
         raise ConfigError(
-            "variant='tensor-cores' multiplies float32 as tf32, with 10 bits of fraction in place of 23, but "
+            "variant='tensor-cores' multiplies float32 as tf32, with 10 bits of fraction instead of 23, but "
             "torch.get_float32_matmul_precision() is 'highest'. torch.set_float32_matmul_precision('high') allows it; "
-            "'coarsened' and 'cublas' keep all bits."
+            "'coarsened' and 'cublas' use all bits."
         )
     if variant == "wgmma":
         if not why_not(a, b):

@@ -1,7 +1,8 @@
 """The kernel for Hopper's tensor cores: tensor maps, shared memory and the grid of wgmma.cu.
 
-The copy engine wants addresses and strides that are multiples of 16 bytes, one dimension of each matrix without gaps,
-and rows of the result of whole 16 bytes. `why_not` says what is in the way; such operands go to Ampere's tensor cores.
+The copy engine (TMA) requires addresses and strides that are multiples of 16 bytes, one contiguous dimension of each
+matrix, and result rows of whole 16 bytes. `why_not` returns the reason if they are not. Such operands use the variant
+for Ampere's tensor cores.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ SLICE = 64
 """Elements of 128 bytes, the width of every box."""
 _ALIGN = 8  # elements of 16 bytes
 LEAST, LEAST_RESULTS = 1 << 38, 1 << 26
-"""M N K and M N from which on this kernel is faster than cuBLAS."""
+"""M N K and M N from which this kernel is faster than cuBLAS."""
 LEAST_FILLED = 0.9
-"""What share of the time of all multiprocessors the tiles must fill."""
+"""Smallest utilization of the multiprocessors by the tiles."""
 _WARPGROUP = 128
 _CONSUMERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What the kernel does beside the product: sources that define `Beside`, macros, and the structure's value."""
+    """Additional work of the kernel: sources that define `Beside`, macros, and the value of that structure."""
 
     files: tuple[Path, ...]
     argument: ctypes.Structure
@@ -53,13 +54,13 @@ ALONE = Beside(files=(FOLDER / "alone.cuh",), argument=_Nothing())
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What may be tuned.
+    """Tuning parameters.
 
     Attributes:
         tile_n: columns of a block's results, 128 or 256.
-        stages: tiles of operands in shared memory.
-        cluster: blocks that share b's tile, 1, 2 or 4.
-        group: tiles that a column of the order has, a multiple of `cluster`.
+        stages: number of operand tiles in shared memory.
+        cluster: number of blocks that share b's tile, 1, 2 or 4.
+        group: tiles per column in the order of processing, a multiple of `cluster`.
     """
 
     tile_n: int = 256
@@ -69,7 +70,7 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Tiles, two buffers of results and a row for each consumer, barriers, counts, and what aligning may cost."""
+        """Bytes of tiles, two result buffers and a row per consumer, barriers, counts, and padding for alignment."""
         tiles = self.stages * (TILE_M + self.tile_n) * TILE_K * 2
         results = _CONSUMERS * 2 * 64 * SLICE * 2
         return 1024 + tiles + results + 2 * self.stages * 8 + _CONSUMERS * (4 + self.tile_n * 2)
@@ -104,15 +105,15 @@ class WgmmaProblem(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
-    """One operand or the result as a tensor map sees it: the dimension without gaps first. Strides in elements."""
+    """An operand or the result for a tensor map, with the contiguous dimension first. Strides in elements."""
 
     sizes: tuple[int, ...]
-    strides: tuple[int, ...]  # of all but the first
+    strides: tuple[int, ...]  # of all dimensions but the first
     box: tuple[int, ...]
 
 
 def along_k_of(x: Tensor, mn_dim: int, k_dim: int) -> bool | None:
-    """Whether k is the dimension without gaps; None where neither is fit for the copy engine."""
+    """Whether k is the contiguous dimension; None if the copy engine supports neither dimension."""
     for fast, slow in ((k_dim, mn_dim), (mn_dim, k_dim)):
         packed = x.stride(fast) == 1 or x.shape[fast] == 1
         spaced = x.stride(slow) % _ALIGN == 0 and x.stride(slow) >= x.shape[fast]
@@ -122,29 +123,29 @@ def along_k_of(x: Tensor, mn_dim: int, k_dim: int) -> bool | None:
 
 
 def why_not(a: Tensor, b: Tensor) -> str:
-    """Why the copy engine cannot serve a (..., M, K) @ b (..., K, N), as the end of a sentence; "" where it can."""
+    """Why the copy engine does not support a (..., M, K) @ b (..., K, N), as the end of a sentence; "" if it does."""
     N = b.shape[-1]
     if N % _ALIGN:
-        return f"rows of {N} results are no multiple of {_ALIGN}"
+        return f"rows of {N} results are not a multiple of {_ALIGN}"
     for name, x, mn_dim, k_dim in (("a", a, -2, -1), ("b", b, -1, -2)):
         if x.data_ptr() % 16:
-            return f"{name} begins {x.data_ptr() % 16} bytes past a multiple of 16"
+            return f"{name} starts {x.data_ptr() % 16} bytes after a multiple of 16"
         if along_k_of(x, mn_dim, k_dim) is None:
-            return f"{name} has strides {x.stride()}, and needs one of 1 and the others multiples of {_ALIGN}"
+            return f"{name} has strides {x.stride()}, but one must be 1 and the others multiples of {_ALIGN}"
         if any(step % _ALIGN for size, step in zip(x.shape[:-2], x.stride()[:-2], strict=True) if size > 1):
-            return f"{name} has strides {x.stride()}, and those of batches must be multiples of {_ALIGN}"
+            return f"{name} has strides {x.stride()}, but those of batches must be multiples of {_ALIGN}"
     return ""
 
 
 def operand_boxes(x: Tensor, mn_dim: int, k_dim: int, batches: Batches, steps: tuple[int, int], rows: int) -> Boxes:
-    """Of an operand, with both batch dimensions, of size 1 where one matrix serves all.
+    """The boxes of an operand, with both batch dimensions, of size 1 for a broadcast matrix.
 
     Args:
         x: the operand.
-        mn_dim, k_dim: which dimension is which.
+        mn_dim, k_dim: indices of the dimensions M or N, and K.
         batches: the batch dimensions.
-        steps: x's strides of them, (outer, inner).
-        rows: of MN that one copy brings, where k is the dimension without gaps.
+        steps: x's strides of the batch dimensions, (outer, inner).
+        rows: rows of M or N per copy, if k is the contiguous dimension.
     """
     along_k = along_k_of(x, mn_dim, k_dim)
     fast, slow = (k_dim, mn_dim) if along_k else (mn_dim, k_dim)
@@ -152,7 +153,7 @@ def operand_boxes(x: Tensor, mn_dim: int, k_dim: int, batches: Batches, steps: t
     row = _round_up(x.shape[fast])
     slow_step = x.stride(slow) if x.shape[slow] > 1 else row
     sizes = (x.shape[fast], x.shape[slow], inner if inner_step else 1, outer if outer_step else 1)
-    # The stride of a dimension of size 1 leads nowhere, but must be a legal one.
+    # The stride of a dimension of size 1 is unused, but must be valid.
     strides = (slow_step, inner_step or row, outer_step or row)
     return Boxes(sizes=sizes, strides=strides, box=(SLICE, rows if along_k else TILE_K, 1, 1))
 
@@ -160,13 +161,13 @@ def operand_boxes(x: Tensor, mn_dim: int, k_dim: int, batches: Batches, steps: t
 def matmul_wgmma(
     a: Tensor, b: Tensor, *, out: Tensor | None = None, beside: Beside = ALONE, config: Config = CONFIG
 ) -> Tensor:  # pragma: gpu
-    """a (..., M, K) @ b (..., K, N), of the same batch sizes, in fp16 or bf16; `why_not` must have nothing to say.
+    """a (..., M, K) @ b (..., K, N) with equal batch sizes, in fp16 or bf16; `why_not` must return "".
 
     Args:
         a, b: the operands.
-        out: (..., M, N) without gaps, to be filled; None for a new one.
-        beside: what else to do meanwhile.
-        config: the tuning.
+        out: (..., M, N), contiguous, to be filled; None for a new tensor.
+        beside: additional work.
+        config: tuning parameters.
     """
     M, N, K = a.shape[-2], b.shape[-1], a.shape[-1]
     c = a.new_empty((*a.shape[:-1], N)) if out is None else out
@@ -194,9 +195,9 @@ def matmul_wgmma(
 
 
 def is_best_for(a: Tensor, b: Tensor) -> bool:
-    """Whether "auto" takes this kernel for a (M, K) @ b (K, N): a large product of halves on Hopper.
+    """Whether "auto" uses this kernel for a (M, K) @ b (K, N): a large product in fp16 or bf16 on Hopper.
 
-    Not where Dynamo traces, which would make a program for every size; Inductor fuses what comes after PyTorch's own.
+    Not while Dynamo traces, which would compile for every size. Inductor fuses operations after PyTorch's own product.
     """
     if not a.is_cuda or a.dtype not in HALVES or torch.compiler.is_compiling():
         return False
@@ -207,12 +208,12 @@ def is_best_for(a: Tensor, b: Tensor) -> bool:
 
 
 def has_wgmma(x: Tensor) -> bool:  # pragma: gpu
-    """Whether this kernel runs on x's GPU: what came after Hopper has wgmma no more."""
+    """Whether this kernel runs on x's GPU: only Hopper has wgmma, not its successors."""
     return is_usable() and torch.cuda.get_device_capability(x.device) == (9, 0)
 
 
 def fills(M: int, N: int, like: Tensor) -> bool:  # pragma: gpu
-    """Whether tiles of M x N results leave few of the multiprocessors idle; cuBLAS has other tiles, too."""
+    """Whether tiles of M x N results keep most multiprocessors busy. cuBLAS has other tile sizes, too."""
     clusters = num_sms(like) // CONFIG.cluster
     tile = TILE_M * CONFIG.cluster, CONFIG.tile_n
     turns = -(-(-(-M // tile[0]) * -(-N // tile[1])) // clusters)
@@ -220,7 +221,7 @@ def fills(M: int, N: int, like: Tensor) -> bool:  # pragma: gpu
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:  # pragma: gpu
-    """a (M, K) @ b (K, N) by this kernel where it is best, else by PyTorch."""
+    """a (M, K) @ b (K, N) with this kernel if it is the fastest, else with PyTorch."""
     return matmul_wgmma(a, b) if is_best_for(a, b) else torch.mm(a, b)
 
 
@@ -230,7 +231,7 @@ def _map(x: Tensor, offset: int, boxes: Boxes) -> TensorMap:  # pragma: gpu
     return _made(x.data_ptr() + offset * size, x.dtype, boxes.sizes, strides_bytes, boxes.box)
 
 
-# A map is made of numbers alone, and the same tensors come again and again.
+# Cached: a map depends only on numbers, and the same tensors are used repeatedly.
 _made = functools.lru_cache(maxsize=1024)(tensor_map)
 
 

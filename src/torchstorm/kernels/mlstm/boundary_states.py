@@ -1,4 +1,4 @@
-"""A sequence's ends, alike in all Triton variants of the mLSTM: its initial and final state, and their gradients."""
+"""The initial and final states of the mLSTM and their gradients, for all Triton variants."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ States = tuple[Tensor, Tensor]
 """C and n."""
 
 
-def given_state(C: Tensor | None, n: Tensor | None) -> States | None:
-    """An initial state as kernels read it; None for none. Sigmoid gates have no n, and nobody reads it."""
+def as_states(C: Tensor | None, n: Tensor | None) -> States | None:
+    """An initial state for the kernels; None for none. With sigmoid gates n is unused."""
     if C is None:
         return None
     return C.float().contiguous(), C if n is None else n.float().contiguous()
 
 
-def carry_over(to: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> None:
-    """Fills a state with another, or zeros: what becomes of one where there are no tokens."""
+def copy_state(to: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> None:
+    """Fills a final state with the initial one, or with zeros, for sequences without tokens."""
     for x, there in zip(to, given, strict=True):
         x.zero_() if there is None else x.copy_(there)
 
 
-def start_room(C0: Tensor | None, C: Tensor, n: Tensor) -> States | None:
-    """Room for the gradients to an initial state, not filled; None for none."""
+def empty_start_gradients(C0: Tensor | None, C: Tensor, n: Tensor) -> States | None:
+    """Uninitialized gradients of an initial state; None without an initial state."""
     return None if C0 is None else (torch.empty_like(C), torch.empty_like(n))
 
 
 def end_gradients(dC: Tensor | None, dn: Tensor | None, C: Tensor, n: Tensor) -> States | None:
-    """The gradients to the final state, zeros for the one that is None; None where both are."""
+    """The gradients of the final state, with zeros for one that is None; None if both are."""
     if dC is None and dn is None:
         return None
     return _or_zero(dC, C), _or_zero(dn, n)
 
 
-def along_maximum(
+def gradients_along_maximum(
     end: States | None,
     dm: Tensor | None,
     final: tuple[Tensor, Tensor, Tensor],
@@ -45,13 +45,13 @@ def along_maximum(
     m0: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients to i, f and m_0 along m_T's own path, where a gradient came to the final state (C, n, m)."""
+    """Gradients of i, f and m_0 through m_T, if there is a gradient of the final state (C, n, m)."""
     if end is None and dm is None:
         return None
     C, n, m = final
     d_max = _or_zero(dm, m).double()
     if end is not None:
-        # C_T = e^-m_T (e^m_T C_T), and the part in brackets does not depend on m_T.
+        # C_T = e^-m_T (e^m_T C_T), and the factor in parentheses does not depend on m_T.
         d_max = d_max - (end[0].double() * C).sum((-2, -1)) - (end[1].double() * n).sum(-1)
     return maximum_backward(d_max, i, f, m0, cu_seqlens)
 
@@ -63,9 +63,9 @@ def start_gradients(
     *,
     sigmoid: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients to an initial state, None where there is none. Of a state of sigmoid gates only C counts.
+    """The gradients of an initial state; None without one. With sigmoid gates only C has a gradient.
 
-    grads: to e^m_0 C_0 and e^m_0 n_0, which is what is meant by a state. own: what `along_maximum` found.
+    grads: gradients of e^m_0 C_0 and e^m_0 n_0, the unscaled state. own: results of `gradients_along_maximum`.
     """
     C0, n0, m0 = start
     if grads is None or C0 is None:

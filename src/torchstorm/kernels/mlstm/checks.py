@@ -1,4 +1,4 @@
-"""What `mlstm` and `mlstm_step` ask of their inputs, each with an error that names the sizes and the way out."""
+"""Checks the inputs of `mlstm` and `mlstm_step`. Errors name the sizes and a remedy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchstorm.kernels.mlstm.reference import Gate, MLSTMState
 
 def check_gate(gate: str) -> None:
     if gate not in get_args(Gate):
-        raise ConfigError(f"gate={gate!r}, but the input gate is one of {', '.join(map(repr, get_args(Gate)))}.")
+        raise ConfigError(f"gate={gate!r}, but the input gate must be one of {', '.join(map(repr, get_args(Gate)))}.")
 
 
 def check_together(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
-    """One dtype and one device; the gates may be in float32, where they are often computed."""
+    """Checks that all have the same dtype and device. The gates can be float32, in which they are often computed."""
     if q.dtype not in FLOATS or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ShapeError(
-            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: all three must be of one dtype, float32, float16, bfloat16 or "
+            f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: all must have the same dtype, float32, float16, bfloat16 or "
             "float64. Convert them with .to(dtype)."
         )
     if i.dtype != f.dtype or i.dtype not in (q.dtype, torch.float32):
@@ -34,9 +34,9 @@ def check_together(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Non
 
 
 def check_state(state: MLSTMState, q: Tensor, v: Tensor, num_rows: int) -> None:
-    """The sizes of an initial state, for `num_rows` sequences."""
+    """Checks the sizes of an initial state for `num_rows` sequences."""
     if len(state) != 3:
-        raise ShapeError(f"The state has {len(state)} parts, but it is (C, n, m), as an MLSTMState holds them.")
+        raise ShapeError(f"The state has {len(state)} parts, but it must be (C, n, m), as in MLSTMState.")
     H, K, V = q.shape[1], q.shape[-1], v.shape[-1]
     C, n, m = state
     wanted = (num_rows, H, K, V), (num_rows, H, K), (num_rows, H)

@@ -1,20 +1,21 @@
-"""The mLSTM chunk by chunk in plain PyTorch, forward and backward, for sequences of one length.
+"""The chunkwise mLSTM in plain PyTorch, forward and backward, for sequences of equal length.
 
-Within a chunk of L tokens every pair meets, as in attention; what came before reaches it through one state. With
-w_tj = e^{b_t - b_j + log i_j - m_t}, b the sum of log f within the chunk up to t, and [v, 1] in place of v, so that the
-normalizer n is one more column of the state and its product with q one more column of the numerator:
+Within a chunk of L tokens all pairs are computed, as in attention. Earlier tokens contribute through one state. With
+w_tj = e^{b_t - b_j + log i_j - m_t}, b the sum of log f within the chunk up to t, and [v, 1] instead of v, the
+normalizer n is an additional column of the state, and its product with q an additional column of the numerator:
 
     num_t = sum over j <= t of w_tj (q_t . k_j) [v_j, 1] + e^{b_t + M - m_t} q_t [C, n]
     h_t   = num_t[:V] / max(|num_t[V]|, e^{-m_t})
 
-M scales the state at the chunk's start, m_t the row; h depends on neither, so each is a maximum over what it scales and
-no more, and autograd may take both as constants. A chunk without any past has M = -inf, whatever m_0 = 0 says, so that
-tiny input gates lose nothing. The state handed back is scaled by the recurrence's own m_T (`maximum.py`).
+M scales the state at the chunk's start, and m_t the row. h depends on neither of them. So each is just the maximum of
+the values that it scales, and autograd can treat both as constants. A chunk without earlier tokens has M = -inf,
+although m_0 = 0, so that tiny input gates do not underflow. The returned state is scaled by m_T of the recurrence
+(`maximum.py`).
 
-Float32 inputs are computed in float64: where one token outweighs the others, a gate's gradient is a small difference of
-large terms, and the recurrence, against which this is measured, happens to take it without rounding. Half inputs are
-computed in float32, gates always in float64, since they are 1/d of the bytes. Backward walks the chunks in reverse. It
-is given one state per group of chunks and computes the others and the outputs again.
+Float32 inputs are computed in float64: if one token dominates, a gate's gradient is a small difference of large terms,
+which the recurrence, the reference of the tests, computes without rounding. fp16 and bf16 inputs are computed in
+float32, and gates always in float64, since they are only 1/d of the data. Backward processes the chunks in reverse. It
+gets one saved state per group of chunks, and recomputes the others and the outputs.
 
 Shapes: B batch, H heads, S tokens, K = d_qk, V = d_v, L tokens of a chunk, G groups, W = V + 1 (V for gate="sigmoid").
 """
@@ -36,7 +37,7 @@ CHUNKS_PER_GROUP = 8
 
 
 class Rows(NamedTuple):
-    """Sequences of one length, one per row: inputs as they are given, gates as logarithms in float64, [C_0, n_0]."""
+    """Sequences of equal length, one per row: the inputs, logarithms of the gates in float64, and [C_0, n_0]."""
 
     q_BHSK: Tensor
     k_BHSK: Tensor
@@ -49,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Tokens first to last - 1, their gates in float64, and what scales the states before and after them."""
+    """Tokens first to last - 1, their gates in float64, and the scales of the states before and after them."""
 
     first: int
     last: int
@@ -60,7 +61,7 @@ class _Chunk(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """A chunk's scaled q, its k and [v, 1], and the weights of tokens and of the state before in the state after."""
+    """A chunk's scaled q, its k and [v, 1], and the weights of tokens and of the old state in the new state."""
 
     q_BHLK: Tensor
     k_BHLK: Tensor
@@ -70,7 +71,7 @@ class _Tokens(NamedTuple):
 
 
 class _Output(NamedTuple):
-    """A chunk's rows: weights of its tokens and of the state before it; the former times q . k; h and its divisor."""
+    """A chunk's rows: weights of its tokens and of the old state; the token weights times q . k; h and its divisor."""
 
     inside_BHLL: Tensor
     old_BHL1: Tensor
@@ -81,7 +82,7 @@ class _Output(NamedTuple):
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in another dtype. Past fp16's range its largest number, not infinity: a tiny |q.n| makes gradients of 1e7."""
+    """x in another dtype, clamped to fp16's range instead of infinity: a tiny |q.n| gives gradients of 1e7."""
     return x.clamp(-FP16_MAX, FP16_MAX).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
@@ -111,10 +112,10 @@ def forward_rows(rows: Rows, L: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def backward_rows(
     rows: Rows, states_BHGKW: Tensor, dh_BHSV: Tensor, dC_BHKW: Tensor, L: int
 ) -> tuple[Sequence[Tensor], Tensor, Tensor, Tensor]:
-    """Takes dh and the gradient of the final [C, n] to the inputs, m_T taken for a constant.
+    """Gradients of the inputs from dh and the gradient of the final [C, n], with m_T as a constant.
 
     Returns:
-        gradients of (q, k, v, log i, log f), of [C_0, n_0] and of m_0, and <d[C_T, n_T], [C_T, n_T]> (B, H).
+        Gradients of (q, k, v, log i, log f), of [C_0, n_0] and of m_0, and <d[C_T, n_T], [C_T, n_T]> (B, H).
     """
     chunks = _chunks(rows, L)
     C_end = rows.C0_BHKW
@@ -149,7 +150,7 @@ def _chunks(rows: Rows, L: int) -> list[_Chunk]:
     for first in range(0, S, L):
         last = min(first + L, S)
         log_i_BHL, b_BHL = rows.log_i_BHS[..., first:last], prefix_sums(rows.log_f_BHS[..., first:last])
-        next_M_BH = M_BH  # what the sigmoid gate lets in is never above 1, and needs no scale
+        next_M_BH = M_BH  # with sigmoid gates the weights are at most 1, and need no scale
         if rows.gate == "exp":
             highest_BH = (b_BHL[..., -1:] - b_BHL + log_i_BHL).amax(-1)
             next_M_BH = _finite(torch.maximum(b_BHL[..., -1] + M_BH, highest_BH)).detach()
@@ -195,7 +196,7 @@ def _output(gate: Gate, chunk: _Chunk, tokens: _Tokens, C_BHKW: Tensor) -> _Outp
 
 
 def _normalizer(den_BHL: Tensor, row_m_BHL: Tensor) -> Tensor:
-    # e^{-m} may be infinite, and h is then 0; it may also vanish, and must not divide 0 by 0 where q is 0.
+    # e^{-m} can be infinite, so that h is 0. It can also be 0, which must not give 0 / 0 if q is 0.
     floor_BHL = torch.exp(-row_m_BHL).to(den_BHL.dtype).clamp(min=torch.finfo(den_BHL.dtype).tiny)
     return torch.maximum(den_BHL.abs(), floor_BHL)
 
@@ -203,15 +204,15 @@ def _normalizer(den_BHL: Tensor, row_m_BHL: Tensor) -> Tensor:
 def _chunk_backward(
     rows: Rows, chunk: _Chunk, tokens: _Tokens, C_BHKW: Tensor, dh_BHSV: Tensor, dC_BHKW: Tensor
 ) -> Sequence[Tensor]:
-    """Gradients (q, k, v, log i, log f) of a chunk, and of the state before it, given that of the state after it.
+    """Gradients (q, k, v, log i, log f) of a chunk and of the state before it, from that of the state after it.
 
-    log f_t gets the gradients of all that it scales. That is, with dD_sj the gradient of log w_sj,
-      - pairs within the chunk, j < t <= s: a sum over s >= t of (row sums - column sums) of dD, one and the same tile;
+    log f_t gets the gradients of all values that it scales. With dD_sj the gradient of log w_sj, these are
+      - pairs within the chunk, j < t <= s: a sum over s >= t of (row sums - column sums) of dD of the same tile;
       - rows s >= t that read the state before the chunk;
       - tokens j < t that are written into the state after it;
-      - the state before, as far as it lives on in the state after.
-    None of the last three subtracts, and the first does within L tokens only. One such sum over the whole sequence, of
-    q . dq - k . dk, would cancel over all of it.
+      - the share of the old state in the new state.
+    The last three have no subtraction, and the first only within L tokens. A single sum of q . dq - k . dk over the
+    whole sequence would suffer from cancellation.
     """
     q_BHLK, k_BHLK, v_BHLW, write_BHL1, keep_BH11 = tokens
     out = _output(rows.gate, chunk, tokens, C_BHKW)
@@ -219,7 +220,7 @@ def _chunk_backward(
     if rows.gate == "exp":
         normalizer_BHL = _normalizer(out.den_BHL, out.row_m_BHL)
         dden_BHL = -out.den_BHL.sign() * (dnum_BHLW * out.h_BHLV).sum(-1) / normalizer_BHL
-        # Where the floor e^{-m} is what divides, the normalizer has no gradient.
+        # If the divisor is the floor e^{-m}, the normalizer has no gradient.
         dden_BHL = torch.where(out.den_BHL.abs() > torch.exp(-out.row_m_BHL), dden_BHL, 0.0)
         dnum_BHLW = torch.cat([dnum_BHLW / normalizer_BHL[..., None], dden_BHL[..., None]], -1)
 
@@ -254,10 +255,10 @@ def _product(C_BHKW: Tensor, dC_BHKW: Tensor) -> Tensor:
 
 
 def _final_scale(chunks: list[_Chunk], m_BH: Tensor) -> Tensor:
-    """From the last chunk's scale to m_T's (B, H, 1, 1). Without any past, m_0 = 0 may be above all there was."""
+    """Factor (B, H, 1, 1) from the last chunk's scale to m_T's. Without a past, m_0 = 0 can be the maximum."""
     return torch.exp(chunks[-1].next_M_BH - m_BH)[..., None, None]
 
 
 def _finite(M: Tensor) -> Tensor:
-    """Where all gates are shut there is nothing to scale, and -inf - -inf would be NaN."""
+    """Replaces -inf, the scale if all gates are closed, since -inf - -inf would be NaN."""
     return torch.where(torch.isneginf(M), 0.0, M)

@@ -1,6 +1,6 @@
-"""The chunkwise mLSTM in plain PyTorch, on any device: linear in S, its backward pass by hand (`chunks.py`).
+"""The chunkwise mLSTM in plain PyTorch, on any device: linear in S, with a hand-written backward (`chunks.py`).
 
-Packed sequences are taken one after the other, so each gives the same bits as when it comes alone.
+Packed sequences are processed one after the other, so each is bit-identical to a separate call.
 
 Shapes: B batch, H heads, S tokens, K = d_qk, V = d_v, N packed sequences.
 """
@@ -35,17 +35,17 @@ def forward(
     chunk: int | None,
     gate: Gate,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the outputs, the final state, and what `backward` wants to have kept.
+    """Computes the outputs, the final state, and the tensors saved for `backward`.
 
     Args:
-        q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS: inputs of one dtype; the gates may be in another. Packed, B = 1.
-        C0, n0, m0: the initial state (B, H, ...); packed, N in place of B. None for zeros; n0, m0 for the sigmoid gate.
+        q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS: inputs with equal dtypes; the gates can have another. Packed: B = 1.
+        C0, n0, m0: the initial state (B, H, ...); packed: N instead of B. None for zeros; n0 and m0 also for sigmoid.
         cu_seqlens: offsets (N + 1) of packed sequences, or None.
-        chunk: tokens of a chunk; None for 64.
+        chunk: tokens per chunk; None for 64.
         gate: "exp" or "sigmoid".
 
     Returns:
-        h like v; the final C, n, m in float32 (float64); den and row_m, which are empty here; states.
+        h like v; the final C, n, m in float32 (float64); den and row_m, which are empty here; the saved states.
     """
     L = chunk or DEFAULT_CHUNK
     inputs = q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS, C0, n0, m0
@@ -62,7 +62,7 @@ def forward(
 def empty_saved(
     q_BHSK: Tensor, v_BHSV: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: Gate
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors shaped like the den, row_m and states that `forward` returns, without a look at any data."""
+    """Empty tensors with the shapes of den, row_m and states from `forward`, which do not depend on data."""
     B, H, S, K = q_BHSK.shape
     size = (B, H, _num_groups(S, cu_seqlens, chunk or DEFAULT_CHUNK), K, v_BHSV.shape[-1] + (gate == "exp"))
     return *_nothing(q_BHSK), q_BHSK.new_empty(size, dtype=compute_dtype(q_BHSK.dtype))
@@ -92,12 +92,12 @@ def backward(
     chunk: int | None,
     gate: Gate,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Takes the gradients of the outputs and of the final state (None for zeros) back to all inputs.
+    """Gradients of all inputs from the gradients of the outputs and of the final state (None for zeros).
 
-    Args: the gradients dh, dC, dn, dm, what `forward` took, and what it returned.
+    Args: the gradients dh, dC, dn, dm, the arguments of `forward`, and its results.
 
     Returns:
-        (dq, dk, dv, di, df, dC0, dn0, dm0), each in its input's dtype; those of the initial state also where none was
+        (dq, dk, dv, di, df, dC0, dn0, dm0), each in its input's dtype; those of the initial state also if none was
         given. For the sigmoid gate dn0 and dm0 are zeros.
     """
     L = chunk or DEFAULT_CHUNK
@@ -121,7 +121,7 @@ def backward(
     if gate == "sigmoid":
         di_BHS, dC0, dn0, dm0_NH = dlog_i * torch.sigmoid(-i_BHS.double()), dC0_NHKW, n.new_zeros(n.shape), m.double()
     else:
-        # C_T = e^{-m_T} C~_T, and all above took m_T for a constant.
+        # C_T = e^{-m_T} C~_T, and the code above treats m_T as a constant.
         dm_NH = (0.0 if dm is None else dm.double()) - along_NH
         along_i, along_f, along_m0 = maximum_backward(dm_NH, i_BHS, f_BHS, m0, cu_seqlens)
         di_BHS, df_BHS, dm0_NH = dlog_i + along_i, df_BHS + along_f, dm0_NH + along_m0
@@ -151,12 +151,12 @@ def differentiable(
     chunk: int | None,
     gate: Gate,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward`'s (h, C, n, m), through which autograd goes as often as wanted. Keeps everything for it."""
+    """(h, C, n, m) of `forward`, differentiable to any order by autograd, which saves all intermediate tensors."""
     return forward(q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS, C0, n0, m0, cu_seqlens, chunk, gate)[:4]
 
 
 def _apart(C_NHKW: Tensor) -> tuple[Tensor, Tensor]:
-    # Copies: what an operator returns may not share memory.
+    # Copies, since the results of an operator must not share memory.
     C_NHKV, n_NHK = (
         part.clone(memory_format=torch.contiguous_format) for part in C_NHKW.split([C_NHKW.shape[-1] - 1, 1], -1)
     )
@@ -168,7 +168,7 @@ def _nothing(q_BHSK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_groups(num_tokens: int, cu_seqlens: Tensor | None, L: int) -> int:
-    """Groups of chunks, with a state each; for packed sequences an upper bound, whatever their lengths."""
+    """Number of groups of chunks, each with a saved state; for packed sequences an upper bound for any lengths."""
     tokens = L * CHUNKS_PER_GROUP
     if cu_seqlens is None:
         return (num_tokens + tokens - 1) // tokens
@@ -187,7 +187,7 @@ def _sequences(
     cu_seqlens: Tensor | None,
     gate: Gate,
 ) -> Iterator[tuple[slice, slice, Rows]]:
-    """What is computed together, with its tokens and its rows of the state: all, or each packed sequence."""
+    """The parts that are computed together, with their tokens and rows of the state: all, or each packed sequence."""
     B, H, S, K = q_BHSK.shape
     wide = compute_dtype(q_BHSK.dtype)
     pieces = [(slice(0, S), slice(0, B))]

@@ -1,15 +1,15 @@
-"""The chunkwise mLSTM in Triton: which kernels run, over which grids and buffers, forward and backward.
+"""The chunkwise mLSTM in Triton: the sequence of kernels in forward and backward, their grids and buffers.
 
-Forward:  gates -> states at every chunk's start -> outputs, all chunks at once.
-Backward: gates -> states again, from the few that were kept -> 1 / N and the gradient to den -> gradients to the states
+Forward:  gates -> states at the start of each chunk -> outputs, all chunks at once.
+Backward: gates -> recomputed states, from the saved ones -> 1 / N and the gradient of den -> gradients of the states
           -> dq, and dk with dv, all chunks at once -> di and df.
-Floors of the forward pass, for T tokens and heads in chunks of L, in bf16: 4 d_qk d_v + L (2 d_qk + d_v) operations
-a token; k and v read for the states, q, k, v read and h written for the outputs, and d_qk d_v / L numbers a token
-written and read as states. On an H200 (4.3 TB/s, some 700 TFLOP/s), T = 2^20, d_qk 128, d_v 256, L 128: 0.8 ms by
-memory, 0.3 ms by tensor cores. Backward moves some three times as much: states again, their gradients, and twice q, k,
-v, dh. A longer chunk saves bytes and costs operations.
-Kept for backward besides inputs and output: den, one number a token, and one state a group of chunks. The states of
-single chunks live within one pass only.
+Lower bounds of the forward pass, for T tokens times heads in chunks of L, in bf16: 4 d_qk d_v + L (2 d_qk + d_v)
+operations per token; reads of k and v for the states, reads of q, k, v and writes of h for the outputs, and writes and
+reads of d_qk d_v / L state elements per token. On an H200 (4.3 TB/s, about 700 TFLOP/s), T = 2^20, d_qk 128, d_v 256,
+L 128: 0.8 ms by memory, 0.3 ms by tensor cores. Backward moves about three times as many bytes: states again, their
+gradients, and twice q, k, v, dh. Longer chunks need fewer bytes and more operations.
+Saved for backward besides inputs and output: den, one number per token, and one state per group of chunks. The states
+of single chunks exist within one pass only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.mlstm.ends import along_maximum, carry_over, end_gradients, start_gradients, start_room
+from torchstorm.kernels.mlstm.boundary_states import (
+    copy_state,
+    empty_start_gradients,
+    end_gradients,
+    gradients_along_maximum,
+    start_gradients,
+)
 from torchstorm.kernels.mlstm.launch_triton import Launch, num_kept, rows, state_dtype
 from torchstorm.kernels.mlstm.tiles import Tiles, group_tokens, pick
 
@@ -40,23 +46,23 @@ def forward(
     """The outputs and the final state.
 
     Args:
-        q, k: (B, H, S, d_qk). v: (B, H, S, d_v). i, f: (B, H, S). fp32, fp16 or bf16, all alike.
-        C0, n0, m0: the state at the start, one a sequence; None for an empty one.
-        cu_seqlens: (N + 1) offsets of packed sequences, B = 1 then; None for B sequences of S tokens.
-        chunk: tokens in a chunk at most, a power of two from 16 to 256; None for what the head's size asks.
+        q, k: (B, H, S, d_qk). v: (B, H, S, d_v). i, f: (B, H, S). fp32, fp16 or bf16, all with the same dtype.
+        C0, n0, m0: the initial state, one per sequence; None for an empty one.
+        cu_seqlens: (N + 1) offsets of packed sequences, with B = 1; None for B sequences of S tokens.
+        chunk: maximum tokens per chunk, a power of two from 16 to 256; None chooses by the head's size.
         gate: "exp" or "sigmoid".
-        tiles: launches to use in place of the ones for this head and dtype.
+        tiles: launch parameters instead of the default ones for this head and dtype.
 
     Returns:
-        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; and for backward den (B, H, S) in fp32, without tokens for
-        sigmoid gates; an empty tensor; and the states to start from, flat.
+        h (B, H, S, d_v) in v's dtype; C, n, m in fp32; and for backward den (B, H, S) in fp32, with 0 tokens for
+        sigmoid gates; an empty tensor; and the saved states as a flat tensor.
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or _pick(q, v, cu_seqlens, chunk))
     h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
     den, nothing, states = _empty_saved(q, v, cu_seqlens, gate, launch.group)
     if not launch.num_heads or not launch.num_tokens:
-        carry_over((C, n, m), (C0, n0, m0))
+        copy_state((C, n, m), (C0, n0, m0))
         return h, C, n, m, den, nothing, states
     with torch.cuda.device_of(q):
         launch.gates(m)
@@ -71,7 +77,7 @@ def forward(
 def empty_saved(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors like the den, nothing and states that `forward` returns, not filled."""
+    """Uninitialized tensors like den, the empty tensor and the states from `forward`."""
     return _empty_saved(q, v, cu_seqlens, gate, group_tokens(q.shape[-1], v.shape[-1]))
 
 
@@ -111,21 +117,21 @@ def backward(
     *,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to q, k, v, i, f and the state at the start (None where there was none).
+    """Gradients of q, k, v, i, f and the initial state (None if there was none).
 
     Args:
-        dh, dC, dn, dm: gradients to h and to the final state; None for zeros.
-        the others: as `forward` took and returned them.
+        dh, dC, dn, dm: gradients of h and of the final state; None for zeros.
+        the others: the arguments and results of `forward`.
     """
     launch = Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles or _pick(q, v, cu_seqlens, chunk))
     dh, h = rows(dh), rows(h)
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     end = end_gradients(dC, dn, C, n)
-    own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
-    start = start_room(C0, C, n)
+    own = None if launch.sigmoid else gradients_along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
+    start = empty_start_gradients(C0, C, n)
     if not launch.num_heads or not launch.num_tokens:
         if start is not None:
-            carry_over(start, end or (None, None))
+            copy_state(start, end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)

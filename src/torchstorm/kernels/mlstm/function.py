@@ -2,13 +2,13 @@
 
     C_t = f_t C_{t-1} + i_t k_t v_t^T,    n_t = f_t n_{t-1} + i_t k_t,    h_t = q_t^T C_t / max(|q_t . n_t|, 1)
 
-with f_t = sigmoid(f) and i_t = exp(i), kept in range by m_t = max(log f_t + m_{t-1}, i); or i_t = sigmoid(i), without
-n, m and the division. `reference.py` has it to the letter.
+with f_t = sigmoid(f) and i_t = exp(i), stabilized by m_t = max(log f_t + m_{t-1}, i); or i_t = sigmoid(i), without
+n, m and the division. `reference.py` has the exact definition.
 
-Variants, in order of history: "recurrent", token by token, and "quadratic", all pairs at once, PyTorch under autograd;
-"chunkwise", linear in S, PyTorch with a backward pass by hand. In Triton kernels on a GPU: "triton-quadratic", all
-pairs in tiles, and "triton-quadratic-tensor-cores", the same on tensor cores; "triton-chunkwise". `ladder.py` says what
-each of these taught.
+Variants in historical order: "recurrent", token by token, and "quadratic", all pairs at once, both PyTorch with
+autograd; "chunkwise", linear in S, PyTorch with a hand-written backward. Triton kernels for a GPU: "triton-quadratic",
+all pairs in tiles, and "triton-quadratic-tensor-cores", the same on tensor cores; "triton-chunkwise". `ladder.py`
+describes each of them.
 Source: arXiv 2405.04517 and 2503.14376.
 """
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.op import IMPLEMENTATIONS, mlstm_forward
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, mlstm_reference
+from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.variants import has_triton_for
 
 VARIANTS = ("recurrent", "quadratic", *IMPLEMENTATIONS)
@@ -74,18 +74,18 @@ def mlstm(
     variant: str = "auto",
     gate: Gate = "exp",
 ) -> Tensor | tuple[Tensor, MLSTMState]:
-    """Runs an mLSTM over B sequences, or over packed ones. Deterministic; gradients to all inputs and the state.
+    """Runs an mLSTM over B sequences, or over packed ones. Deterministic; differentiable in all inputs and the state.
 
     Args:
-        q, k: queries, scaled by d_qk^-0.5 within, and keys (B, H, S, d_qk), in float32, float16, bfloat16 or float64.
+        q, k: queries (scaled by d_qk^-0.5 internally) and keys (B, H, S, d_qk), float32, float16, bfloat16 or float64.
         v: values (B, H, S, d_v), of the same dtype. Any strides.
         i, f: gate pre-activations (B, H, S), finite, of the same dtype or float32.
         initial_state: C (B, H, d_qk, d_v), n (B, H, d_qk), m (B, H) before the first token; None for zeros. With
-            gate="sigmoid" only C counts.
-        return_state: also returns the state after the last token, with which `mlstm` or `mlstm_step` goes on.
-        cu_seqlens: offsets (N + 1), int32 or int64, from 0 to S, of N sequences one after the other; B is then 1, and
-            states have N rows in place of B. On a GPU their values are not checked: that would wait for it.
-        chunk: tokens that meet as in attention; None for the variant's own choice.
+            gate="sigmoid" only C is used.
+        return_state: also returns the state after the last token, for a later call of `mlstm` or `mlstm_step`.
+        cu_seqlens: offsets (N + 1), int32 or int64, from 0 to S, of N packed sequences; B must be 1, and states have N
+            rows instead of B. On a GPU their values are not checked, since that would synchronize.
+        chunk: tokens per chunk; None for the variant's default.
         variant: one of `variants("mlstm")`, or "auto": the fastest here.
         gate: "exp" or "sigmoid", the input gate.
 
@@ -93,9 +93,9 @@ def mlstm(
         h (B, H, S, d_v) in v's dtype; with `return_state` (h, state), the state in float32, float64 for float64 inputs.
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit.
-        ConfigError: there is no such variant or gate, or the variant has no chunks of that size.
-        DeviceError: the variant does not run on this device.
+        ShapeError: sizes, dtypes or devices do not match.
+        ConfigError: the variant or gate does not exist, or the variant does not support this chunk size.
+        DeviceError: the variant does not support this device.
     """
     num_rows = _check_sizes(q, k, v, i, f, cu_seqlens)
     check_gate(gate)
@@ -122,15 +122,15 @@ def mlstm(
 
 
 def _check_sizes(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Returns how many rows a state has."""
+    """Returns the number of rows of a state."""
     if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
         raise ShapeError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: an mLSTM takes q, k (B, H, S, d_qk) and v "
-            "(B, H, S, d_v). Of (B, S, H, d), x.transpose(1, 2) makes (B, H, S, d)."
+            "(B, H, S, d_v). For x (B, S, H, d), pass x.transpose(1, 2)."
         )
     if i.shape != q.shape[:3] or f.shape != q.shape[:3]:
         raise ShapeError(
-            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both gates are {tuple(q.shape[:3])}."
+            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both gates must be {tuple(q.shape[:3])}."
         )
     if cu_seqlens is None:
         return q.shape[0]
@@ -158,5 +158,5 @@ def _choose(variant: str, chunk: int | None, q: Tensor) -> str:
     if chunk is not None and (variant not in IMPLEMENTATIONS or "quadratic" in variant):
         raise ConfigError(f"chunk={chunk}, but variant={variant!r} has no chunks: leave it out, or use 'chunkwise'.")
     if chunk is not None and chunk < 1:
-        raise ConfigError(f"chunk={chunk}, but a chunk has at least 1 token; None lets the variant choose.")
+        raise ConfigError(f"chunk={chunk}, but it must be at least 1, or None for the variant's default.")
     return variant

@@ -1,9 +1,9 @@
-"""The gates of the mLSTM: from pre-activations to weights, and the gradient back.
+"""The gates of the mLSTM: weights from pre-activations, and their gradients.
 
-Forward: one program a sequence and head walks it in blocks, in float64 (see spans_triton). Traffic: i, f read; u, M and
-the floor e^-m written, 20 bytes a token and head.
-Backward: one program a chunk and head. The gradient of log f is never one running sum over the sequence, which would
-subtract large numbers: it is put together chunk by chunk of what passes over each token.
+Forward: one program per sequence and head processes it in blocks, in float64 (see spans_triton). Memory traffic: reads
+i, f; writes u, M and the floor e^-m, 20 bytes per token and head.
+Backward: one program per chunk and head. The gradient of log f is not one running sum over the sequence, which would
+subtract large numbers. It is assembled per chunk from the terms that pass over each token.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,11 +1,11 @@
-"""The gradients of the mLSTM's inputs from the states and their gradients; one program a chunk, or one of its tiles.
+"""The gradients of the mLSTM's inputs from the states and their gradients; one program per chunk or tile.
 
 In one chunk, with rows t, columns j <= t and weights w_tj = e^(u_j - M_t), per row N = max(|den|, floor):
     S_tj = q_t.k_j scaled;  G_tj = w_tj (dh_t.v_j + d_den_t) / N_t;  dD_tj = G_tj S_tj
     dq_t = sum_j G_tj k_j + from the state before;  dk_j = sum_t G_tj q_t + from the gradient to the state after
     dv_j = sum_t w_tj S_tj / N_t dh_t + likewise
-dh enters every matrix product as it came, and 1 / N the fp32 weights: dh / N rounded to fp16 would leave its range.
-dk and dv are computed from the transposed tile itself, never from a transposed accumulator.
+Matrix products use dh unscaled, and 1 / N is a factor of the fp32 weights, since dh / N could overflow in fp16.
+dk and dv are computed from the transposed tile itself, not from a transposed accumulator.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,7 +1,7 @@
-"""The ladder of the mLSTM's GPU kernels, in the order in which such kernels were understood.
+"""The development steps of the mLSTM's GPU kernels, in historical order.
 
-Each rung says what it taught and what it costs, for one head of S tokens. The first four are steps on the way, with a
-function each; the others compute the whole mLSTM and are variants of `mlstm`.
+Each step has its lesson and its cost, for one head of S tokens. The first four are intermediate steps, with a function
+each. The others compute the whole mLSTM and are variants of `mlstm`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from torchstorm.kernels.mlstm.reference import mlstm_quadratic, mlstm_recurrent
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder.
+    """One development step.
 
     Attributes:
-        name: of the function here, or of the variant of `mlstm`.
-        taught: what was new.
+        name: name of the function here, or of the variant of `mlstm`.
+        lesson: the new idea.
         costs: time and memory.
-        inputs: what `function` and `reference` take, in order: of q, k, v, i, f as `mlstm` takes them, and k_t, which
-            is k.mT.
-        function: computes it on a GPU.
-        reference: the definition in plain PyTorch, any dtype up to float64, anywhere.
-        has_backward: whether gradients go through `function`.
+        inputs: arguments of `function` and `reference`, in order: q, k, v, i, f of `mlstm`, and k_t for k.mT.
+        function: the implementation for a GPU.
+        reference: the definition in plain PyTorch, for any device and any dtype up to float64.
+        has_backward: whether `function` is differentiable.
     """
 
     name: str
-    taught: str
+    lesson: str
     costs: str
     inputs: tuple[str, ...]
     function: Callable[..., Tensor]
@@ -47,8 +46,8 @@ class Rung:
 def matmul_tiles(a: Tensor, b: Tensor) -> Tensor:
     """A product in tiles.
 
-    Taught: a tile that is read once serves a whole tile of results, so that memory is read d / tile times, not d times.
-    Costs: M N K multiply-adds; as q k^T it leaves an S x S matrix in memory.
+    Lesson: a tile that is read once is used for a whole tile of results, so memory is read d / tile times, not d times.
+    Costs: M N K multiply-adds; as q k^T it stores an S x S matrix in memory.
 
     Args:
         a: (..., M, K), in float32, float16 or bfloat16; multiplied and added in fp32.
@@ -69,8 +68,8 @@ def matmul_tiles(a: Tensor, b: Tensor) -> Tensor:
 def qk_v(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """(q k^T) v, q scaled by d_qk^-0.5.
 
-    Taught: a second product can take its tiles from the first while they are there; S x S is never written.
-    Costs: S^2 (d_qk + d_v) multiply-adds, the first part once for every 64 columns of v; memory S d.
+    Lesson: a second product can use tiles of the first one directly; S x S is never stored.
+    Costs: S^2 (d_qk + d_v) multiply-adds, the first part once per 64 columns of v; memory S d.
 
     Args:
         q, k: (B, H, S, d_qk), in float32, float16 or bfloat16; multiplied and added in fp32.
@@ -88,24 +87,24 @@ def qk_v(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`qk_v`, where a token meets only those up to itself.
+    """`qk_v` with a causal mask.
 
-    Taught: a tile that no row sees need not be visited: half of them.
-    Costs: half of `qk_v`. Takes, returns and raises what that does.
+    Lesson: tiles that are fully masked, half of them, can be skipped.
+    Costs: half of `qk_v`. Arguments, result and errors as in `qk_v`.
     """
     _check(q, k, v)
     return _on_gpu("causal", q, k, v)
 
 
 def gated(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
-    """The mLSTM's outputs from an empty state, with the exponential gate and the normaliser; no gradients.
+    """The mLSTM's outputs from an empty state, with the exponential gate and the normalizer; not differentiable.
 
-    Taught: the gates are a weight for each pair, made from two numbers a token where it is needed; a running maximum
-    keeps it in range, as in FlashAttention; and F, the sum of log f, needs more digits than fp32 has.
-    Costs: `causal`, one exponential a pair, and float64 sums of S gates.
+    Lesson: the gates give each pair a weight, computed on the fly from two numbers per token; a running maximum keeps
+    it in range, as in FlashAttention; and F, the sum of log f, needs more digits than fp32 has.
+    Costs: `causal`, one exponential per pair, and float64 sums of S gates.
 
     Args:
-        q, k, v: as for `qk_v`.
+        q, k, v: as in `qk_v`.
         i, f: gate pre-activations (B, H, S).
 
     Returns:
@@ -118,13 +117,13 @@ def gated(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
     _check(q, k, v)
     if i.shape != q.shape[:3] or f.shape != q.shape[:3]:
         raise ShapeError(
-            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both are {tuple(q.shape[:3])}."
+            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both must be {tuple(q.shape[:3])}."
         )
     return _on_gpu("gated", q, k, v, i, f)
 
 
 def mlstm_ladder() -> tuple[Rung, ...]:
-    """Every rung, from a product in tiles to the chunkwise mLSTM on tensor cores."""
+    """All steps, from a tiled product to the chunkwise mLSTM on tensor cores."""
     return (*_STEPS, *_WHOLE)
 
 
@@ -133,7 +132,7 @@ def _on_gpu(name: str, first: Tensor, *others: Tensor) -> Tensor:
         if x.device != first.device or x.device.type != "cuda":
             raise DeviceError(f"{name} runs on one GPU, but its inputs are on {first.device} and {x.device}.")
     if first.dtype not in (torch.float32, torch.float16, torch.bfloat16) or others[0].dtype != first.dtype:
-        raise ShapeError(f"{name} takes float32, float16 or bfloat16, all alike, not {first.dtype}, {others[0].dtype}.")
+        raise ShapeError(f"{name} takes one dtype of float32, float16, bfloat16, not {first.dtype}, {others[0].dtype}.")
     kernels: Any = import_module("torchstorm.kernels.mlstm.ladder_triton")  # pragma: gpu
     found: Tensor = getattr(kernels, name)(first, *others)  # pragma: gpu
     return found  # pragma: gpu
@@ -142,8 +141,8 @@ def _on_gpu(name: str, first: Tensor, *others: Tensor) -> Tensor:
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3] or v.dtype != q.dtype:
         raise ShapeError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {v.dtype}: q and k are (B, H, S, d_qk), v is "
-            f"(B, H, S, d_v), in {q.dtype} as q is."
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {v.dtype}: q and k must be (B, H, S, d_qk), "
+            f"and v (B, H, S, d_v), in {q.dtype} as q is."
         )
 
 
@@ -154,7 +153,7 @@ def _pairs_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor
 
 
 def _said(function: Any, word: str) -> str:
-    """What the docstring says after "Taught:" or "Costs:", on one line."""
+    """The docstring's text after "Lesson:" or "Costs:", on one line."""
     after = " ".join(str(function.__doc__).partition(f"{word}:")[2].split())
     for stop in (" Costs:", " Args:", " Takes,"):
         after = after.partition(stop)[0]
@@ -164,7 +163,7 @@ def _said(function: Any, word: str) -> str:
 def _step(function: Callable[..., Tensor], inputs: tuple[str, ...], reference: Callable[..., Tensor]) -> Rung:
     return Rung(
         name=str(getattr(function, "__name__", "")),
-        taught=_said(function, "Taught"),
+        lesson=_said(function, "Lesson"),
         costs=_said(function, "Costs"),
         inputs=inputs,
         function=function,
@@ -186,9 +185,9 @@ _STEPS = (
 _WHOLE = (
     Rung(
         name="triton-quadratic",
-        taught="backward makes the tiles again from inputs and one number a row, as FlashAttention-2 does; every "
-        "gradient has one owner, so nothing is atomic; the maximum comes from the gates alone, so a scan has it first",
-        costs="S^2 / 2 (d_qk + d_v) multiply-adds forward, 2.5 times that backward; memory S d and one number a token",
+        lesson="backward recomputes the tiles from the inputs and one number per row, as FlashAttention-2 does; each "
+        "gradient has one owner, so no atomics; the maximum depends only on the gates, so a scan computes it first",
+        costs="S^2 / 2 (d_qk + d_v) multiply-adds forward, 2.5 times that backward; memory S d and a number per token",
         inputs=_ALL,
         function=partial(mlstm, variant="triton-quadratic"),
         reference=partial(_outputs, mlstm_quadratic),
@@ -196,9 +195,9 @@ _WHOLE = (
     ),
     Rung(
         name="triton-quadratic-tensor-cores",
-        taught="the same kernels with half tiles as operands: weights multiply in fp32 and are rounded once, before "
-        "the second product; den sums the rounded ones",
-        costs="the same multiply-adds, where a GPU has most of them; still S^2",
+        lesson="the same kernels with fp16 or bf16 operands: weights are applied in fp32 and rounded once, before "
+        "the second product; den is the sum of the rounded ones",
+        costs="the same multiply-adds, on the GPU's fastest units; still S^2",
         inputs=_ALL,
         function=partial(mlstm, variant="triton-quadratic-tensor-cores"),
         reference=partial(_outputs, mlstm_quadratic),
@@ -206,9 +205,9 @@ _WHOLE = (
     ),
     Rung(
         name="triton-chunkwise",
-        taught="a state of d_qk d_v numbers stands for all tokens before a chunk, so that pairs meet in chunks only; "
-        "few states are kept for backward, the others are made again",
-        costs="S (2 d_qk d_v + chunk (d_qk + d_v) / 2) multiply-adds forward, linear in S; one state a chunk meanwhile",
+        lesson="a state of d_qk d_v numbers replaces all tokens before a chunk: pairs are computed only within chunks; "
+        "few states are saved for backward, the others are recomputed",
+        costs="S (2 d_qk d_v + chunk (d_qk + d_v) / 2) multiply-adds forward, linear in S; a state per chunk",
         inputs=_ALL,
         function=partial(mlstm, variant="triton-chunkwise"),
         reference=partial(_outputs, mlstm_recurrent),

@@ -1,7 +1,7 @@
-"""The first rungs of the mLSTM's ladder, in Triton: what is new in each, and nothing else.
+"""The first development steps of the mLSTM's kernels in Triton, each reduced to its new idea.
 
-A product in tiles; two products without the matrix between them; the same for earlier tokens alone; the same with gates
-and the normaliser. Forward only, on CUDA cores: tiles go to fp32 and are multiplied and added there.
+A tiled product; two products without the intermediate matrix; the same with a causal mask; the same with gates and the
+normalizer. Forward only, on CUDA cores: tiles are converted to fp32 and multiplied there.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -141,12 +141,12 @@ def qk_v(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`qk_v`, but a token meets only those up to itself."""
+    """`qk_v` with a causal mask."""
     return _pairs(q, k, v, None, None, causal=True)
 
 
 def gated(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
-    """The mLSTM's outputs, with gates i, f (B, H, S) and the normaliser, from an empty state."""
+    """The mLSTM's outputs, with gates i, f (B, H, S) and the normalizer, from an empty state."""
     log_f = prefix_sums(F.logsigmoid(f.double()).clamp(min=-1e6))
     return _pairs(q, k, v, (i.double() - log_f) * _LOG2_E, log_f * _LOG2_E, causal=True)
 

@@ -1,4 +1,4 @@
-"""One call of the mLSTM's Triton kernels: sizes, buffers and grids, one method a kernel."""
+"""A call of the mLSTM's Triton kernels: sizes, buffers and grids, with one method per kernel."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.mlstm.ends import States, given_state
+from torchstorm.kernels.mlstm.boundary_states import States, as_states
 from torchstorm.kernels.mlstm.gates_triton import gate_gradients_kernel, gates_kernel
 from torchstorm.kernels.mlstm.gradients_triton import denominator_kernel, k_v_gradients_kernel, q_gradients_kernel
 from torchstorm.kernels.mlstm.outputs_triton import outputs_kernel
@@ -18,11 +18,11 @@ _DENOMINATOR_ROWS = 32
 
 
 class Launch:
-    """What the kernels of one call have in common.
+    """The shared state of one call's kernels.
 
     Attributes:
-        u, frame, floor: what `gates` makes of the gates: u and M in float64, e^-m in fp32, each (B, H, S).
-        inverse, d_den: what `denominator` makes: 1 / N and the gradient to den, fp32 (B, H, S).
+        u, frame, floor: results of `gates`: u and M in float64, e^-m in fp32, each (B, H, S).
+        inverse, d_den: results of `denominator`: 1 / N and the gradient of den, fp32 (B, H, S).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Launch:
         return num_slots(self.B, self.S, self.N if self.packed else None, span)
 
     def slots(self, span: int) -> Tensor | None:
-        """The sequence of each slot; None where it follows from the slot's number."""
+        """The sequence of each slot; None if it follows from the slot's number."""
         if self.cu is None:
             return None
         if span not in self._slots:
@@ -76,19 +76,19 @@ class Launch:
         return self.q.new_empty((self.B, self.H, self.S), dtype=dtype)
 
     def new_state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """C, n and m of every sequence, not filled."""
+        """Uninitialized C, n and m of each sequence."""
         sizes = ((self.DK, self.DV), (self.DK,), ())
         C, n, m = (self.q.new_empty((self.N, self.H, *size), dtype=torch.float32) for size in sizes)
         return C, n, m
 
     def new_chunk_states(self, chunk: int) -> States:
-        """C and n at every chunk, not filled."""
+        """Uninitialized C and n for each chunk."""
         num = self.num_slots(chunk) * self.H
         C = self.q.new_empty((num, self.DK, self.DV), dtype=self.state_dtype)
         return C, self.q.new_empty((num, self.DK), dtype=torch.float32)
 
     def gates(self, m: Tensor | None) -> None:
-        """Fills u, frame and floor; m, where given, with m at each sequence's end."""
+        """Fills u, frame and floor, and m, if given, with m at the end of each sequence."""
         self.u, self.frame = self.per_token(torch.float64), self.per_token(torch.float64)
         self.floor = self.per_token()
         m_T = self.q.new_empty(self.num_heads, dtype=torch.float32) if m is None else m
@@ -98,19 +98,19 @@ class Launch:
         )  # fmt: skip
 
     def states(self, *, start: tuple[Tensor | None, Tensor | None], end: States) -> States:
-        """The states at every chunk; fills end."""
-        return self._walk(self.tiles.states, self.tiles.chunk, given_state(*start), end, by_group=False)
+        """The states at the start of each chunk. Fills `end`."""
+        return self._walk(self.tiles.states, self.tiles.chunk, as_states(*start), end, by_group=False)
 
     def states_again(self, kept: Tensor) -> States:
-        """The states at every chunk of the backward pass, from those at every group."""
+        """Recomputes the states of each chunk in backward, from the saved ones of each group."""
         start = self._of_groups(kept)
         return self._walk(self.tiles.states_backward, self.tiles.chunk_backward, start, None, by_group=True)
 
     def keep(self, chunks: States, kept: Tensor) -> None:
-        """Fills kept with the states at every group of chunks."""
+        """Fills `kept` with the states at each group of chunks."""
         ratio = self.group // self.tiles.chunk
         if not self.sigmoid and self.H * self.DK % 8:
-            kept.zero_()  # a few numbers are there only to fill up
+            kept.zero_()  # a few elements are padding
         at = valid = None
         if self.cu is not None:
             begin, length = self.cu[:-1], self.cu.diff()
@@ -127,17 +127,17 @@ class Launch:
                 out.copy_(x[at].masked_fill(~valid.view(-1, *[1] * (x.dim() - 1)), 0.0))
 
     def _of_groups(self, kept: Tensor) -> States:
-        """C and n of every group, as views of the flat tensor: n is fp32, and not there for sigmoid gates."""
+        """C and n of each group, as views of the flat tensor. n is fp32, and missing for sigmoid gates."""
         num = self.num_slots(self.group)
         size = num * self.H * self.DK * self.DV
         n, C = kept.split([kept.numel() - size, size])
         C = C.view(num, self.H, self.DK, self.DV)
         if self.sigmoid:
-            return C, C  # nobody reads n
+            return C, C  # n is not read
         return C, n.view(torch.float32)[: num * self.H * self.DK].view(num, self.H, self.DK)
 
     def _walk(self, tile: Tile, chunk: int, start: States | None, end: States | None, *, by_group: bool) -> States:
-        """The states at every chunk: whole sequences from `start`, or each group from its own start."""
+        """The states at each chunk: whole sequences from `start`, or each group from its own start."""
         align, strides = strides_of(self.k, self.v)
         chunks = self.new_chunk_states(chunk)
         num_walks = self.num_slots(self.group) if by_group else self.N
@@ -179,7 +179,7 @@ class Launch:
     def state_gradients(
         self, dh: Tensor, before: States, end: States | None, start: States | None
     ) -> tuple[States, Tensor]:
-        """Gradients to the state after every chunk, and what passes over each chunk; fills start."""
+        """Gradients of the state after each chunk, and the terms that pass over each chunk. Fills `start`."""
         tile, chunk = self.tiles.state_gradients, self.tiles.chunk_backward
         align, strides = strides_of(self.q, dh)
         after = self.new_chunk_states(chunk)
@@ -196,7 +196,7 @@ class Launch:
         return after, passing
 
     def q_gradients(self, dh: Tensor, before: States, dq: Tensor) -> Tensor:
-        """Fills dq; returns q . the part of it from the state before, one sheet (B, H, S) a K tile."""
+        """Fills dq. Returns q . its part from the state before, (B, H, S) per K tile."""
         tile, chunk = self.tiles.q_gradients, self.tiles.chunk_backward
         align, strides = strides_of(self.q, self.k, self.v, dh, dq)
         tiles_k = -(-self.DK // tile.block_k)
@@ -212,7 +212,7 @@ class Launch:
         return part
 
     def k_v_gradients(self, dh: Tensor, after: States, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Fills dk and dv; returns what `gate_gradients` needs of them."""
+        """Fills dk and dv. Returns the inputs of `gate_gradients`."""
         tile, chunk = self.tiles.k_v_gradients, self.tiles.chunk_backward
         align, strides = strides_of(self.q, self.k, self.v, dh, dk, dv)
         tile_rows = tile.rows or chunk
@@ -237,7 +237,7 @@ class Launch:
         di: Tensor,
         df: Tensor,
     ) -> None:
-        """Fills di and df; `own` are gradients to i and f along m's own path."""
+        """Fills di and df. `own` are the gradients of i and f through m."""
         chunk = self.tiles.chunk_backward
         own_i, own_f = (None, None) if own is None else (own[0].contiguous(), own[1].contiguous())
         gate_gradients_kernel[(self.num_slots(chunk) * self.H,)](
@@ -252,21 +252,21 @@ class Launch:
 
 
 def num_slots(B: int, S: int, num_packed: int | None, span: int) -> int:
-    """At most how many spans of so many tokens the sequences have, whatever the packed ones' lengths."""
+    """Upper bound for the number of spans of `span` tokens, for any lengths of packed sequences."""
     return B * -(-S // span) if num_packed is None else S // span + num_packed
 
 
 def num_kept(
     B: int, H: int, S: int, num_packed: int | None, group: int, d_qk: int, d_v: int, dtype: torch.dtype, gate: str
 ) -> int:
-    """How many numbers of type `state_dtype` the states kept for the backward pass are."""
+    """Number of elements of type `state_dtype` in the states saved for backward."""
     slots = num_slots(B, S, num_packed, group)
-    num_n = 0 if gate == "sigmoid" else -(-slots * H * d_qk // 8) * 8  # so that C begins at a multiple of 16 bytes
+    num_n = 0 if gate == "sigmoid" else -(-slots * H * d_qk // 8) * 8  # aligns C to 16 bytes
     return slots * H * d_qk * d_v + num_n * (torch.float32.itemsize // state_dtype(dtype).itemsize)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the states at chunks are kept in: bf16 for bf16; fp32 for fp16 too, whose range a sum may leave."""
+    """dtype of the states: bf16 for bf16; fp32 also for fp16, in which sums may overflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -278,8 +278,8 @@ def rows(x: Tensor) -> Tensor:
 def strides_of(*tensors: Tensor) -> tuple[int, list[int]]:
     """The tensors' strides over B, H and S in units of `align` elements: 8 where all are multiples of it, else 1.
 
-    A kernel multiplies them by `align` again and so knows that whole rows can be read 16 bytes at a time, without being
-    compiled anew for other strides.
+    A kernel multiplies them by `align`. So the compiler knows that rows can be read 16 bytes at a time, and other
+    strides need no recompilation.
     """
     strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
     align = 1 if any(stride % 8 for stride in strides) else 8

@@ -2,12 +2,12 @@
 
     m_T = max(m_0 + sum of all log f, max over j of (i_j + sum over t > j of log f_t))
 
-The outputs h do not depend on it, but C_T = e^{-m_T} C~_T and n_T do. What is handed back along m_T's own path,
-dm_T - <dC_T, C_T> - <dn_T, n_T>, goes to whichever of these won: to i_j and every log f after it, or to m_0 and all.
-Where several are equal the latest token wins, as it does in the limit of forget gates just below 1.
+The outputs h do not depend on it, but C_T = e^{-m_T} C~_T and n_T do. The gradient of m_T,
+dm_T - <dC_T, C_T> - <dn_T, n_T>, goes to the term that is the maximum: to i_j and each later log f, or to m_0 and all
+log f. Of equal terms the latest token gets it, as in the limit of forget gates just below 1.
 
-Shapes: gates (B, H, S), m (B, H); packed, B = 1 in the gates and one row per sequence in m. Sums are taken in float64.
-O(S), without a wait for the GPU, and without what PyTorch calls nondeterministic, as floating cumsum on CUDA is.
+Shapes: gates (B, H, S), m (B, H); packed, B = 1 for the gates and one row per sequence in m. Sums are in float64.
+O(S), without synchronization, and without operations that PyTorch calls nondeterministic, such as cumsum on CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 256
 
 
 def final_maximum(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None) -> Tensor:
-    """m_T (B, H) in float64, differentiable as often as wanted; m_0 is 0 where none is given. Not for packed gates."""
+    """m_T (B, H) in float64, differentiable to any order; m_0 is 0 if None. Not for packed gates."""
     won_BH = _winner(log_i_BHS, log_f_BHS, m0_BH, None)
     after_BHS = torch.arange(log_f_BHS.shape[-1], device=won_BH.device) > won_BH[..., None]
     decay_BH = log_f_BHS.double().masked_fill(~after_BHS, 0.0).sum(-1)
@@ -34,7 +34,7 @@ def final_maximum(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None) ->
 def maximum_backward(
     dm_BH: Tensor, i_BHS: Tensor, f_BHS: Tensor, m0_BH: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes a gradient along m_T to the gates' pre-activations and to m_0.
+    """Gradients of the gates' pre-activations and of m_0 through m_T.
 
     Args:
         dm_BH: gradient of m_T (B, H); packed, (N, H).
@@ -58,17 +58,17 @@ def maximum_backward(
 
 
 def _winner(log_i_BHS: Tensor, log_f_BHS: Tensor, m0_BH: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Token (B, H) that m_T comes from, counted from the start of the row; -1 for m_0."""
+    """Index (B, H) of the token with the maximum, counted from the start of the row; -1 for m_0."""
     with torch.no_grad():
         sums_BHS = prefix_sums(log_f_BHS.double())
-        score_BHS = log_i_BHS.double() - sums_BHS  # what comes after j, less what all of the sequence have in common
+        score_BHS = log_i_BHS.double() - sums_BHS  # the term of j, up to a constant per sequence
         token_S = torch.arange(score_BHS.shape[-1], device=score_BHS.device)
         if cu_seqlens is None:
             start_BH = score_BHS.new_zeros(score_BHS.shape[:2]) if m0_BH is None else m0_BH.double()
             best_BH = torch.cat([start_BH[..., None], score_BHS], -1).amax(-1)
             token_BHS = torch.where(score_BHS == best_BH[..., None], token_S, -1)
             return F.pad(token_BHS, (1, 0), value=-1).amax(-1)
-        # One row of sequences, each with its own m_0 and with the sum before its first token.
+        # A row of packed sequences, each with its own m_0 and the sum before its first token.
         before_HS = F.pad(sums_BHS[0], (1, 0))[:, cu_seqlens[:-1].long()]
         best_HN = -before_HS if m0_BH is None else m0_BH.double().t() - before_HS
         row_HS = _sequence_of(token_S, cu_seqlens).expand(score_BHS.shape[1], -1)
@@ -83,7 +83,7 @@ def _sequence_of(token_S: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def prefix_sums(x_BHS: Tensor) -> Tensor:
-    """Inclusive sums along the last dimension, as products with triangles of ones."""
+    """Inclusive prefix sums along the last dimension, as products with triangular matrices of ones."""
     size = x_BHS.shape[-1]
     if size <= _BLOCK:
         return x_BHS @ x_BHS.new_ones(size, size).triu()

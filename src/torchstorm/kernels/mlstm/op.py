@@ -1,9 +1,9 @@
-"""torch.ops.torchstorm.mlstm_forward and mlstm_backward: the mLSTM as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.mlstm_forward and mlstm_backward.
 
-A variant here is a module whose `forward`, `backward` and `empty_saved` take and return what those of `chunkwise` do.
-It is imported when it is first used. Nothing of a shape depends on data, so torch.compile sees both as single nodes.
+A variant is a module with functions `forward`, `backward` and `empty_saved`, with the same arguments and results as in
+`chunkwise`. It is imported at its first use. Shapes do not depend on data, so torch.compile sees both as single nodes.
 
-The backward operator has a gradient too, for gradients of gradients: it goes through `chunkwise.differentiable`.
+The backward operator is differentiable through `chunkwise.differentiable`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm import chunkwise
+from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 
 IMPLEMENTATIONS = {
@@ -26,9 +26,9 @@ IMPLEMENTATIONS = {
     "triton-quadratic-tensor-cores": "torchstorm.kernels.mlstm.quadratic_tensor_cores",
     "triton-chunkwise": "torchstorm.kernels.mlstm.chunkwise_triton",
 }
-# Of the operators' arguments: q, k, v, i, f, C0, n0, m0, and the gradients of h, C, n, m.
+# Numbers of the operators' arguments: q, k, v, i, f, C0, n0, m0, and the gradients of h, C, n, m.
 _NUM_INPUTS = 8
-_FLOP_CHUNK = 64  # tokens of a chunk, where operations are counted
+_FLOP_CHUNK = 64  # tokens per chunk, for counting FLOPs
 _NUM_OUTPUTS = 4
 
 
@@ -47,8 +47,8 @@ def mlstm_forward(
     gate: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m and states, which backward wants."""
-    with without_autocast(q):  # which would round the sums of what runs inside
+    """Outputs h (B, H, S, d_v), the final C, n, m, and den, row_m and states for backward."""
+    with without_autocast(q):  # autocast would round the sums
         outputs = _implementation(variant).forward(q, k, v, i, f, C0, n0, m0, cu_seqlens, chunk, gate)
     h, C, n, m, den, row_m, states = (x.contiguous() for x in outputs)
     return h, C, n, m, den, row_m, states
@@ -103,7 +103,7 @@ def mlstm_backward(
     gate: str,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, i, f, C0, n0, m0; those of an absent initial state are empty."""
+    """Gradients of q, k, v, i, f, C0, n0, m0. Those of a missing initial state are empty."""
     with without_autocast(q):
         grads = _implementation(variant).backward(
             *(dh, dC, dn, dm, q, k, v, i, f, C0, n0, m0, cu_seqlens, h, den, row_m, states, C, n, m, chunk, gate)
@@ -177,7 +177,7 @@ def _backward(
 
 
 def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # The four gradients, the inputs and cu_seqlens. What forward made is a function of these, and computed again.
+    # The four gradients, the inputs and cu_seqlens. The results of forward are recomputed from these.
     ctx.save_for_backward(*inputs[: _NUM_OUTPUTS + _NUM_INPUTS + 1])
     ctx.chunk, ctx.gate = inputs[-3:-1]
     ctx.num_others = len(inputs) - _NUM_OUTPUTS - _NUM_INPUTS
@@ -185,7 +185,7 @@ def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
 
 
 def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Differentiates what `mlstm_backward` computes, through a forward pass that autograd sees."""
+    """Differentiates `mlstm_backward` through a forward pass under autograd."""
     *tensors, cu_seqlens = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -221,7 +221,7 @@ mlstm_backward.register_autograd(_second_backward, setup_context=_keep_for_secon
 
 @register_flop_formula(torch.ops.torchstorm.mlstm_forward)
 def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    """Of the matrix products, chunkwise: pairs within a chunk, and the state's update and use."""
+    """FLOPs of the matrix products, chunkwise: pairs within a chunk, and the state's update and use."""
     return _flops(q, v, pairs=(1, 1), states=2)
 
 
@@ -229,12 +229,12 @@ def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: A
 def _backward_flops(
     dh: Any, dC: Any, dn: Any, dm: Any, q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any
 ) -> int:
-    """Of the states once more, their gradients, and those of q, k and v."""
+    """FLOPs of the recomputed states, their gradients, and those of q, k and v."""
     return _flops(q, v, pairs=(3, 2), states=5)
 
 
 def _flops(q: torch.Size, v: torch.Size, *, pairs: tuple[int, int], states: int) -> int:
-    """Products over d_qk and d_v between the pairs of a chunk, half of which are masked out, and with whole states."""
+    """FLOPs of products over d_qk and d_v for a chunk's pairs, half of which are masked, and with whole states."""
     B, H, S, K = q
     V = v[-1]
     return B * H * S * (_FLOP_CHUNK * (pairs[0] * K + pairs[1] * V) + 2 * states * K * V)

@@ -1,8 +1,9 @@
-"""The outputs of the mLSTM from the states at the chunks' starts; one program a tile of ROWS rows and BLOCK_V columns.
+"""The outputs of the mLSTM from the states at the chunks' starts; one program per tile of ROWS x BLOCK_V.
 
-Within the chunk the program goes as attention does, with the gates for a softmax and M, known beforehand, for the row
-maximum: nothing is rescaled. Weights multiply q.k in fp32, before the product is rounded for the second matrix product.
-Multiply-adds a token: d_qk d_v for the state, d_qk CHUNK for q.k in every V tile, d_v CHUNK for what k carries.
+Within the chunk the algorithm is that of attention, with the gates instead of a softmax. The row maximum M is known
+beforehand, so no rescaling is needed. Weights are multiplied with q.k in fp32, before the product is rounded for the
+second matrix product. Multiply-adds per token: d_qk d_v for the state, d_qk CHUNK for q.k in each V tile, d_v CHUNK for
+the sum over v.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,13 +1,13 @@
-"""The gradients of the quadratic mLSTM, as FlashAttention-2 has them: tiles of weights are made again, none is stored.
+"""The gradients of the quadratic mLSTM, as in FlashAttention-2: tiles of weights are recomputed, not stored.
 
-One kernel keeps rows and goes over earlier tokens for dq, another keeps tokens and goes over later rows for dk and dv:
-every gradient has one owner, so that nothing is added atomically. With G and dD as in gradients_triton. Multiply-adds
-a head: S^2 / 2 (d_v + d_qk) for dq, S^2 / 2 (2 d_qk + 2 d_v) for dk and dv, where one tile holds d.
+One kernel loops over earlier tokens for each tile of rows to compute dq. Another loops over later rows for each tile of
+tokens to compute dk and dv. Every gradient has one owner, so there are no atomics. G and dD are as in gradients_triton.
+Multiply-adds per head: S^2 / 2 (d_v + d_qk) for dq, S^2 / 2 (2 d_qk + 2 d_v) for dk and dv, if one tile holds d.
 
-The gradient of log f at t is the sum of dD over all rows s >= t and columns j < t: a corner of the triangle, another
-one for each t. For a t in block b it is put together of parts none of which is subtracted from another: rows of b with
-earlier blocks, columns of b with later blocks, whole tiles later than b by earlier than b, and b's own tile, the only
-one where row sums meet column sums. `between` holds sums of whole tiles, S^2 / BLOCK^2 numbers a head.
+The gradient of log f at t is the sum of dD over all rows s >= t and columns j < t, a different part of the triangle for
+each t. For a t in block b it is a sum of parts, without subtractions: rows of b with earlier blocks, columns of b with
+later blocks, whole tiles of later rows and earlier columns, and b's own tile, the only one that needs row sums minus
+column sums. `between` holds sums of whole tiles, S^2 / BLOCK^2 numbers per head.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

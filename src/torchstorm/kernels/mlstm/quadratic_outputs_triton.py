@@ -1,8 +1,8 @@
-"""The quadratic mLSTM forward: every row meets every token before it, and no state but the last is made.
+"""The quadratic mLSTM forward: all pairs of rows and earlier tokens, without states except the final one.
 
-As in FlashAttention, one program keeps a tile of rows and goes over the keys, and nothing of size S x S is stored. What
-the mLSTM teaches: its row maximum depends on the gates alone, so that a scan has it beforehand (gates_triton), and the
-loop over keys rescales nothing. Multiply-adds: S^2 / 2 (d_qk V tiles + d_v) a head.
+As in FlashAttention, a program loops over the keys for a tile of rows, and nothing of size S x S is stored. Unlike in a
+softmax, the row maximum depends only on the gates, so a scan computes it beforehand (gates_triton), and the loop over
+keys needs no rescaling. Multiply-adds: S^2 / 2 (d_qk V tiles + d_v) per head.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

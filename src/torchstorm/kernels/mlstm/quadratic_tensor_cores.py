@@ -1,4 +1,4 @@
-"""The quadratic mLSTM of `quadratic_triton`, its products on tensor cores."""
+"""The quadratic mLSTM of `quadratic_triton` with products on tensor cores."""
 
 from functools import partial
 

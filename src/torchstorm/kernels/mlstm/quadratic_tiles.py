@@ -1,4 +1,4 @@
-"""Which tiles, warps and pipeline stages the quadratic Triton kernels of the mLSTM run with."""
+"""Tiles, warps and pipeline stages of the quadratic Triton kernels of the mLSTM."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torchstorm.kernels.mlstm.tiles import Tile, Tiles, tile_size
 
 
 def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: bool) -> Tiles:
-    """The launches for a head of these sizes; `chunk` and `chunk_backward` are the tokens of a block.
+    """Launch parameters for a head of these sizes. `chunk` and `chunk_backward` are the tokens per block.
 
-    In `outputs` and `q_gradients` the wider side is the one that a program keeps in registers, and the other one the
-    step of its inner products; in `k_v_gradients` both are kept, and one program a tile makes the products anew.
+    In `outputs` and `q_gradients` a program keeps the wider side in registers, and the other one is the step of its
+    inner products. In `k_v_gradients` both are kept, and each tile's program recomputes the products.
     """
     k, v = tile_size(d_qk), tile_size(d_v)
     if tensor_cores and dtype == torch.bfloat16:
@@ -22,7 +22,7 @@ def pick_quadratic(d_qk: int, d_v: int, dtype: torch.dtype, *, tensor_cores: boo
             q_gradients=Tile(block_k=min(k, 256), block_v=min(v, 64), num_warps=4 if k <= 64 else 8, num_stages=2),
             k_v_gradients=Tile(block_k=min(k, 64), block_v=min(v, 128), num_warps=8, num_stages=2),
         )
-    # On the CUDA cores, where fp16's weights multiply too: a tile's operands lie in registers.
+    # On CUDA cores, also used for fp16's weights, a tile's operands are in registers.
     small_tile = Tile(block_k=min(k, 32), block_v=min(v, 32), num_warps=4, num_stages=1)
     return _tiles(
         block=32,

@@ -1,11 +1,11 @@
-"""The quadratic mLSTM in Triton, forward and backward: every row meets every token before it, as in FlashAttention-2.
+"""The quadratic mLSTM in Triton, forward and backward: all pairs of rows and earlier tokens, as in FlashAttention-2.
 
-Forward:  gates -> the state at the end, where tokens are summed once -> outputs.
-Backward: gates -> 1 / N and the gradient to den -> the gradient to the state at the start, where there is one -> dq ->
-          dk, dv and sums of dD -> what passes over each block -> di and df.
-Kept for backward besides inputs and output: den, one number a token. No state within the sequence is made, and nothing
-of size S x S is stored. Time grows as S^2: for short sequences, and to see what chunks are worth. With `tensor_cores`
-the same kernels multiply half tiles as they are; without, in fp32 by multiply-add.
+Forward:  gates -> the final state, a sum over tokens -> outputs.
+Backward: gates -> 1 / N and the gradient of den -> the gradient of the initial state, if there is one -> dq ->
+          dk, dv and sums of dD -> sums that pass over each block -> di and df.
+Saved for backward besides inputs and output: den, one number per token. There are no states within the sequence, and
+nothing of size S x S is stored. The time grows as S^2, so it is for short sequences, and for comparison with chunks.
+With `tensor_cores` the kernels multiply fp16 and bf16 tiles on tensor cores; otherwise in fp32 on CUDA cores.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
-from torchstorm.kernels.mlstm.ends import (
+from torchstorm.kernels.mlstm.boundary_states import (
     States,
-    along_maximum,
-    carry_over,
+    as_states,
+    copy_state,
+    empty_start_gradients,
     end_gradients,
-    given_state,
+    gradients_along_maximum,
     start_gradients,
-    start_room,
 )
 from torchstorm.kernels.mlstm.launch_triton import Launch, rows, strides_of
 from torchstorm.kernels.mlstm.quadratic_gradients_triton import (
@@ -38,7 +38,7 @@ _STEP = 128
 
 
 class _Launch(Launch):
-    """One call's kernels; `tiles.chunk` and `tiles.chunk_backward` are tokens of a block."""
+    """The kernels of one call. `tiles.chunk` and `tiles.chunk_backward` are tokens per block."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class _Launch(Launch):
             self.precision = "ieee"
 
     def end_state(self, start: States | None, C: Tensor, n: Tensor) -> None:
-        """Fills C and n, the state at the end."""
+        """Fills C and n, the final state."""
         self._outer_sums(self.k, self.v, self.tiles.chunk, start, C, n, forward=True)
 
     def start_gradients(self, dh: Tensor, end: States | None, dC: Tensor, dn: Tensor) -> None:
-        """Fills dC and dn, the gradient to the state at the start."""
+        """Fills dC and dn, the gradient of the initial state."""
         self._outer_sums(self.q, dh, self.tiles.chunk_backward, end, dC, dn, forward=False)
 
     def _outer_sums(
@@ -102,7 +102,7 @@ class _Launch(Launch):
         grads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         own: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        """Fills dq, dk, dv, di and df; `start` is the state there, `end` the gradient to that, `own` m's own path."""
+        """Fills dq, dk, dv, di and df; `own` are the gradients of i and f through m."""
         dq, dk, dv, di, df = grads
         q_part, start_part = self._q_gradients(dh, start, dq)
         sums, end_part, between = self._k_v_gradients(dh, end, dk, dv)
@@ -113,7 +113,7 @@ class _Launch(Launch):
         self.gate_gradients(sums, q_part, passing, own, di, df)
 
     def _q_gradients(self, dh: Tensor, start: States | None, dq: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Fills dq; returns q . what came from before each block, in sheets, and q . what came from the start."""
+        """Fills dq. Returns q . the parts of dq from before each block, per K tile, and from the initial state."""
         tile, block = self.tiles.q_gradients, self.tiles.chunk_backward
         align, strides = strides_of(self.q, self.k, self.v, dh, dq)
         sheets = -(-self.DK // tile.block_k)
@@ -133,11 +133,13 @@ class _Launch(Launch):
     def _k_v_gradients(
         self, dh: Tensor, end: States | None, dk: Tensor, dv: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None, Tensor]:
-        """Fills dk and dv; returns sums of dD by token, k . what came from the end, and sums of whole tiles."""
+        """Fills dk and dv. Returns sums of dD per token, k . the part of dk from the end, and sums of whole tiles."""
         tile, block = self.tiles.k_v_gradients, self.tiles.chunk_backward
         align, strides = strides_of(self.q, self.k, self.v, dh, dk, dv)
         sheets = max(-(-self.DK // tile.block_k), -(-self.DV // tile.block_v))
-        row_sum = self.q.new_empty((1, self.num_tokens), dtype=torch.float32)  # one sheet, as gate_gradients takes them
+        row_sum = self.q.new_empty(
+            (1, self.num_tokens), dtype=torch.float32
+        )  # with a leading dimension for gate_gradients
         column_sum, k_own, k_part = (self.per_token() for _ in range(3))
         end_part = None if end is None else self.q.new_empty((sheets, self.num_tokens), dtype=torch.float32)
         num_blocks = -(-self.S // block)
@@ -157,7 +159,7 @@ class _Launch(Launch):
         return (row_sum, column_sum, k_own, k_part + from_end.view_as(k_part)), from_end, between
 
     def _carried(self, start: States, end: States) -> Tensor:
-        """<the state at the start as it is at the end, the gradient to that>, float64 (N, H)."""
+        """<the initial state carried to the end, the gradient of the final state>, float64 (N, H)."""
         first = torch.zeros(self.N, self.H, dtype=torch.float64, device=self.q.device)
         if self.m0 is not None:
             first = self.m0.double() / torch.log(torch.tensor(2.0, dtype=torch.float64, device=self.q.device))
@@ -200,26 +202,26 @@ def forward(
     tensor_cores: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs and the final state, as chunkwise_triton's `forward` takes and returns them.
+    """The outputs and the final state, with arguments and results as in chunkwise_triton's `forward`.
 
     Args:
-        tensor_cores: multiplies fp16 and bf16 on tensor cores. fp32, which they would round, is never.
-        tiles: launches to use in place of the ones for this head and dtype.
+        tensor_cores: multiplies fp16 and bf16 on tensor cores. fp32 always uses CUDA cores, without rounding.
+        tiles: launch parameters instead of the default ones for this head and dtype.
 
     Raises:
         ShapeError: float64.
     """
     if q.dtype == torch.float64:
-        raise ShapeError("q is torch.float64, which the Triton kernels do not take: variant='quadratic' does.")
+        raise ShapeError("q is torch.float64, which the Triton kernels do not support: use variant='quadratic'.")
     tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
     launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
     h = v.new_empty(v.shape)
     C, n, m = launch.new_state()
     den, nothing, states = empty_saved(q, v, cu_seqlens, chunk, gate)
     if not launch.num_heads or not launch.num_tokens:
-        carry_over((C, n, m), (C0, n0, m0))
+        copy_state((C, n, m), (C0, n0, m0))
         return h, C, n, m, den, nothing, states
-    start = given_state(C0, n0)
+    start = as_states(C0, n0)
     with torch.cuda.device_of(q):
         launch.gates(m)
         launch.end_state(start, C, n)
@@ -232,7 +234,7 @@ def forward(
 def empty_saved(
     q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None, gate: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors like the den that `forward` returns, not filled, and the two empty ones."""
+    """An uninitialized tensor like den from `forward`, and two empty ones."""
     B, H, S, _ = q.shape
     sizes = (B, H, 0 if gate == "sigmoid" else S), (0,), (0,)
     den, nothing, states = (q.new_empty(size, dtype=torch.float32) for size in sizes)
@@ -266,22 +268,22 @@ def backward(
     tensor_cores: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients to q, k, v, i, f and the state at the start, as chunkwise_triton's `backward` has them."""
+    """Gradients of q, k, v, i, f and the initial state, as in chunkwise_triton's `backward`."""
     tiles = tiles or pick_quadratic(q.shape[-1], v.shape[-1], q.dtype, tensor_cores=tensor_cores)
     launch = _Launch(q, k, v, i, f, m0, cu_seqlens, gate, tiles, tensor_cores=tensor_cores)
     dh, h = rows(dh), rows(h)
     dq, dk, dv, di, df = (x.new_empty(x.shape) for x in (q, k, v, i, f))
     end = end_gradients(dC, None if launch.sigmoid else dn, C, n)
-    own = None if launch.sigmoid else along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
-    start = start_room(C0, C, n)
+    own = None if launch.sigmoid else gradients_along_maximum(end, dm, (C, n, m), i, f, m0, cu_seqlens)
+    start = empty_start_gradients(C0, C, n)
     if not launch.num_heads or not launch.num_tokens:
         if start is not None:
-            carry_over(start, end or (None, None))
+            copy_state(start, end or (None, None))
     else:
         with torch.cuda.device_of(q):
             launch.gates(None)
             launch.denominator(h, dh, den)
             if start is not None:
                 launch.start_gradients(dh, end, *start)
-            launch.gradients(dh, given_state(C0, n0), end, (dq, dk, dv, di, df), own)
+            launch.gradients(dh, as_states(C0, n0), end, (dq, dk, dv, di, df), own)
     return dq, dk, dv, di, df, *start_gradients(start, (C0, n0, m0), own, sigmoid=launch.sigmoid)

@@ -1,10 +1,10 @@
 """The mLSTM by definition: the recurrence, and the quadratic (parallel) form, in plain PyTorch.
 
-Each computes in the dtype that it is given, so that float64 inputs give the truth to measure against, and half inputs
-the yardstick of what that dtype is good for. Autograd goes through both, as often as wanted.
+Both compute in the dtype of their inputs: float64 gives reference results, and lower precision the error to expect of
+that dtype. Both are differentiable to any order.
 
     m_t = max(log f_t + m_{t-1}, log i_t)
-    C_t = e^{log f_t + m_{t-1} - m_t} C_{t-1} + e^{log i_t - m_t} k_t v_t^T,    n_t alike with k_t
+    C_t = e^{log f_t + m_{t-1} - m_t} C_{t-1} + e^{log i_t - m_t} k_t v_t^T,    n_t likewise with k_t
     h_t = q_t^T C_t / max(|q_t . n_t|, e^{-m_t}),    q scaled by d_qk^-0.5
 
 with log f = logsigmoid(f) and, for gate="exp", log i = i. For gate="sigmoid", log i = logsigmoid(i), h = q^T C, and n
@@ -29,9 +29,9 @@ Gate = Literal["exp", "sigmoid"]
 
 
 class MLSTMState(NamedTuple):
-    """What an mLSTM remembers: C (B, H, d_qk, d_v), n (B, H, d_qk) and m (B, H).
+    """The state of an mLSTM: C (B, H, d_qk, d_v), n (B, H, d_qk) and m (B, H).
 
-    What is meant is e^m C and e^m n. Packed sequences have one row each in place of B. For gate="sigmoid", n = m = 0.
+    The unscaled state is e^m C and e^m n. Packed sequences: one row each instead of B. With gate="sigmoid", n = m = 0.
     """
 
     C: Tensor
@@ -49,7 +49,7 @@ def zero_state(q_BHSK: Tensor, v_BHSV: Tensor, dtype: torch.dtype) -> MLSTMState
 def advance(
     q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, i_BH: Tensor, f_BH: Tensor, state: MLSTMState, gate: Gate
 ) -> tuple[Tensor, MLSTMState]:
-    """One token of the recurrence, all in one dtype. Returns (h (B, H, V), the next state)."""
+    """One step of the recurrence, all in one dtype. Returns (h (B, H, V), the next state)."""
     q_BHK = q_BHK * q_BHK.shape[-1] ** -0.5
     log_f_BH = F.logsigmoid(f_BH)
     if gate == "sigmoid":
@@ -104,7 +104,7 @@ def mlstm_quadratic(
     *,
     gate: Gate = "exp",
 ) -> tuple[Tensor, MLSTMState]:
-    """The parallel form: every pair of tokens at once, O(S^2). Takes and returns what `mlstm_recurrent` does."""
+    """The parallel form: all pairs of tokens at once, O(S^2). Arguments and results as in `mlstm_recurrent`."""
     S, K = q_BHSK.shape[2:]
     state = _start(initial_state, q_BHSK, v_BHSV, gate)
     if S == 0:
@@ -144,7 +144,7 @@ def mlstm_reference(
     gate: Gate = "exp",
     form: Literal["recurrent", "quadratic"] = "recurrent",
 ) -> tuple[Tensor, MLSTMState]:
-    """`mlstm_recurrent` or `mlstm_quadratic`, of packed sequences too: B = 1, offsets (N + 1), states with N rows."""
+    """`mlstm_recurrent` or `mlstm_quadratic`, also for packed sequences: B = 1, offsets (N + 1), states with N rows."""
     compute = mlstm_recurrent if form == "recurrent" else mlstm_quadratic
     if cu_seqlens is None:
         return compute(q_BHSK, k_BHSK, v_BHSV, i_BHS, f_BHS, initial_state, gate=gate)
@@ -159,12 +159,12 @@ def mlstm_reference(
 
 
 def packed_offsets(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
-    """The offsets as numbers. Raises ShapeError where they do not go from 0 to `num_tokens` without a step back."""
+    """The offsets as a list. Raises ShapeError unless they increase from 0 to `num_tokens`."""
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] != num_tokens or any(a > b for a, b in pairwise(offsets)):
         raise ShapeError(
             f"cu_seqlens={offsets if len(offsets) <= 8 else [*offsets[:7], '...', offsets[-1]]} of {num_tokens} packed "
-            f"tokens: it must start at 0, never fall, and end at {num_tokens}."
+            f"tokens: it must start at 0, never decrease, and end at {num_tokens}."
         )
     return offsets
 
@@ -182,7 +182,7 @@ def _scaled(gate_BH: Tensor, C_BHKV: Tensor) -> Tensor:
 
 
 def _normalizer(den: Tensor, m: Tensor) -> Tensor:
-    # Where e^{-m} vanishes, 0 is not divided by 0.
+    # Avoids 0 / 0 if e^{-m} underflows.
     return torch.maximum(den.abs(), torch.exp(-m).clamp(min=torch.finfo(den.dtype).tiny))
 
 

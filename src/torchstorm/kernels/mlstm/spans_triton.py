@@ -1,14 +1,14 @@
-"""Where a program's tokens lie: the parts that every Triton kernel of the mLSTM shares.
+"""Functions shared by all Triton kernels of the mLSTM: the tokens of a program, and weights.
 
-A sequence is a row of the batch, or a stretch [cu[n], cu[n+1]) of one packed row. It is cut into spans of SPAN tokens
-(chunks, or groups of chunks), and each span has a slot. Sequence n's first slot is n * cdiv(S, SPAN), or where packed
-cu[n] // SPAN + n: always room enough for its spans, so that the host can bound the number of slots by S // SPAN + N
-without reading cu. Some slots then hold no span; their start lies at or past the sequence's end.
+A sequence is a row of the batch, or a range [cu[n], cu[n+1]) of one packed row. It is split into spans of SPAN tokens
+(chunks, or groups of chunks), and each span has a slot. Sequence n's first slot is n * cdiv(S, SPAN), or for packed
+sequences cu[n] // SPAN + n. That leaves enough slots for its spans, so the host can bound the number of slots by
+S // SPAN + N without reading cu. Some slots have no span; their start is at or after the sequence's end.
 
-The gates live in one frame for a whole sequence. With F the running sum of log f: u = i - F and M = max(m_0, running
-max of u), so that m = F + M, the weight of token j at row t is e^(u_j - M_t), and that of a state before token s is
-e^(M_{s-1} - M_t). F grows with the sequence, so u and M are float64, in units of ln 2; a tile of weights takes their
-difference in two fp32 parts, exact where it matters, which costs three additions beside one exponential.
+All gates of a sequence have a common reference. With F the running sum of log f: u = i - F and M = max(m_0, running max
+of u), so m = F + M, the weight of token j at row t is e^(u_j - M_t), and that of a state before token s is
+e^(M_{s-1} - M_t). F grows with the sequence, so u and M are float64, in units of ln 2. A tile of weights computes their
+difference from two fp32 parts, accurately enough, with three additions besides one exponential.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,8 +1,9 @@
-"""The states of the mLSTM and their gradients: two walks over the chunks of a sequence.
+"""The states of the mLSTM and their gradients: two loops over the chunks of a sequence.
 
-A program keeps one (BLOCK_K, BLOCK_V) tile of C in fp32 registers, and n beside it, and walks the chunks; what it
-writes at each chunk is what the parallel kernels read. Traffic of a walk: k and v (or q and dh) once a tile of the
-other dimension, mostly from L2; one state a chunk written, d_qk d_v / CHUNK numbers a token.
+A program keeps one (BLOCK_K, BLOCK_V) tile of C in fp32 registers, together with n, and loops over the chunks. It
+writes the state at each chunk, which the parallel kernels read. Memory traffic of a loop: reads of k and v (or q and
+dh) once per tile of the other dimension, mostly from L2; one state written per chunk, d_qk d_v / CHUNK numbers per
+token.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

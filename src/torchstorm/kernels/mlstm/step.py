@@ -1,14 +1,14 @@
-"""The mLSTM one token at a time, for generation: the state that a prefill left goes in, the next one comes out."""
+"""The mLSTM one token at a time, for generation: maps a state and a token to an output and the next state."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from torchstorm.errors import ShapeError
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm.checks import check_gate, check_state, check_together
 from torchstorm.kernels.mlstm.reference import Gate, MLSTMState, advance, zero_state
+from torchstorm.kernels.pytorch_fallback import without_autocast
 
 
 def mlstm_step(
@@ -21,7 +21,7 @@ def mlstm_step(
     *,
     gate: Gate = "exp",
 ) -> tuple[Tensor, MLSTMState]:
-    """Takes one token, as `mlstm` takes a sequence of one, and goes on exactly where that one left off.
+    """Processes one token, as `mlstm` with a sequence of length 1, and continues from a state of `mlstm`.
 
     Args:
         q, k: query and key (B, H, d_qk), in float32, float16, bfloat16 or float64.
@@ -35,17 +35,17 @@ def mlstm_step(
         (h (B, H, d_v) in v's dtype, the next state in float32, or float64 for float64 inputs), both new tensors.
 
     Raises:
-        ShapeError: sizes, dtypes or devices do not fit.
-        ConfigError: there is no such gate.
+        ShapeError: sizes, dtypes or devices do not match.
+        ConfigError: the gate does not exist.
     """
     if q.dim() != 3 or v.dim() != 3 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ShapeError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: one token is q, k (B, H, d_qk) and v "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: one token needs q, k (B, H, d_qk) and v "
             "(B, H, d_v). For sequences call mlstm."
         )
     if i.shape != q.shape[:2] or f.shape != q.shape[:2]:
         raise ShapeError(
-            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both gates are {tuple(q.shape[:2])}."
+            f"i {tuple(i.shape)}, f {tuple(f.shape)}: with q {tuple(q.shape)} both gates must be {tuple(q.shape[:2])}."
         )
     check_gate(gate)
     check_together(q, k, v, i, f)

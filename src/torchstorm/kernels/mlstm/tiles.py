@@ -1,4 +1,4 @@
-"""Which tiles, warps and pipeline stages each Triton kernel of the mLSTM runs with."""
+"""Tiles, warps and pipeline stages of the Triton kernels of the mLSTM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One kernel's launch.
+    """Launch parameters of one kernel.
 
     Attributes:
         block_k, block_v: tile sizes along d_qk and d_v; powers of two from 16.
-        rows: tokens of a chunk that a program of outputs, q_gradients or k_v_gradients has; 0 for all.
-        num_warps, num_stages: as Triton means them.
-        most_registers: a thread's; fewer let more programs run side by side. 0 for as many as it takes.
+        rows: tokens of a chunk per program of outputs, q_gradients or k_v_gradients; 0 for all.
+        num_warps, num_stages: Triton's launch options.
+        most_registers: maximum registers per thread; fewer let more programs run at once. 0 for no limit.
     """
 
     block_k: int
@@ -28,18 +28,18 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """As a launch takes them."""
+        """The launch options as a dictionary."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.most_registers or None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """All launches for one head size and dtype.
+    """Launch parameters of all kernels for one head size and dtype.
 
     Attributes:
-        group: tokens from one state kept for the backward pass to the next; whole chunks.
-        chunk, chunk_backward: tokens from one stored state to the next, powers of two. The backward pass computes its
-            own states, so that its chunk need not be the forward pass's.
+        group: tokens between two states saved for backward; a multiple of the chunk.
+        chunk, chunk_backward: tokens between two states within a pass, powers of two. Backward recomputes states, so
+            its chunk can differ from forward's.
     """
 
     group: int
@@ -53,19 +53,19 @@ class Tiles:
     k_v_gradients: Tile
 
 
-_ENOUGH_PROGRAMS = 96  # walks under way at once that fill a large GPU
+_ENOUGH_PROGRAMS = 96  # programs of the states' kernel that fill a large GPU
 
 
 def group_tokens(d_qk: int, d_v: int) -> int:
-    """Tokens from one state kept for the backward pass to the next: some 5 % of the inputs' bytes in bf16."""
+    """Tokens between two states saved for backward: their size is about 5 % of the inputs' in bf16."""
     return 1024 if d_qk * d_v <= 128 * 256 else 4096
 
 
 def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None, num_walks: int) -> Tiles:
-    """The launches for a head of these sizes.
+    """Launch parameters for a head of these sizes.
 
-    chunk: what the caller named: taken down to a power of two from 16 to 256, and for fp32 and fp16 to what fits.
-    num_walks: sequences times heads. The tiles are of one of two sets by it, and do not otherwise depend on it.
+    chunk: the caller's choice; rounded down to a power of two from 16 to 256, and for fp32 and fp16 to what fits.
+    num_walks: number of sequences times heads. It selects one of two sets of tiles.
     """
     if chunk is not None:
         chunk = min(256, max(16, 1 << (chunk.bit_length() - 1)))
@@ -94,15 +94,15 @@ def pick(d_qk: int, d_v: int, dtype: torch.dtype, chunk: int | None, num_walks: 
 
 
 def _is_hopper() -> bool:
-    """Whether kernels are compiled for sm_90. Triton's interpreter, which has no GPU, runs what an H200 would."""
+    """Whether kernels are compiled for sm_90. True in Triton's interpreter, so that it uses an H200's tiles."""
     return bool(triton.knobs.runtime.interpret or triton.runtime.driver.active.get_current_target().arch == 90)
 
 
 def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
-    """What was fastest on an H200, of the tiles that hardly spill."""
+    """The fastest tiles on an H200 among those that hardly spill registers."""
     if max(k, v) == 64:
         tile = Tile(block_k=64, block_v=64, num_stages=3)
-        # Three programs side by side on a multiprocessor, where one alone waits for memory most of its time.
+        # Three programs per multiprocessor, since a single one mostly waits for memory.
         rows = replace(tile, rows=64, most_registers=168)
         return Tiles(
             group=group,
@@ -115,7 +115,7 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
             q_gradients=rows,
             k_v_gradients=replace(rows, num_stages=2),
         )
-    # A walk is one program a tile: with few of them, large tiles leave most of the GPU idle.
+    # The states' kernel has one program per tile: with few sequences and heads, large tiles leave the GPU mostly idle.
     walk = Tile(block_k=k if k <= 128 else 64, block_v=min(v, 256), num_warps=8)
     long = k > 128
     back = walk
@@ -129,7 +129,7 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
         chunk=128,
         chunk_backward=128 if long else 64,
         states=walk,
-        # With 4 warps and more than two rounds along d_qk, Triton 3.6 makes it other bits from run to run.
+        # With 4 warps and more than two iterations along d_qk, Triton 3.6's results differ from run to run.
         outputs=Tile(block_k=64, block_v=min(v, 128), rows=64, num_warps=8 if long else 4, num_stages=3),
         states_backward=walk,
         state_gradients=back,
@@ -139,7 +139,7 @@ def _tuned(k: int, v: int, group: int, num_walks: int) -> Tiles:
 
 
 def _of_chunk(k: int, v: int, group: int, chunk: int) -> Tiles:
-    """For a chunk that the caller names, for other GPUs, and for keys far wider than values: nothing spills."""
+    """Tiles without register spills: for a chunk size of the caller, other GPUs, and keys much wider than values."""
     wide = v > 64
     back = min(chunk, 128 if wide else 64)
     walk = Tile(block_k=64, block_v=min(v, 128), num_warps=8 if wide else 4, num_stages=3 if wide else 2)

@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm backward in Triton: dx and dw apart, or "persistent", both at once; see `function.py`.
+"""LayerNorm and RMSNorm backward in Triton: dx and dw separately, or "persistent", both at once; see `function.py`.
 
 x, dy, dx (M, N) with contiguous columns, x and dy with any stride of rows; weight (N,) or None; mean, rstd (M,) in
-fp32. parts_w, parts_b (P, N) in fp32 are sums over the rows of each of P programs or spans; None where not wanted.
-Imported only where a GPU (or Triton's interpreter) is at work.
+fp32. parts_w, parts_b (P, N) in fp32 are sums over the rows of each of P programs or spans; None if not required.
+Imported only with a GPU or Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -3,9 +3,9 @@
 x, y (M, N) with contiguous columns, x with any stride of rows; weight, bias (N,) or None; mean, rstd (M,) in fp32. A
 tile is (ROWS, BLOCK), computed in fp32. CENTRED for LayerNorm; RMSNorm writes no mean.
 
-A mean in fp32 is off by a rounding, which is much where rows are constant or far from 0. So the variance is that of
-what is left of x without the mean, and the mean of what is left, `rest`, is taken off as well.
-Imported only where a GPU (or Triton's interpreter) is at work.
+The rounding error of a mean in fp32 is large relative to the spread if rows are constant or far from 0. So the variance
+is that of x - mean, and the mean of x - mean, `rest`, is subtracted, too.
+Imported only with a GPU or Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -1,4 +1,4 @@
-"""Launches of the norms' kernels: tiles, grids, and which variant is the fastest for rows of a length."""
+"""Launches of the norms' kernels: tiles, grids, and the fastest variant for a row length."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from torchstorm.kernels.rows import (
 
 _CHUNK_BYTES = 8 << 20
 _COLUMN_TILE = Tile(block=128, rows=32, num_warps=8, per_sm=8)
-_LEAST_BLOCK, _MOST_BLOCK = 2048, 8192  # of "fused" forward
-_TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # of 1056 parts, 5 reads one after the other
+_LEAST_BLOCK, _MOST_BLOCK = 2048, 8192  # columns per tile of "fused" forward
+_TOTAL_TILE = Tile(block=16, rows=256, num_warps=8)  # for 1056 parts: 5 reads in sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,12 @@ class SplitTile:
     """How "split" divides (M, N).
 
     Attributes:
-        chunk: rows that both phases go over before the next ones, a multiple of `rows`.
-        lag: how many chunks the second phase is behind.
+        chunk: rows that both phases process before the next ones, a multiple of `rows`.
+        lag: number of chunks between the two phases.
         block: columns of a tile of phase 1, which has one row.
-        rows, columns: of a tile of phase 2.
-        num_warps: of a program.
-        stages: tiles of phase 2 that are on their way at once.
+        rows, columns: size of a tile of phase 2.
+        num_warps: warps per program.
+        stages: tiles of phase 2 in flight.
     """
 
     chunk: int
@@ -57,9 +57,9 @@ class SplitTile:
 
 
 def fastest(x: Tensor, *, centred: bool, backward: bool) -> str:
-    """The variant that "auto" means for the rows of x on a GPU."""
+    """The variant that "auto" uses for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
-    # Of rows that a Triton program is as fast for.
+    # Row lengths for which a Triton kernel is as fast.
     most_kib = (8 if centred else 2) if backward else 64
     if N * dtype.itemsize > most_kib << 10 and holds("cluster", N, dtype) and clusters.has_clusters(x):
         return "cluster"
@@ -90,7 +90,7 @@ def forward_tile(variant: str, x_MN: Tensor, *, centred: bool) -> Tile:
 
 
 def _fused_tile(N: int, itemsize: int, centred: bool) -> Tile:
-    """Of forward; a thread has at least 16 bytes of a tile. The more registers, the fewer warps."""
+    """Tile of "fused" forward. A thread has at least 16 bytes of a tile. More registers need fewer warps."""
     row_bytes = power_of_two(N) * itemsize
     num_warps = row_bytes >> 11
     if not centred or itemsize == 4:
@@ -118,13 +118,13 @@ def backward_tile(variant: str, x_MN: Tensor) -> Tile:
     rows = 2 if block == 1024 else max(1, 1024 // max(block, 32))
     num_warps = max(2, min(16, rows * block // 512))
     stages = 2 if block * x_MN.dtype.itemsize > 16 << 10 else 3
-    # Fewer than fit, where those already ask memory for all that it can bring.
+    # Fewer programs than fit, if they already saturate the memory bandwidth.
     per_sm = {2: 6, 4: 3}.get(num_warps, max(1, 16 // num_warps))
     return Tile(block=block, rows=rows, num_warps=num_warps, per_sm=per_sm, stages=stages)
 
 
 def split_tile(x_MN: Tensor) -> SplitTile:
-    """How "split" divides rows: chunks of 8 MB of x and dy: a small part of L2, and still few partial sums."""
+    """How "split" divides rows: chunks of 8 MB of x and dy are a small part of L2 and still have few partial sums."""
     row_bytes = 2 * x_MN.shape[1] * x_MN.dtype.itemsize
     chunk = max(16, min(1024, power_of_two(_CHUNK_BYTES // row_bytes)))
     return SplitTile(chunk=chunk, block=min(8192, power_of_two(x_MN.shape[1])))
@@ -141,7 +141,7 @@ def forward(
     *,
     keep: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and rstd, of x that is not empty; the latter are not filled where they are not to be kept."""
+    """y, mean and rstd of a non-empty x. mean and rstd are filled only if they are saved."""
     x_MN, y = as_rows(x), x.new_empty(x.shape)
     M, N = x_MN.shape
     variant = "online" if variant == "split" else variant
@@ -175,7 +175,7 @@ def backward(
     variant: str,
     tile: Tile | SplitTile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias, of x that is not empty."""
+    """dx, dweight and dbias of a non-empty x."""
     dy_MN, x_MN, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
     given = dy_MN, x_MN, _vector(weight), dx, mean, rstd
     needed = needs_weight, needs_bias
@@ -236,7 +236,7 @@ def _columns(
     *,
     in_spans: bool,
 ) -> Parts:
-    """The first stage of dw and db by itself."""
+    """The first stage of dw and db, as a separate kernel."""
     if not any(needed):
         return None, None
     (M, N), tile = x_MN.shape, _COLUMN_TILE
@@ -276,7 +276,7 @@ def _split(
 
 
 def _new_parts(num: int, x_MN: Tensor, needed: tuple[bool, bool]) -> Parts:
-    """Partial sums of dw and db (num, N), not filled; None where they are not wanted."""
+    """Uninitialized partial sums of dw and db (num, N); None if not required."""
     w, b = (x_MN.new_empty((num, x_MN.shape[1]), dtype=torch.float32) if each else None for each in needed)
     return w, b
 
@@ -284,7 +284,7 @@ def _new_parts(num: int, x_MN: Tensor, needed: tuple[bool, bool]) -> Parts:
 def _totals(
     parts_w: Tensor | None, parts_b: Tensor | None, x_MN: Tensor, needed: tuple[bool, bool], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The second stage: dw and db, empty where they are not wanted."""
+    """The second stage: dw and db; empty if not required."""
     N, tile = x_MN.shape[1], _TOTAL_TILE
     dw, db = (x_MN.new_empty((N if each else 0,), dtype=dtype) for each in needed)
     given = [(parts, total) for parts, total in ((parts_w, dw), (parts_b, db)) if parts is not None]

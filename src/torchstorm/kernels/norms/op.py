@@ -1,7 +1,7 @@
-"""torch.ops.torchstorm.norm_forward and norm_backward: LayerNorm (centred) and RMSNorm (not) as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.norm_forward and norm_backward, for LayerNorm (centred) and RMSNorm.
 
-"auto" is resolved within, where sizes are numbers, so that torch.compile makes no program anew for other sizes.
-The backward operator has a gradient too, through PyTorch's own operations.
+"auto" is resolved inside the operator, where sizes are numbers, so torch.compile does not recompile for other sizes.
+The backward operator is differentiable through PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.directly import without_autocast
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.norms.reference import gradients, norm_gradients, statistics
+from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.variants import has_triton_for
 
@@ -22,9 +22,9 @@ from torchstorm.kernels.variants import has_triton_for
 def norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y (..., N) in x's dtype, mean (M,) and rstd (M,) in fp32 or fp64: for backward, so empty where `keep` is false.
+    """y (..., N) in x's dtype; mean (M,) and rstd (M,) in fp32 or fp64 for backward, empty if not `keep`.
 
-    The mean is empty unless centred, too.
+    The mean is also empty unless centred.
     """
     chosen = _resolve(variant, x, centred, backward=False)
     with without_autocast(x):
@@ -64,7 +64,7 @@ def norm_backward(
     dtype: torch.dtype,
     variant: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx (..., N) in x's dtype, dweight and dbias (N,) in `dtype`; those that are not needed are empty."""
+    """dx (..., N) in x's dtype, dweight and dbias (N,) in `dtype`. Those not required are empty."""
     chosen = _resolve(variant, x, centred, backward=True)
     needs_weight = needs_weight and weight is not None
     with without_autocast(x):
@@ -102,7 +102,7 @@ def _(
 
 
 def num_rows(x: Tensor) -> int:
-    """Of all leading dimensions."""
+    """Number of rows: the product of all leading dimensions."""
     M = 1
     for size in x.shape[:-1]:
         M = M * size
@@ -110,7 +110,7 @@ def num_rows(x: Tensor) -> int:
 
 
 def wide_empty(x: Tensor, size: int) -> Tensor:
-    """A vector in fp32, fp64 for fp64, not filled."""
+    """An uninitialized vector in fp32, or fp64 for fp64."""
     return x.new_empty((size,), dtype=wide(x.dtype))
 
 
@@ -134,7 +134,7 @@ def _torch_forward(
         x_hat, _, rstd = statistics(x.to(wide(x.dtype)), eps, centred=False)
         y = x_hat if weight is None else x_hat * weight
         return y.to(x.dtype).contiguous(), wide_empty(x, 0), rstd.reshape(M)
-    # PyTorch rounds a mean to fp16 or bf16 on a CPU, and takes no weight in fp32 beside such an x on a GPU.
+    # On a CPU PyTorch rounds means to fp16 or bf16, and on a GPU it does not support an fp32 weight with such an x.
     inner = _inner_dtype(x, weight, bias)
     weight, bias = (None if p is None else p.to(inner) for p in (weight, bias))
     y, mean, rstd = torch.native_layer_norm(x.to(inner), [N], weight, bias, eps)
@@ -204,7 +204,7 @@ def _keep_for_second_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
 def _second_backward(
     ctx: Any, ddx: Tensor | None, ddweight: Tensor | None, ddbias: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Differentiates what `norm_backward` computes, with statistics that autograd sees."""
+    """Differentiates `norm_backward`, with statistics computed under autograd."""
     tensors = ctx.saved_tensors
     further = torch.is_grad_enabled()
     with torch.enable_grad(), without_autocast(tensors[0]):

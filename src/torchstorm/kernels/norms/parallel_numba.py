@@ -1,7 +1,8 @@
-"""LayerNorm and RMSNorm on CPU cores, by numba: a row's passes find it in the cache of the core that has it.
+"""LayerNorm and RMSNorm on CPU cores, with numba: the passes over a row read it from the core's cache.
 
-Sums in float64. dw and db in two stages: sums over spans of rows, whose number depends on no thread, then over spans.
-Compiled when first used, in seconds.
+Sums in float64. dw and db in two stages: sums over spans of rows, whose number does not depend on threads, then over
+spans.
+Compiled at the first use, which takes seconds.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torchstorm.kernels.rows import as_rows
 
-# Sums in any order, so that they go eight at a time; NaN and infinity as they are.
+# Allows reordered sums, for vector instructions; NaN and infinity are preserved.
 _FAST = {"reassoc", "contract"}
 _SPANS = 64
 
@@ -70,7 +71,7 @@ def _backward_rows(dy_MN, x_MN, w_N, mean_M, rstd_M, centred, dx_MN, parts_w, pa
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and rstd, of x that is not empty."""
+    """y, mean and rstd of a non-empty x."""
     x_MN = _numbers(as_rows(x))
     M, N = x_MN.shape
     y = x.new_empty(x.shape, dtype=torch.float32)
@@ -91,7 +92,7 @@ def backward(
     needs_bias: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias, of x that is not empty."""
+    """dx, dweight and dbias of a non-empty x."""
     dy_MN, x_MN = _numbers(as_rows(dy)), _numbers(as_rows(x))
     M, N = x_MN.shape
     dx = x.new_empty(x.shape, dtype=torch.float32)
@@ -106,7 +107,7 @@ def backward(
 
 
 def _numbers(x: Tensor):
-    """In fp32, contiguous, as numpy has it: numba compiles for one kind of array."""
+    """x as a contiguous fp32 numpy array, so that numba compiles for one type of array."""
     return x.float().contiguous().numpy()
 
 

@@ -23,8 +23,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def statistics(x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) rstd, mean and rstd (..., 1); without a mean, x rstd and zeros. Autograd sees every step.
 
-    The mean of what is left after the mean was taken off is taken off as well, and so is what rounding did to it:
-    equal numbers give exactly 0, and an offset a thousand times the spread costs no digits.
+    The mean of x - mean, which is not 0 by rounding, is subtracted, too, and so is the rounding error of that. So equal
+    numbers give exactly 0, and an offset a thousand times the spread loses no digits.
     """
     if not centred:
         rstd = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -40,7 +40,7 @@ def statistics(x: Tensor, eps: float, *, centred: bool) -> tuple[Tensor, Tensor,
 def norm_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, *, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight and dbias in dtypes of at least fp32, by formulas that autograd sees."""
+    """dx, dweight and dbias in dtypes of at least fp32, differentiable by autograd."""
     dtype = wide(x.dtype)
     dy, x = dy.to(dtype), x.to(dtype)
     x_hat, _, rstd = statistics(x, eps, centred=centred)

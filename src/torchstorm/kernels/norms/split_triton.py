@@ -1,12 +1,13 @@
-"""Backward of long rows in one launch of two phases that take turns: "split"; see `function.py`.
+"""Backward of long rows in one launch with two interleaved phases: "split"; see `function.py`.
 
-A row of 64k numbers fits neither into registers nor, with its sums of dw, into what an SM has. So rows are taken in
-chunks of a few megabytes. Phase 1 of a chunk reads x and dy and writes, for each row and each part of its columns, the
-sums of g x^ and of g. Phase 2 of it reads x and dy again, from L2, writes dx, and sums up dw and db over the chunk.
+A row of 64k numbers with its sums of dw fits neither into registers nor into shared memory of an SM. So rows are
+processed in chunks of a few megabytes. Phase 1 of a chunk reads x and dy and writes, for each row and each part of its
+columns, the sums of g x^ and of g. Phase 2 reads x and dy again, from L2, writes dx, and sums dw and db over the
+chunk.
 
-Programs draw turns from a counter. A turn is a tile of phase 1 of chunk t, or one of phase 2 of chunk t - lag, which
-waits until all of phase 1 of that chunk is done. Those turns were drawn before, by programs that wait for nothing: so
-none waits for ever, whatever runs beside. No sum is atomic, so the same bits come twice.
+Programs draw work items from a counter. An item is a tile of phase 1 of chunk t, or one of phase 2 of chunk t - lag,
+which waits until phase 1 of that chunk has ended. Those items were drawn earlier, by programs that do not wait. So
+there is no deadlock, whatever else runs on the GPU. No sum is atomic, so results are deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

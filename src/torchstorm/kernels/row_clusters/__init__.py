@@ -1,1 +1,1 @@
-"""Long rows on Hopper: the columns of a row lie spread over a cluster of blocks, which exchange what they found."""
+"""Kernels for long rows on Hopper: a row is split over a cluster of blocks, which exchange partial results."""

@@ -1,7 +1,7 @@
-"""Launches of the kernels whose rows lie spread over clusters of blocks: what is compiled, grids, and shared memory.
+"""Launches of the kernels that split rows over clusters of blocks: sources, grids, and shared memory.
 
-Rows come by bulk copies, which take whole, aligned 16 bytes: `rows.holds` knows of their length; rows that begin
-elsewhere are copied first.
+Rows are loaded by bulk copies, which need whole, aligned 16 bytes. `rows.holds` checks their length; unaligned rows are
+copied first.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _FOLDER = Path(__file__).parent
 _CHUNK_BYTES = 16
 _SLOTS = 4
 _SM_SHARED_BYTES = 228 << 10
-_RESERVED_BYTES = 1 << 10  # of each block, by CUDA
+_RESERVED_BYTES = 1 << 10  # shared memory per block that CUDA reserves
 _MOST_STAGES = 8
-_MOST_BLOCKS = 8  # of a cluster, on every GPU that has them
+_MOST_BLOCKS = 8  # largest cluster size that every GPU supports
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How rows are divided, and what may be tuned.
+    """Tuning parameters.
 
     Attributes:
-        cluster: blocks that share a row: 1, 2, 4 or 8.
-        warps: of a block, that compute; one more fetches.
-        chunks: of 16 bytes that a thread has of a row.
-        stages: rows in a block's ring.
-        per_sm: blocks that each SM has room for.
-        rows: of a cluster, after which another takes its place; 0 where clusters stay for all rows.
+        cluster: blocks per row: 1, 2, 4 or 8.
+        warps: computing warps per block; one more loads.
+        chunks: chunks of 16 bytes of a row per thread.
+        stages: rows in a block's ring buffer.
+        per_sm: blocks per SM.
+        rows: rows per cluster; 0 for persistent clusters, which share all rows.
     """
 
     cluster: int
@@ -49,18 +49,18 @@ class Config:
     rows: int = 0
 
     def shared_bytes(self, num_inputs: int) -> int:
-        """Of a block: `Shared` of rows.cuh."""
+        """Shared memory per block: `Shared` of rows.cuh."""
         ring = self.stages * num_inputs * self.warps * 32 * self.chunks * _CHUNK_BYTES
         pairs = _SLOTS * self.cluster * self.warps * 8
         return ring + self.stages * _CHUNK_BYTES + pairs + (2 * self.stages + _SLOTS) * 8
 
     @property
     def row_bytes(self) -> int:
-        """The longest row."""
+        """Largest supported row."""
         return self.cluster * self.warps * 32 * self.chunks * _CHUNK_BYTES
 
     def threads(self) -> int:
-        """Of a block."""
+        """Threads per block."""
         return (self.warps + 1) * 32
 
 
@@ -76,18 +76,18 @@ class Rows(ctypes.Structure):
 
 
 def has_clusters(x: Tensor) -> bool:
-    """Whether these kernels run where x is."""
+    """Whether x's device supports these kernels."""
     if not x.is_cuda or not is_usable():
         return False
     return (9, 0) <= torch.cuda.get_device_capability(x.device) < (12, 0)  # pragma: gpu
 
 
 def config_for(op: str, N: int, dtype: torch.dtype, *, backward: bool) -> Config:
-    """What was the fastest on an H200, by the length of rows.
+    """The fastest configuration on an H200, by row length.
 
-    Backward, clusters stay, as dw is summed up over their rows. Forward, blocks that have a row for themselves do not:
-    SMs are not equally near to memory, and those that are take more rows. Clusters start too slowly for that, but for
-    softmax, of which they need no weights.
+    In backward, clusters are persistent, since dw is summed over their rows. In forward, single blocks are not: SMs
+    have different memory latencies, and faster ones then process more rows. Larger clusters start too slowly for that,
+    except for softmax, which loads no weights.
     """
     row_bytes = N * dtype.itemsize
     alone = row_bytes <= 32 << 10
@@ -109,7 +109,7 @@ def config_for(op: str, N: int, dtype: torch.dtype, *, backward: bool) -> Config
 
 
 def deepened(cluster: int, warps: int, chunks: int, per_sm: int, num_inputs: int, rows: int = 0) -> Config:
-    """With as many stages as fit, and no more than rows."""
+    """A configuration with as many stages as fit, at most the number of rows."""
     most = min(_MOST_STAGES, rows or _MOST_STAGES)
     configs = [
         Config(cluster=cluster, warps=warps, chunks=chunks, stages=stages, per_sm=per_sm, rows=rows)
@@ -130,7 +130,7 @@ def source(
     config: Config,
     sums: tuple[bool, bool] | None = None,
 ) -> Source:
-    """The source with its macros, for rows of N; backward where `sums` says which of dw and db are wanted."""
+    """The source with its macros, for rows of N. With `sums` (which of dw and db are required) it is backward."""
     num_inputs = 1 if sums is None else 2
     shared_bytes = config.shared_bytes(num_inputs)
     kernel = "forward" if sums is None else "backward"
@@ -161,7 +161,7 @@ def forward(  # pragma: gpu
     eps: float = 0.0,
     config: Config | None = None,
 ) -> None:
-    """Writes y (M, N), of norms also mean and rstd (M,). `rows.holds` must have agreed to "cluster"."""
+    """Writes y (M, N), for norms also mean and rstd (M,). `rows.holds` must be True for "cluster"."""
     config = config or config_for(op, x_MN.shape[1], x_MN.dtype, backward=False)
     weight, bias = aligned_vector(weight), aligned_vector(bias)
     rows, kept = _rows((x_MN,), y, config)
@@ -169,7 +169,7 @@ def forward(  # pragma: gpu
     pointers = [_pointer(t) for t in (weight, bias, mean, rstd)]
     grid = (_num_clusters(code, config, x_MN) * config.cluster, 1, 1)
     launch(code, rows, *pointers, ctypes.c_float(eps), grid=grid, threads=config.threads(), device=x_MN.device)
-    del kept  # a copy that the kernel reads may go now: the allocator keeps to the stream's order
+    del kept  # a copy may be freed now, since the allocator follows stream order
 
 
 def backward(  # pragma: gpu
@@ -184,7 +184,7 @@ def backward(  # pragma: gpu
     sums: tuple[bool, bool] = (False, False),
     config: Config | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Writes dx (M, N); returns partial sums of dw and db (clusters, N) in fp32, None where they are not wanted."""
+    """Writes dx (M, N). Returns partial sums of dw and db (clusters, N) in fp32; None if not required."""
     config = config or config_for(op, x_MN.shape[1], x_MN.dtype, backward=True)
     weight = aligned_vector(weight)
     rows, kept = _rows((dy_MN, x_MN), dx, config)
@@ -201,14 +201,14 @@ def backward(  # pragma: gpu
 
 
 def aligned_rows(x_MN: Tensor) -> Tensor:
-    """With rows that begin at multiples of 16 bytes; a copy where they do not."""
+    """x with rows aligned to 16 bytes; copied if necessary."""
     begins = x_MN.data_ptr() % _CHUNK_BYTES == 0
     spaced = x_MN.shape[0] == 1 or x_MN.stride(0) * x_MN.element_size() % _CHUNK_BYTES == 0
     return x_MN if begins and spaced else x_MN.clone(memory_format=torch.contiguous_format)
 
 
 def aligned_vector(p: Tensor | None) -> Tensor | None:
-    """Without gaps, at a multiple of 16 bytes; a copy where it is not."""
+    """p contiguous and aligned to 16 bytes; copied if necessary."""
     if p is None:
         return None
     p = p.contiguous()
@@ -225,7 +225,7 @@ def _rows(inputs: tuple[Tensor, ...], output: Tensor, config: Config) -> tuple[R
 
 
 def _num_clusters(code: Source, config: Config, x_MN: Tensor) -> int:  # pragma: gpu
-    """As many as run at a time, or one for each row; where they do not stay, one for so many rows."""
+    """Number of clusters: as many as run at once, at most one per row; if not persistent, one per `rows` rows."""
     if config.rows:
         return -(-x_MN.shape[0] // config.rows)
     most = num_clusters(code, cluster=config.cluster, threads=config.threads(), device=x_MN.device)

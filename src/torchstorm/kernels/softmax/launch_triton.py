@@ -1,4 +1,4 @@
-"""Launches of the softmax kernels: tiles, grids, and which variant is the fastest for rows of a length."""
+"""Launches of the softmax kernels: tiles, grids, and the fastest variant for a row length."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torchstorm.kernels.rows import (
 )
 from torchstorm.kernels.softmax import softmax_triton as kernels
 
-_LEAST_BLOCK, _MOST_BLOCK = 1024, 8192  # of "fused"
+_LEAST_BLOCK, _MOST_BLOCK = 1024, 8192  # columns per tile of "fused"
 
 
 def fastest(x: Tensor, mask: Tensor | None) -> str:
-    """The variant that "auto" means for the rows of x on a GPU."""
+    """The variant that "auto" uses for the rows of x on a GPU."""
     N, dtype = x.shape[-1], x.dtype
     if holds("fused", N, dtype):
         return "fused"
@@ -59,7 +59,7 @@ def _tile(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
         return Tile(block=min(block, 1024))
     if variant == "online":
         tile = loop_tile(x_MN, num_inputs=num_inputs)
-        # Of rows so long that few fit into L2, one program brings as much on its way as several of others.
+        # If rows are so long that few fit into L2, one program has as many bytes in flight as several of shorter rows.
         return tile if tile.per_sm > 2 else Tile(block=min(block, 16384), num_warps=32, per_sm=1)
     if variant == "fused":
         return _fused_tile(x_MN, num_inputs)
@@ -69,7 +69,7 @@ def _tile(variant: str, x_MN: Tensor, *, num_inputs: int) -> Tile:
 
 
 def _fused_tile(x_MN: Tensor, num_inputs: int) -> Tile:
-    """A thread has 8 bytes of a tile at least, or 16 where it reads them one by one."""
+    """The tile of "fused". A thread has at least 8 bytes of it, or 16 if it reads element by element."""
     N, itemsize = x_MN.shape[1], x_MN.dtype.itemsize
     row_bytes = power_of_two(N) * itemsize
     block = tile_of(N, least=_LEAST_BLOCK, most=_MOST_BLOCK)
@@ -84,7 +84,7 @@ def _fused_options(x_MN: Tensor, seen: Tensor | None, tile: Tile) -> dict[str, A
 
 
 def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
-    """y, of x that is not empty."""
+    """y of a non-empty x."""
     x_MN, y = as_rows(x), x.new_empty(x.shape)
     if variant == "cluster":
         _check_cluster(x_MN, mask)
@@ -102,7 +102,7 @@ def forward(x: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile 
 
 
 def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str, tile: Tile | None = None) -> Tensor:
-    """dx, of y that is not empty and contiguous."""
+    """dx from a non-empty, contiguous y."""
     dy_MN, dx = as_rows(dy), y.new_empty(y.shape)
     if variant == "cluster":
         _check_cluster(dy_MN, mask if log else None)
@@ -130,10 +130,10 @@ def _check_cluster(x_MN: Tensor, mask: Tensor | None) -> None:
 
 
 def _mask_rows(mask: Tensor | None, x: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
-    """The mask as bytes, and where its rows lie: sizes of the middle and the inner dimension of rows, and strides.
+    """The mask as bytes, and the layout of its rows: sizes of the middle and the inner dimension, and strides.
 
-    Dimensions of x that lie in the mask one after the other, or that it was broadcast over, count as one. A mask with
-    more than three of them is written out.
+    Adjacent dimensions that are contiguous in the mask, or over which it is broadcast, are merged. A mask with more
+    than three dimensions after that is expanded.
     """
     if mask is None:
         return None, (1, 1, 0, 0, 0, 0)

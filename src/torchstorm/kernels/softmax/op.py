@@ -1,7 +1,7 @@
-"""torch.ops.torchstorm.softmax_forward and softmax_backward: softmax and log-softmax as operators of PyTorch.
+"""The PyTorch operators torch.ops.torchstorm.softmax_forward and softmax_backward, for softmax and log-softmax.
 
-"auto" is resolved within, where sizes are numbers, so that torch.compile makes no program anew for other sizes.
-The backward operator has a gradient too, through PyTorch's own operations.
+"auto" is resolved inside the operator, where sizes are numbers, so torch.compile does not recompile for other sizes.
+The backward operator is differentiable through PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.directly import without_autocast
+from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_gradient, softmax_reference
 from torchstorm.kernels.variants import has_triton_for
@@ -42,7 +42,7 @@ def _(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
 
 @torch.library.custom_op("torchstorm::softmax_backward", mutates_args=())
 def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
-    """dx (..., N), contiguous. The mask counts for log-softmax alone."""
+    """dx (..., N), contiguous. The mask is used only for log-softmax."""
     chosen = _resolve(variant, y, mask if log else None)
     if chosen == "torch" or not y.numel():
         return _torch_gradient(dy, y, mask, log)
@@ -62,7 +62,7 @@ def _(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Te
 
 
 def _torch_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
-    """By the operators with which autograd would do it."""
+    """dx with PyTorch's operators, as autograd computes it."""
     if not log:
         return torch._softmax_backward_data(dy, y, -1, y.dtype).contiguous()
     if mask is None:

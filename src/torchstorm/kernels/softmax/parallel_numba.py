@@ -1,6 +1,6 @@
-"""Softmax and log-softmax on CPU cores, by numba: a row's three passes find it in the cache of the core that has it.
+"""Softmax and log-softmax on CPU cores, with numba: the three passes over a row read it from the core's cache.
 
-Sums in float64. Compiled when first used, in seconds.
+Sums in float64. Compiled at the first use, which takes seconds.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchstorm.kernels.rows import as_rows
 
-# Sums in any order, so that they go eight at a time; NaN and infinity as they are.
+# Allows reordered sums, for vector instructions; NaN and infinity are preserved.
 _FAST = {"reassoc", "contract"}
 
 
@@ -65,14 +65,14 @@ def _backward_rows(dy_MN, y_MN, seen_MN, is_masked, log, dx_MN):
 
 
 def forward(x: Tensor, mask: Tensor | None, log: bool) -> Tensor:
-    """y, of x that is not empty."""
+    """y of a non-empty x."""
     y = x.new_empty(x.shape, dtype=torch.float32)
     _forward_rows(_numbers(x), _seen(mask, x), mask is not None, log, _numbers(y))
     return y.to(x.dtype)
 
 
 def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
-    """dx, of y that is not empty."""
+    """dx from a non-empty y."""
     dx = y.new_empty(y.shape, dtype=torch.float32)
     is_masked = log and mask is not None
     _backward_rows(_numbers(dy), _numbers(y), _seen(mask if log else None, y), is_masked, log, _numbers(dx))
@@ -80,7 +80,7 @@ def backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
 
 
 def _numbers(x: Tensor):
-    """(M, N) in fp32, contiguous, as numpy has it: numba compiles for one kind of array."""
+    """x as a contiguous fp32 numpy array (M, N), so that numba compiles for one type of array."""
     return as_rows(x.float()).contiguous().numpy()
 
 

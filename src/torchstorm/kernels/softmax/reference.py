@@ -25,7 +25,7 @@ def log_softmax_reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def softmax_gradient(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool) -> Tensor:
-    """dx of softmax's output y, or of log-softmax's; in fp32 where dy is fp16 or bf16. Autograd sees every step."""
+    """dx from softmax's or log-softmax's output y; in fp32 for fp16 and bf16. Differentiable by autograd."""
     dtype = wide(y.dtype)
     dy, y = dy.to(dtype), y.to(dtype)
     if not log:

@@ -1,10 +1,10 @@
 """Softmax and log-softmax of rows in Triton: "naive", "online", "fused" and "persistent"; see `function.py`.
 
 x, y, dy, dx (M, N) with contiguous columns and any stride of rows, y and dx contiguous; fp32, fp16 or bf16, computed in
-fp32. A tile is (ROWS, BLOCK). The mask is uint8, None where all is seen; a row r of it begins at
+fp32. A tile is (ROWS, BLOCK). The mask is uint8, or None for no mask; its row r starts at
     r // inner_rows // middle_rows * outer + r // inner_rows % middle_rows * middle + r % inner_rows * inner,
-so that a mask that was broadcast is never written out.
-Imported only where a GPU (or Triton's interpreter) is at work.
+so a broadcast mask is not expanded.
+Imported only with a GPU or Triton's interpreter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -16,7 +16,7 @@ import triton.language as tl
 from torchstorm.kernels.elementwise.operations_triton import exp
 from torchstorm.kernels.rows_triton import load, multiple
 
-_ROW_COUNTS = ["M", "middle_rows", "inner_rows"]  # no reason to compile anew
+_ROW_COUNTS = ["M", "middle_rows", "inner_rows"]  # other values need no recompilation
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
