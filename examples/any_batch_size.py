@@ -1,4 +1,4 @@
-"""Trains with a batch that does not fit its budget: storm.run splits it, and repeats if memory runs out.
+"""Trains with a batch that does not fit the budget: storm.run splits it, and repeats a step that runs out of memory.
 
 python examples/any_batch_size.py [--ram 3MiB] [--batch 64] [--steps 4]
 """
@@ -24,7 +24,7 @@ def make_model(*, num_layers: int = 4, width: int = 64) -> nn.Module:
 
 def train(storm: torchstorm.Session, model: nn.Module, *, batch_size: int, num_steps: int) -> list[float]:
     def fn(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """The sum of the losses of all tokens that count, and how many those are."""
+        """The sum of the losses of all tokens that are not ignored, and the number of these tokens."""
         logits_BTV = model(batch["ids_BT"])
         losses = nn.functional.cross_entropy(
             logits_BTV.flatten(0, 1), batch["labels_BT"].flatten(), ignore_index=-100, reduction="sum"
@@ -53,7 +53,7 @@ def main() -> None:
     model = make_model()
     with torchstorm.Session(model, unlimited=True) as storm:
         whole = train(storm, model, batch_size=options.batch, num_steps=options.steps)
-        print(f"the whole batch at once takes {storm.report().highest.ram_bytes / 2**20:.1f} MiB")
+        print(f"the whole batch at once needs {storm.report().highest.ram_bytes / 2**20:.1f} MiB")
     model = make_model()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -62,7 +62,7 @@ def main() -> None:
         losses = train(storm, model, batch_size=options.batch, num_steps=options.steps)
         print(storm.report())
     agree = all(abs(one - other) < 1e-3 * one for one, other in zip(whole, losses, strict=True))
-    print(f"losses the same up to the order of adding up: {agree}")
+    print(f"losses equal up to the order of summation: {agree}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Trains any nn.Module within a memory budget: here a small transformer, with disk as the tier below RAM.
+"""Trains an nn.Module within a memory budget: here a small transformer, with disk as the tier below RAM.
 
-Nothing in the model knows of torchstorm. On a GPU, move the model there and give vram= as well.
+The model does not depend on torchstorm. On a GPU, move the model there and pass vram=, too.
 
     python examples/offload_any_model.py [--ram 4MiB] [--disk DIR] [--steps 5]
 """
@@ -58,7 +58,7 @@ def main() -> None:
         print(report)
         print(f"saved tensors: {unlimited_bytes / 2**20:.1f} MiB without a budget, ", end="")
         print(f"{report.measured.ram_bytes / 2**20:.1f} MiB with it")
-        print(f"losses the same to the last bit: {losses == expected}")
+        print(f"losses bit-identical: {losses == expected}")
 
 
 if __name__ == "__main__":

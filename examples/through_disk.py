@@ -1,10 +1,9 @@
-"""State that lies on a disk, worked on block by block: NVMe -> GPU -> compute -> NVMe, round after round.
+"""Processes data on a disk block by block, in several rounds: NVMe -> GPU -> compute -> NVMe.
 
     python examples/through_disk.py [FILE] [--device cuda] [--rounds 3] [--blocks 16] [--rows 1024]
 
-Only a few blocks are in memory at a time: the next one is read while one is computed, and the one before is written.
-Without a GPU everything happens on the CPU. What lies on the disk at the end is compared, to the last bit, with the
-same rounds in memory.
+Only a few blocks are in memory at a time: the next block is read and the previous one written while one is computed.
+Without a GPU it runs on the CPU. At the end, the data on the disk must be bit-identical to the same rounds in memory.
 """
 
 import argparse
@@ -21,12 +20,12 @@ WIDTH = 512
 
 
 def advance(block: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One round of one block."""
+    """Computes one round of one block."""
     return torch.tanh(block @ weight)
 
 
 def run(path: Path, device: torch.device, *, rounds: int, blocks: int, rows: int) -> None:
-    """Makes a volume, works on it, and checks it."""
+    """Creates a volume, processes it, and checks it."""
     torch.manual_seed(0)
     weight = torch.randn(WIDTH, WIDTH).div(WIDTH**0.5).to(device)
     start = torch.randn(blocks, rows, WIDTH)
@@ -40,15 +39,15 @@ def run(path: Path, device: torch.device, *, rounds: int, blocks: int, rows: int
             coming = state.read_async(0)
             leaving = deque()
             for number in range(blocks):
-                (block,) = coming.result()  # on a GPU, the current stream waits for it and the host goes on
+                (block,) = coming.result()  # on a GPU, only the current stream waits
                 if number + 1 < blocks:
                     coming = state.read_async(number + 1)
                 leaving.append(state.write_async(number, advance(block, weight)))
                 if len(leaving) > 2:
                     leaving.popleft().wait()
-            while leaving:  # before the next round reads them
+            while leaving:  # the next round reads these blocks
                 leaving.popleft().wait()
-        volume.flush()  # durable now
+        volume.flush()  # makes the writes durable
         seconds = time.perf_counter() - begin
         moved = 2 * rounds * kind.nbytes
         info = volume.info()
@@ -61,11 +60,11 @@ def run(path: Path, device: torch.device, *, rounds: int, blocks: int, rows: int
                 expected = advance(expected, weight)
             if not torch.equal(volume["state"][number], expected.cpu()):
                 raise SystemExit(f"Block {number} is not what the same rounds in memory give.")
-    print(f"{blocks} blocks are what the same rounds in memory give, to the last bit")
+    print(f"{blocks} blocks are bit-identical to the same rounds in memory")
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, help="where the volume is made (default: a temporary file)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Trains a GPT from Python under a budget, beside the same run without one: what `torchstorm train --compare` does.
+"""Trains a GPT under a budget, and compares it with the same run without one, like `torchstorm train --compare`.
 
 python examples/train_gpt.py [--steps 6]
 """
@@ -33,7 +33,7 @@ def main() -> None:
                 "out": str(Path(folder, "run")),
             }
         )
-    print(f"losses and weights the same to the last bit: {result.bit_identical}")
+    print(f"losses and weights bit-identical: {result.bit_identical}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every example runs as a user would run it, in seconds, and says what it should."""
+"""Runs every example as a user would, and checks its output."""
 
 import subprocess
 import sys
@@ -8,10 +8,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
-    "any_batch_size.py": ["split into", "losses the same up to the order of adding up: True"],
-    "offload_any_model.py": ["forecast", "measured", "losses the same to the last bit: True"],
-    "through_disk.py": ["path direct", "16 blocks are what the same rounds in memory give, to the last bit"],
-    "train_gpt.py": ["forecast", "measured", "losses and weights the same to the last bit: True"],
+    "any_batch_size.py": ["split into", "losses equal up to the order of summation: True"],
+    "offload_any_model.py": ["forecast", "measured", "losses bit-identical: True"],
+    "through_disk.py": ["path direct", "16 blocks are bit-identical to the same rounds in memory"],
+    "train_gpt.py": ["forecast", "measured", "losses and weights bit-identical: True"],
 }
 
 
