@@ -285,10 +285,10 @@ def test_a_yardstick_that_is_lost_lets_nothing_pass() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sizes": "huge"}, r"--sizes 'huge' names \['huge'\]; there are small, 2x3x9 4/5"),
+        ({"sizes": "huge"}, r"--sizes 'huge' names \['huge'\]; known names are small, 2x3x9 4/5"),
         ({"sizes": "target"}, "has shapes for a GPU"),
         ({"dtype": "float64"}, "--dtype 'float64'"),
-        ({"variant_names": "fast"}, r"--variant 'fast' names \['fast'\]; there are recurrent"),
+        ({"variant_names": "fast"}, r"--variant 'fast' names \['fast'\]; known names are recurrent"),
         ({"plot": Path("bars.xyz")}, "'.xyz' is not one of"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_model_that_cannot_be_built_is_a_row_and_the_next_one_runs(
 
 
 def test_mistakes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--model 'bert' names \['bert'\]; there are llama-tiny"):
+    with pytest.raises(ConfigError, match=r"--model 'bert' names \['bert'\]; known names are llama-tiny"):
         run(tmp_path, "bert")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="transformers is not installed"):

@@ -441,7 +441,7 @@ def test_the_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cases_for(CPU) == (SMALL,)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        DeviceError, match="--device cuda:1 was asked, but PyTorch sees no GPU here; --device cpu runs a small case"
+        DeviceError, match="--device cuda:1 was given, but PyTorch finds no GPU: --device cpu runs a small case"
     ):
         cases_for(torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -452,9 +452,11 @@ def test_the_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_that_do_not_exist_are_told() -> None:
     assert pick("session, trl", ways.WAYS, option="--way") == ("session", "trl")
-    with pytest.raises(ConfigError, match=r"--way 'session,tlr' names \['tlr'\]; there are unlimited, checkpoint"):
+    with pytest.raises(
+        ConfigError, match=r"--way 'session,tlr' names \['tlr'\]; known names are unlimited, checkpoint"
+    ):
         pick("session,tlr", ways.WAYS, option="--way")
-    with pytest.raises(ConfigError, match="--shape ',' names nothing; there are 64x4"):
+    with pytest.raises(ConfigError, match="--shape ',' names nothing; known names are 64x4"):
         cases_for(CPU, ",")
     with pytest.raises(ConfigError, match="--way"):
         offload.bench_offload("cpu", disk=None, steps=1, json_path=None, console=Console(), way_names="x")

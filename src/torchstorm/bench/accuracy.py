@@ -1,7 +1,7 @@
-"""How far a result may be from the truth, where it is timed.
+"""The allowed error of timed results.
 
-The rule is that of the tests: at most twice the error of the same computed plainly, by PyTorch, in the same dtype; and
-never more than a limit, so that nothing passes because plain PyTorch is lost, as it is with bf16 sums of many numbers.
+The rule is that of the tests: at most twice the error of plain PyTorch in the same dtype. There is also an absolute
+limit, for cases in which plain PyTorch is inaccurate, such as bf16 sums of many values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LIMIT = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.1, torch.b
 
 
 def error_of(out: Tensor, right: Tensor) -> float:
-    """|out - right| / |right|; infinite where `out` is not finite."""
+    """|out - right| / |right|; infinite if `out` is not finite."""
     if not bool(out.isfinite().all()):
         return float("inf")
     distance, size = float((out.double() - right).norm()), float(right.norm())
@@ -23,8 +23,8 @@ def error_of(out: Tensor, right: Tensor) -> float:
 
 
 def allowed(yardsticks: list[Tensor], right: Tensor, dtype: torch.dtype) -> float:
-    """Twice the largest error of the yardsticks, at least the floor and at most the limit."""
+    """Twice the largest error of the references, clamped to the floor and the limit."""
     errors = [error_of(x, right) for x in yardsticks]
-    # Sums in fp32 come out some units apart by their order alone, and the yardstick's may happen to be exact.
+    # A floor, since fp32 sums in another order differ by some units in the last place, and the reference may be exact.
     floor = max(torch.finfo(dtype).eps, _SUM_UNITS * torch.finfo(torch.float32).eps if dtype != torch.float64 else 0.0)
     return min(_LIMIT[dtype], max(floor, *(_TIMES * error for error in errors)))

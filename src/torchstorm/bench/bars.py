@@ -1,4 +1,4 @@
-"""Bars of milliseconds as a picture, one panel a shape."""
+"""Bar charts of milliseconds, with one panel per shape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Panel:
     """The bars of one shape.
 
     Attributes:
-        title: stands above it.
-        bars: names, each with its milliseconds by pass; None where there are none.
-        lines: milliseconds to compare with.
+        title: title of the panel.
+        bars: (name, milliseconds per pass); None for a missing value.
+        lines: reference values in milliseconds.
     """
 
     title: str
@@ -29,13 +29,13 @@ class Panel:
 
 
 def draw_bars(panels: Sequence[Panel], path: str | os.PathLike[str], *, title: str, legend: str) -> None:
-    """Draws panels below each other; names without any time are left out.
+    """Plots panels below each other. Names without any time are left out.
 
     Args:
         panels: from top to bottom.
-        path: of the picture; its ending says the format.
-        title: stands above all.
-        legend: what the bars of a name are, from top to bottom, and the lines.
+        path: file of the plot. Its suffix is the format.
+        title: title of the plot.
+        legend: explanation of the bars of a name, from top to bottom, and of the lines.
 
     Raises:
         StorageError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Compares gradients between runs without keeping them: three numbers a tensor, made where the tensor is."""
+"""Compares gradients of different runs through fingerprints: three numbers per tensor, computed on its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bits = dict[str, tuple[int, ...] | None]
 
 @torch.no_grad()
 def fingerprints(tensors: Mapping[str, torch.Tensor | None]) -> Bits:
-    """A fingerprint of every tensor's bytes; None where there is no tensor."""
+    """A fingerprint of each tensor's bytes; None for None."""
     sums = {
         name: fingerprint(tensor.detach().contiguous().view(-1).view(torch.uint8)).cpu()
         for name, tensor in tensors.items()
@@ -24,13 +24,13 @@ def fingerprints(tensors: Mapping[str, torch.Tensor | None]) -> Bits:
 
 
 def differences(expected: Bits, found: Bits) -> list[str]:
-    """Names whose bits differ, or that only one of both has."""
+    """Names whose fingerprints differ, or that exist only in one of both."""
     names = dict.fromkeys([*expected, *found])
     return [name for name in names if expected.get(name) != found.get(name) or (name in expected) != (name in found)]
 
 
 def relative_error(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor | None]) -> float:
-    """Norm of the difference of all tensors together, by the norm of those expected; infinite where one is missing."""
+    """Norm of the difference of all tensors, relative to the expected ones; infinite if one is missing."""
     if expected.keys() != {name for name, tensor in found.items() if tensor is not None}:
         return math.inf
     off = whole = 0.0

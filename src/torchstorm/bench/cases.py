@@ -1,4 +1,4 @@
-"""GPT blocks to train, with the shapes and budgets that are recorded."""
+"""Training cases of GPT blocks, with the shapes and budgets of the recorded results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchstorm.models.gpt import Block, GPTConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadCase:
-    """Blocks and a batch.
+    """A model of GPT blocks and a batch.
 
     Attributes:
         width, num_layers, num_heads: of the blocks.
@@ -104,7 +104,7 @@ class Blocks(torch.nn.Module):
 
 
 def make_subject(case: OffloadCase, device: torch.device) -> tuple[Subject, Blocks]:
-    """The blocks of a case on a device, and how a step of them runs: the loss is the mean square of what comes out."""
+    """The blocks of a case on a device, and their training step: the loss is the mean square of the output."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Blocks(case).to(dtype=case.dtype)
@@ -124,12 +124,12 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
     """The recorded cases on a GPU, a small one on a CPU.
 
     Args:
-        device: where.
-        shapes: some of them, as in "32768x1,4096x4"; None for all.
+        device: the device.
+        shapes: comma-separated shapes, such as "32768x1,4096x4"; None for all.
 
     Raises:
-        DeviceError: a CUDA device was asked for and there is none.
-        ConfigError: a shape that there is no case for.
+        DeviceError: there is no such CUDA device.
+        ConfigError: a shape has no case.
     """
     bench_device(str(device))
     cases = CASES if device.type == "cuda" else (SMALL,)
@@ -140,14 +140,14 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
 
 
 def bench_device(name: str | None) -> torch.device:
-    """The device that a bench runs on; for None CUDA where there is one.
+    """The device of a benchmark; for None CUDA if available.
 
     Raises:
-        DeviceError: a CUDA device is asked for and there is none.
+        DeviceError: there is no such CUDA device.
     """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"--device {device} was asked, but PyTorch sees no GPU here; --device cpu runs a small case.")
+        raise DeviceError(f"--device {device} was given, but PyTorch finds no GPU: --device cpu runs a small case.")
     return device
 
 
@@ -155,19 +155,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def bench_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    """What is computed in; None for bfloat16 on a GPU and float32 on a CPU.
+    """The dtype of a benchmark; for None bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        ConfigError: there is no such dtype.
+        ConfigError: the dtype is not supported.
     """
     chosen = name or ("bfloat16" if device.type == "cuda" else "float32")
     if chosen not in DTYPES:
-        raise ConfigError(f"--dtype {chosen!r}, but there are {', '.join(DTYPES)}.")
+        raise ConfigError(f"--dtype {chosen!r}, but it must be one of {', '.join(DTYPES)}.")
     return DTYPES[chosen]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in "bfloat16"."""
+    """The name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -183,7 +183,7 @@ def pick_ways(names: str | None, device: torch.device) -> tuple[str, ...]:
 
 
 def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:
-    """Reads names with commas between.
+    """Parses comma-separated names.
 
     Raises:
         ConfigError: one is not known.
@@ -191,5 +191,5 @@ def pick(text: str, known: tuple[str, ...], *, option: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise ConfigError(f"{option} {text!r} names {unknown or 'nothing'}; there are {', '.join(known)}.")
+        raise ConfigError(f"{option} {text!r} names {unknown or 'nothing'}; known names are {', '.join(known)}.")
     return names

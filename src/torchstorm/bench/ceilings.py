@@ -1,4 +1,4 @@
-"""What a device was just measured to do at most: a large copy, and a large product of matrices."""
+"""Measures a device's peak rates: a large copy, and a large matrix product."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchstorm.bench.timing import median_ms
 
 
 class Ceilings:
-    """Ceilings of one device, each measured when it is first asked for.
+    """The peak rates of one device, each measured at its first use.
 
     Args:
-        device: which.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,19 +23,19 @@ class Ceilings:
         self._found: dict[torch.dtype | None, float] = {}
 
     def of(self, unit: Literal["FLOP/s", "B/s"], dtype: torch.dtype) -> float:
-        """Operations a second of PyTorch's product of square matrices, or bytes a second read and written by a copy."""
+        """FLOP/s of PyTorch's product of square matrices, or bytes per second read and written by a copy."""
         key = dtype if unit == "FLOP/s" else None
         if key not in self._found:
             self._found[key] = self._copy() if key is None else self._product(key)
         return self._found[key]
 
     def told(self, dtype: torch.dtype) -> str:
-        """Both, for people."""
+        """Both rates as text."""
         copy, product = self.of("B/s", dtype), self.of("FLOP/s", dtype)
         size = self._size
         return (
-            f"a copy of {self._copy_bytes >> 20} MiB moves {copy / 1e9:.4g} GB/s, a product of {size} x {size} makes "
-            f"{product / 1e12:.4g} TFLOP/s"
+            f"a copy of {self._copy_bytes >> 20} MiB reaches {copy / 1e9:.4g} GB/s, a product of {size} x {size} "
+            f"reaches {product / 1e12:.4g} TFLOP/s"
         )
 
     def _copy(self) -> float:

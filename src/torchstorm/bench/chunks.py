@@ -1,8 +1,7 @@
-"""A batch that no GPU holds: `Session.run` finds how many micro-batches it takes, and trains on them.
+"""Trains on a batch that no GPU can hold: `Session.run` splits it into micro-batches.
 
-GPT blocks of hidden 8192 with AdamW, 128 sequences of 8192 tokens: with everything kept their activations alone would
-take about a TiB. Its gradients are held against those of plain PyTorch with every block checkpointed, in as many
-micro-batches.
+GPT blocks with hidden size 8192 and AdamW, on 128 sequences of 8192 tokens: their activations alone would need about a
+TiB. The gradients are compared with those of plain PyTorch with checkpointing of every block, in as many micro-batches.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ ON_A_GPU = OffloadCase(width=8192, num_layers=4, num_heads=64, batch=128, seq=81
 SMALL = OffloadCase(
     width=64, num_layers=3, num_heads=2, batch=24, seq=64, dtype=torch.float32, budgets_gib=(2**21 / GIB,)
 )
-# Of gradients in bfloat16 that attention adds up in another order each time. On a CPU they must be the same bits.
+# For bfloat16 gradients, since attention sums them in varying order. On a CPU they must be bit-identical.
 _CLOSE = 0.01
 
 
 def bench_chunks(device: str | None, *, steps: int, json_path: Path | None, console: Console) -> None:
-    """Trains on the batch, prints a row, and with `json_path` writes it.
+    """Trains on the batch, prints a row, and writes it to `json_path`.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA if available.
         steps: timed steps, after one that finds the micro-batches and one that is measured.
-        json_path: where the row goes.
-        console: where it is printed.
+        json_path: JSON file; None for no file.
+        console: where to print.
 
     Raises:
-        TorchstormError: the device is not there, the file cannot be written, or not even one sequence fits.
+        TorchstormError: the device does not exist, the file cannot be written, or a single sequence does not fit.
     """
     target = bench_device(device)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
@@ -107,7 +106,7 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
 
 
 def _last(calls: list[int], num_rows: int) -> int:
-    """Into how many micro-batches the last try split a batch: it made the last calls, which have all its rows."""
+    """Number of micro-batches of the last attempt: the last calls that together have all rows."""
     count = 0
     while num_rows > 0:
         count += 1
@@ -116,7 +115,7 @@ def _last(calls: list[int], num_rows: int) -> int:
 
 
 def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: int) -> float:
-    """Relative error of the gradients that there are against checkpointing's. They stay."""
+    """Relative error of the current gradients compared with checkpointing. The gradients are kept."""
     named = dict(model.named_parameters())
     found = {name: p.grad.to("cpu", copy=True) for name, p in named.items() if p.grad is not None}
     model.zero_grad()
@@ -131,5 +130,5 @@ def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: in
 
 
 def _loss(subject: Subject, x_BTC: torch.Tensor) -> torch.Tensor:
-    """Sum over sequences of the mean square of what comes out."""
+    """Sum over sequences of the mean square of the output."""
     return subject.loss(x_BTC) * len(x_BTC)

@@ -1,6 +1,6 @@
-"""`torchstorm bench`: options become arguments here; the work is done in the modules beside this one.
+"""The commands of `torchstorm bench`. Each converts its options and calls another module of this package.
 
-What needs torch is imported inside the commands, so that --help is quick.
+Modules that need torch are imported inside the commands, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from torchstorm.bench.ops import OPS, Op
 from torchstorm.report.terminal import console_beside, document_option, told
 
 bench_app = typer.Typer(
-    help="Time an op's ways side by side, each checked in the same run.",
+    help="Compare and check implementations of an operation, or ways to train.",
     epilog="Example: torchstorm bench norms --device cpu --json norms.json",
     no_args_is_help=True,
 )
 
-BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; left out: cuda where there is one.")]
-BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, where Session spills to (default: a new folder).")]
-BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps a row; a record needs five.")]
-BenchWay = Annotated[
-    str | None, typer.Option(help="Only these and what they are compared with, as in session,checkpoint.")
-]
+BenchDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N (default: cuda if available).")]
+BenchDisk = Annotated[str | None, typer.Option(help="On a CPU, the Session's spill directory (default: a new folder).")]
+BenchSteps = Annotated[int, typer.Option(min=1, help="Timed steps per row; a record needs five.")]
+BenchWay = Annotated[str | None, typer.Option(help="Only these and their baselines, as in session,checkpoint.")]
 BenchJson = Annotated[
     Path | None,
     document_option(
@@ -34,7 +32,7 @@ BenchJson = Annotated[
 ]
 
 
-# What most operations' benches have.
+# Options of most operations.
 BenchDtype = Annotated[
     str | None, typer.Option(help="float32, float16 or bfloat16 (default: bfloat16 on a GPU, float32 on a CPU).")
 ]
@@ -49,11 +47,11 @@ def offload(
     device: BenchDevice = None,
     disk: BenchDisk = None,
     steps: BenchSteps = 8,
-    shape: Annotated[str | None, typer.Option(help="Only these, as in 32768x1,4096x4 (default: all).")] = None,
+    shape: Annotated[str | None, typer.Option(help="Only these shapes, as in 32768x1,4096x4 (default: all).")] = None,
     way: BenchWay = None,
     json: BenchJson = None,
 ) -> None:
-    """Compare ways of training in less memory, in one run: checkpointing, torch.compile, TRL, save_on_cpu, Session."""
+    """Compare ways to train in less memory: checkpointing, torch.compile, TRL, save_on_cpu, Session."""
     from torchstorm.bench.offload import bench_offload
 
     with told():
@@ -78,7 +76,7 @@ def wall(
         document_option("Write what was measured and every verdict here; -: to standard output."),
     ] = None,
 ) -> None:
-    """Prove it: a training step that needs twice the VRAM allowed, at nearly full speed. Exit code 1 if it does not."""
+    """Check that a step that needs twice the allowed VRAM runs at almost full speed. Exit code 1 if not."""
     from torchstorm.bench.wall import bench_wall
 
     with told():
@@ -92,7 +90,7 @@ def chunks(
     steps: BenchSteps = 5,
     json: BenchJson = None,
 ) -> None:
-    """Train on a batch that no GPU holds: Session.run splits it, on a GPU 128 x 8192 tokens at hidden 8192."""
+    """Train on a batch that no GPU can hold, split by Session.run: on a GPU 128 x 8192 tokens, hidden size 8192."""
     from torchstorm.bench.chunks import bench_chunks
 
     with told():
@@ -108,7 +106,7 @@ def models(
     way: BenchWay = None,
     json: BenchJson = None,
 ) -> None:
-    """Train Hugging Face models with random weights and fused AdamW by every way, and by Session within less memory."""
+    """Train Hugging Face models with random weights and fused AdamW in every way, and with a Session."""
     from torchstorm.bench.models import bench_models
 
     with told():
@@ -133,7 +131,7 @@ def xlstm(
     ] = None,
     json: BenchJson = None,
 ) -> None:
-    """Train a 350M xLSTM beside a 350M GPT at 8k and 32k context: tokens/s with everything kept and within half."""
+    """Compare tokens/s of a 350M xLSTM and a 350M GPT at 8k and 32k context, unlimited and in half the memory."""
     from torchstorm.bench.xlstm import bench_xlstm
 
     with told():
@@ -144,13 +142,13 @@ def xlstm(
 def learn(
     device: BenchDevice = None,
     model: Annotated[
-        str, typer.Option(help="The model that sets the mark, and those that must come near it.")
+        str, typer.Option(help="The reference model, and the models to compare with it.")
     ] = "gpt-nano,xlstm-nano",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps per model.")] = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 16,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
     data: Annotated[
-        str | None, typer.Option(help="Text file or folder; left out: the Python library's source.")
+        str | None, typer.Option(help="Text file or folder (default: the source of Python's library).")
     ] = None,
     png: Annotated[Path | None, document_option("Draw the losses here; needs matplotlib.")] = None,
     json: Annotated[
@@ -158,7 +156,7 @@ def learn(
         document_option("Write the losses here; -: to standard output."),
     ] = None,
 ) -> None:
-    """Train models on the same tokens and compare their losses. Exit code 1 where one ends 5 % above the first."""
+    """Train models on the same tokens and compare losses. Exit code 1 if one is more than 5 % above the first."""
     from torchstorm.bench.learn import bench_learn
 
     with told():
@@ -179,17 +177,17 @@ def learn(
 @bench_app.command(epilog="Example: torchstorm bench storage --size 64MiB --seconds 0.1")
 def storage(
     directory: Annotated[
-        str | None, typer.Option(help="Where the file is made, and removed again (default: the temporary directory).")
+        str | None, typer.Option(help="Directory of the test file (default: the temporary directory).")
     ] = None,
-    size: Annotated[str, typer.Option(help="Of the file.")] = "1GiB",
+    size: Annotated[str, typer.Option(help="Size of the file.")] = "1GiB",
     seconds: Annotated[float, typer.Option(min=0.01, help="A turn of a row of reads or writes, of five.")] = 0.6,
     pattern: Annotated[
-        str | None, typer.Option(help="Only these of read, write, randread, randwrite and load, as in randread,load.")
+        str | None, typer.Option(help="Only these of read, write, randread, randwrite, load, as in randread,load.")
     ] = None,
     device: BenchDevice = None,
     json: BenchJson = None,
 ) -> None:
-    """Read and write by block size and depth beside fio, and load records beside torch's DataLoader."""
+    """Compare reads and writes with fio, by block size and depth, and loading with torch's DataLoader."""
     from torchstorm.bench.storage import bench_storage
     from torchstorm.sizes import parse_size
 
@@ -208,18 +206,18 @@ def storage(
 @bench_app.command(epilog="Example: torchstorm bench mlstm --device cpu --json -")
 def mlstm(
     sizes: Annotated[
-        str, typer.Option(help="small, target (those with times to beat; need a GPU) or all; or shapes, with commas.")
+        str, typer.Option(help="small, target (shapes with reference times; need a GPU) or all; or shapes.")
     ] = "small",
     device: BenchDevice = None,
     dtype: BenchDtype = None,
     variant: Annotated[
         str | None,
-        typer.Option(help="Only these, as in gated,triton-quadratic, even if slow (default: all)."),
+        typer.Option(help="Only these, as in gated,triton-quadratic, even slow ones (default: all)."),
     ] = None,
     json: BenchJson = None,
     plot: BenchPlot = None,
 ) -> None:
-    """Time the mLSTM's ladder side by side, all of it checked against float64. Exit code 1 if a check of ours fails."""
+    """Compare all variants of the mLSTM, checked against float64. Exit code 1 if a check of ours fails."""
     from torchstorm.bench.mlstm import bench_mlstm
 
     with told():
@@ -236,12 +234,12 @@ def mlstm(
 
 
 def _add(op: Op) -> None:
-    """The command of one operation, or of several that share their cases."""
+    """Adds the command of one operation, or of several that share their cases."""
 
     def command(
         sizes: Annotated[
             str,
-            typer.Option(help="small; target: those with times to beat, which need a GPU; or some of their shapes."),
+            typer.Option(help="small; target: shapes with reference times, which need a GPU; or some of their shapes."),
         ] = "small",
         device: BenchDevice = None,
         dtype: BenchDtype = None,
@@ -266,7 +264,7 @@ def _add(op: Op) -> None:
             ):
                 raise typer.Exit(1)
 
-    help_text = f"Time the ladder of {op.title} side by side, all of it checked. Exit code 1 if a check of ours fails."
+    help_text = f"Compare all variants of {op.title}, each checked. Exit code 1 if a check of ours fails."
     epilog = f"Example: torchstorm bench {op.name} --variant reference,auto"
     bench_app.command(op.name, help=help_text, epilog=epilog)(command)
 

@@ -1,4 +1,4 @@
-"""`torchstorm demo`: a short tour of whatever device is there, every number of it computed on the spot."""
+"""`torchstorm demo`: a short demonstration of the device, with numbers measured in this run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _SIZE = 1024
 
 
 def demo(device: str | None, *, console: Console) -> bool:
-    """Moves memory there and back, shows a small product, times the ladder of products, and says how exact they are.
+    """Copies memory to the device and back, shows a small product, times all product variants, and checks their error.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
-        console: where it is told.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA if available.
+        console: where to print.
 
     Returns:
-        Whether everything that was checked was right.
+        Whether all checks passed.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device does not exist.
     """
     target = bench_device(device)
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)

@@ -1,7 +1,8 @@
-"""The shapes at which elementwise operations, dropout and batch_norm_act are timed, and what they are set beside.
+"""Benchmark cases of elementwise operations, dropout and batch_norm_act: shapes, inputs and other implementations.
 
-All are bound by memory, so work is bytes, each counted once: an activation's forward reads x and writes y, its backward
-reads dy and x and writes dx. batch_norm_act reads x, and dy and x, a second time, which is not counted.
+All are bound by memory, so the work is in bytes, each counted once: an activation's forward reads x and writes y, its
+backward reads dy and x and writes dx. The second read of x in batch_norm_act, and of dy and x in its backward, is not
+counted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SMALL, _SMALL_IMAGES = ((64, 1000), (7, 4099)), ((8, 6, 14, 14), (500, 48))
 
 @dataclass(frozen=True, kw_only=True)
 class _Operation:
-    """One operation of the bench.
+    """One operation of the benchmark.
 
     Attributes:
         ours: of its inputs and `variant=`.
@@ -100,7 +101,7 @@ OPERATIONS: dict[str, _Operation] = {
 
 
 def elementwise_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Every operation at the shapes called "small", or "target": 512 MiB in rows of 1k to 64k numbers, and images."""
+    """All operations at the shapes "small", or "target": 512 MiB in rows of 1k to 64k elements, and images."""
     target = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS)
     rows, images = (_SMALL, _SMALL_IMAGES) if sizes == "small" else (target, _IMAGES)
     return tuple(

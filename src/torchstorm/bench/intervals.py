@@ -1,4 +1,4 @@
-"""How busy a GPU was in one step, from the intervals of kernels and copies that CUPTI reports."""
+"""GPU utilization in one step, from the intervals of kernels and copies that CUPTI reports."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """What one profiled step says.
+    """The result of one profiled step.
 
     Attributes:
-        gpu_busy: union of the intervals of kernels (no copies, no memsets) by wall time.
+        gpu_busy: union of the kernels' intervals (without copies and memsets), relative to wall time.
         overlap: share of the union of the intervals of host-device copies during which a kernel runs; None without
             copies.
     """
@@ -28,7 +28,7 @@ def profile_step(step: Callable[[], float]) -> Busy:  # pragma: gpu
     """Profiles one step.
 
     Args:
-        step: runs it, and returns its seconds on the host's clock once the device is done.
+        step: runs the step, waits for the device, and returns the duration in seconds.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -48,7 +48,7 @@ def profile_step(step: Callable[[], float]) -> Busy:  # pragma: gpu
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float | None:
-    """Share of the union of `first` during which some interval of `second` runs; None where `first` is empty."""
+    """Share of the union of `first` that overlaps with `second`; None if `first` is empty."""
     ones, others = union(first), union(second)
     total = sum(stop - start for start, stop in ones)
     if total == 0:
@@ -65,12 +65,12 @@ def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float | No
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """Of the union, in the intervals' unit."""
+    """Total length of the union, in the intervals' unit."""
     return sum(stop - start for start, stop in union(intervals))
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same points in time, in intervals that are sorted and apart."""
+    """The union as sorted, disjoint intervals."""
     merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if merged and start <= merged[-1][1]:

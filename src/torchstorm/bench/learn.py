@@ -1,7 +1,7 @@
-"""Models beside each other on the same tokens: which loss do they reach with as many parameters?
+"""Compares the losses of models with similar numbers of parameters, trained on the same tokens.
 
-Every model has the options that `torchstorm train` has where nothing is said, and the same batches in the same order.
-What counts is the validation loss at the end: none may be more than 5 % above the first model's.
+Every model is trained with the default options of `torchstorm train`, and the same batches in the same order. The final
+validation loss must be at most 5 % above the first model's.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _VALIDATIONS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """One model's run.
+    """The result of one model's run.
 
     Attributes:
         model: a named size.
-        num_params: with embeddings.
-        losses: of every step, in nats a token.
-        val_losses: (steps done, loss on the part held back in nats a token).
-        train_seconds: of all steps.
-        above: the last validation loss by the first model's, minus 1.
+        num_params: number of parameters, with embeddings.
+        losses: training loss of each step, in nats per token.
+        val_losses: (completed steps, validation loss in nats per token).
+        train_seconds: time of all steps.
+        above: the final validation loss relative to the first model's, minus 1.
     """
 
     model: str
@@ -75,24 +75,24 @@ def bench_learn(
     json_path: Path | None,
     console: Console,
 ) -> bool:
-    """Trains every model, prints what each reached, and writes and draws the losses where asked.
+    """Trains every model, prints the results, and optionally writes and plots the losses.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
-        model_names: named sizes with commas between; the first is the one that others are held against.
-        steps: optimizer steps of each.
-        batch: sequences in a step.
-        seq: tokens in a sequence.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA if available.
+        model_names: comma-separated named sizes; the first is the reference.
+        steps: optimizer steps per model.
+        batch: sequences per step.
+        seq: tokens per sequence.
         data: text; None for the source of Python's standard library.
-        picture: where the curves are drawn; None for nowhere.
-        json_path: where the losses are written; None for nowhere.
-        console: where it is printed.
+        picture: file of the plot; None for no plot.
+        json_path: JSON file for the losses; None for no file.
+        console: where to print.
 
     Returns:
-        Whether every loss is low enough.
+        Whether all losses are low enough.
 
     Raises:
-        TorchstormError: the device or the text is not there, a name is not known, or a file cannot be written.
+        TorchstormError: the device or the text does not exist, a name is unknown, or a file cannot be written.
     """
     target = bench_device(device)
     names = pick(model_names, tuple(SIZES), option="--model")

@@ -1,4 +1,4 @@
-"""Cases of `linear` and `linear_cross_entropy`: shapes, inputs, peers and work."""
+"""Benchmark cases of `linear` and `linear_cross_entropy`: shapes, inputs, other implementations and work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEAR_SHAPES: dict[str, tuple[tuple[int, int, int, Activation], ...]] = {
     "small": ((256, 128, 192, "gelu"), (255, 100, 77, "relu")),
     "target": ((16384, 4096, 16384, "gelu"), (16384, 4096, 16384, "gelu_tanh"), (8192, 4096, 4096, "silu")),
 }
-# Tokens, K, V, and which share of tokens does not count, as one in so many; 0 for none.
+# Tokens, K, V, and n for every n-th token ignored; 0 for none.
 _LOSS_SHAPES = {
     "small": ((512, 64, 1000, 8),),
     "target": ((32768, 4096, 131072, 8), (8192, 768, 50257, 8), (32768, 4096, 131072, 0)),
@@ -38,7 +38,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def linear_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """M x K x N with bias and activation, the pre-activation kept; "small" runs anywhere in seconds."""
+    """M x K x N with bias and activation, with z saved. "small" runs on any device in seconds."""
     return tuple(_linear_case(*shape, device, dtype) for shape in _LINEAR_SHAPES[sizes])
 
 
@@ -50,7 +50,7 @@ def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.d
 
     def ours(inputs: Inputs, variant: str) -> Outputs:
         x, weight, bias = (inputs[name] for name in ("x", "weight", "bias"))
-        if variant == "mixed":  # whose weights are in fp32: making them is in its time, about 3 % at the target
+        if variant == "mixed":  # its weights are fp32; their conversion is included, about 3 % at the target shapes
             weight, bias = weight.float(), bias.float()
         return {"y": linear(x, weight, bias, activation=activation, variant=variant)}
 
@@ -74,7 +74,7 @@ def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.d
 
 
 def linear_cross_entropy_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Tokens x K x V, the mean over all tokens or all but every eighth; "small" runs anywhere in seconds."""
+    """Tokens x K x V, the mean over all tokens or all but every eighth. "small" runs on any device in seconds."""
     return tuple(_loss_case(shape, device, dtype) for shape in _LOSS_SHAPES[sizes])
 
 
@@ -96,7 +96,7 @@ def _loss_case(shape: tuple[int, int, int, int], device: torch.device, dtype: to
     def ours(inputs: Inputs, variant: str) -> Outputs:
         return {"loss": linear_cross_entropy(inputs["x"], inputs["weight"], inputs["target"], variant=variant)}
 
-    product = 2.0 * (N - (-(-N // ignored) if ignored else 0)) * K * V  # what tokens that count need
+    product = 2.0 * (N - (-(-N // ignored) if ignored else 0)) * K * V  # without ignored tokens
     return OpCase(
         op="linear_cross_entropy",
         shape=f"{N}x{K}x{V}" + ("" if ignored else " all count"),
@@ -107,7 +107,7 @@ def _loss_case(shape: tuple[int, int, int, int], device: torch.device, dtype: to
         reference=_plain_loss,
         peers=_loss_peers(),
         differentiable=("x", "weight"),
-        work={"forward": product, "both": 3 * product},  # ours makes gradients in the forward pass
+        work={"forward": product, "both": 3 * product},  # ours computes gradients in forward
         unit="FLOP/s",
         truth=_true_loss,
     )
@@ -118,7 +118,7 @@ def _plain_loss(inputs: Inputs) -> Outputs:
 
 
 def _true_loss(inputs: Inputs) -> Outputs:
-    """The same, whose logits exist for some tokens at a time, in backward too: in float64 all would not fit."""
+    """The reference for float64, in chunks of tokens in forward and backward, since all logits would not fit."""
 
     def loss_of(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target, reduction="sum")
@@ -139,7 +139,7 @@ def _loss_peers() -> Mapping[str, Way]:
 
 
 def _here(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Variants as right as the dtype: "mixed" is as right as bfloat16."""
+    """Variants with the accuracy of the dtype: "mixed" has that of bfloat16."""
     names = [variant.name for variant in available(ladder, device, dtype)]
     return (*(name for name in names if name != "mixed" or dtype == torch.bfloat16), "auto")
 
@@ -147,5 +147,5 @@ def _here(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> tuple[str
 def normal(
     shape: tuple[int, ...], scale: float, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Random numbers of mean 0, drawn in the dtype, so that no copy in float32 stands beside them."""
+    """Random numbers with mean 0, generated in the dtype, without a float32 copy."""
     return torch.empty(shape, device=device, dtype=dtype).normal_(0.0, scale, generator=generator)

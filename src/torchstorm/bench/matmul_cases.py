@@ -1,4 +1,4 @@
-"""Matrix products to be timed: inputs, ways and operations at each shape."""
+"""Benchmark cases of matrix products: shapes, inputs, implementations and operations."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _TARGET = (
 )
 # Rows of 1024 floats are 4096 bytes apart, where a plain loop finds few places in a cache; those of 1000 are not.
 _TARGET_CPU = ((1, 1000, 1000, 1000), (1, 1024, 1024, 1024))
-_SLOW = ("naive", "tiled")  # left out of products of more operations than this, which take them seconds
+_SLOW = ("naive", "tiled")  # left out above this number of operations, since they would take seconds
 _SLOW_FLOPS = 2.0 * 4096**3
 
 
 def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """The shapes called "small", which take seconds anywhere, or "target", of the device."""
+    """The shapes "small", which take seconds on any device, or "target" for the device."""
     known = {"small": _SMALL, "target": _TARGET_CPU if device.type == "cpu" else _TARGET}
     return tuple(matmul_case(*shape, device, dtype) for shape in known[sizes])
 

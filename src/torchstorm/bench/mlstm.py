@@ -1,7 +1,7 @@
-"""The mLSTM's whole ladder side by side: every way timed, and checked against float64, in one run.
+"""Compares all implementations of the mLSTM: each is timed, and checked against float64, in one run.
 
-A time is shown only where the very tensors that were timed passed their check (`mlstm_checks`). Times are medians of
-device time after a run that warms up, with random inputs that are taken in turn until they have left the cache.
+A time is shown only if the timed tensors passed their check (`mlstm_checks`). Times are medians of device time after a
+warm-up run, with several sets of random inputs in turn, so that no set is in the cache.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def bench_mlstm(
     plot: Path | None = None,
     console: Console,
 ) -> bool:
-    """Times and checks every way at every shape, prints a table a shape, and writes what was measured.
+    """Times and checks every implementation at every shape, prints a table per shape, and writes the results.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
+        device: "cpu", "cuda" or "cuda:N"; None for CUDA if available.
         sizes: "small", "target" or "all"; a CPU has small ones only.
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
-        variant_names: some of the ways, with commas between; None for all that do not take too long.
-        json_path: where the rows go, after each of them.
-        plot: where a picture goes; its ending says the format.
-        console: where the tables are printed.
+        variant_names: comma-separated names; None for all that are not too slow.
+        json_path: JSON file, written after each row; None for no file.
+        plot: file of the plot. Its suffix is the format. None for no plot.
+        console: where to print.
 
     Returns:
         Whether every check of ours passed.
 
     Raises:
-        TorchstormError: the device is not there, a name is not known, or a file cannot be written.
+        TorchstormError: the device does not exist, a name is unknown, or a file cannot be written.
     """
     target = bench_device(device)
     chosen = bench_dtype(dtype, target)
@@ -119,7 +119,7 @@ def _rows(
             continue
         try:
             row = _measure(row, way, case, sets, truth) if way.is_ours else _apart(row, case, device, dtype)
-        except Exception as error:  # this way's result; the others still run
+        except Exception as error:  # becomes the row's note; the others still run
             yield replace(row, note=failure(error))
             continue
         finally:
@@ -132,7 +132,7 @@ def _inputs(case: MLSTMCase, device: torch.device, dtype: torch.dtype) -> list[I
 
 
 def _apart(row: MLSTMRow, case: MLSTMCase, device: torch.device, dtype: torch.dtype) -> MLSTMRow:
-    """`_measure` of the peer that the row names. Raises what it raised, or BrokenProcessPool where it was killed."""
+    """`_measure` of a peer in another process. Raises its exception, or BrokenProcessPool if it was killed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_alone, row, case, device, dtype).result()
 
@@ -144,7 +144,7 @@ def _alone(row: MLSTMRow, case: MLSTMCase, device: torch.device, dtype: torch.dt
 
 
 def _measure(row: MLSTMRow, way: Way, case: MLSTMCase, sets: list[Inputs], truth: Truth) -> MLSTMRow:
-    """Checks first; what was wrong is not timed, unless it is the peer's."""
+    """Checks, then times. A wrong result is not timed, unless it is the peer's."""
     device, dtype = sets[0]["q"].device, sets[0]["q"].dtype
     check = _check(way, sets[0], truth)
     worst = check.worst_gradient
@@ -200,7 +200,7 @@ def _told(check: Check) -> str:
 
 
 def _over_first(row: MLSTMRow, ladder: tuple[Way, ...], measured: list[MLSTMRow]) -> float | None:
-    """How many times as fast as the first of the ladder that was measured and computes the same."""
+    """Speedup over the first measured implementation that computes the same."""
     (own,) = (way for way in ladder if way.name == row.variant)
     there = {one.variant: one for one in measured if (one.shape, one.dtype) == (row.shape, row.dtype)}
     there[row.variant] = row
@@ -217,6 +217,6 @@ def _over_first(row: MLSTMRow, ladder: tuple[Way, ...], measured: list[MLSTMRow]
 
 
 def _relate_to_peer(record: Record[MLSTMRow], row: MLSTMRow) -> None:
-    """Once the peer's row is there, all of its shape have the peer's times."""
+    """Adds the peer's times to all rows of its shape."""
     if row.peer is not None:
         record.change(lambda one: replace(one, peer=row.peer) if one.shape == row.shape else one)

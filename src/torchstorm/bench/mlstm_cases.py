@@ -1,4 +1,4 @@
-"""The shapes at which the mLSTM is timed, what there is to do at each, and how fast it is known to be."""
+"""Benchmark cases of the mLSTM: shapes, their work, and the best known times."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class MLSTMCase:
 
     @property
     def shape(self) -> str:
-        """For people and for rows: "8x16x8192 128/256"."""
+        """The name of the shape: "8x16x8192 128/256"."""
         return f"{self.batch}x{self.heads}x{self.seq} {self.d_qk}/{self.d_v}"
 
     def best_known_ms(self, dtype: torch.dtype) -> tuple[float, float] | None:
-        """Forward, and forward with backward, on one H200, by whoever was fastest; None where nobody is known."""
+        """Best known times on one H200, forward, and forward with backward; None if unknown."""
         if dtype != torch.bfloat16:
             return None
         return _BEST_KNOWN_MS.get((self.batch, self.heads, self.seq, self.d_qk, self.d_v))
 
     def num_sets(self, dtype: torch.dtype) -> int:
-        """How many sets of inputs are taken in turn, so that none is still in the cache when its turn comes."""
+        """Number of input sets to use in turn, so that none is still in the cache."""
         return max(1, min(_MOST_SETS, math.ceil(2 * _L2_BYTES / self.input_bytes(dtype))))
 
     def make(self, device: torch.device, dtype: torch.dtype, seed: int) -> Inputs:
-        """q, k, v, the gates i and f and a gradient dh. Gates as models have them: most of the state is remembered."""
+        """q, k, v, the gates i and f and a gradient dh. The gates are typical for models: most of the state is kept."""
         generator = torch.Generator(device).manual_seed(seed)
         per_token = (self.batch, self.heads, self.seq)
 
@@ -56,7 +56,7 @@ class MLSTMCase:
         return {**made, "f": normal() + 3, "dh": normal(self.d_v)}
 
     def input_bytes(self, dtype: torch.dtype) -> int:
-        """Of q, k, v, i and f."""
+        """Bytes of q, k, v, i and f."""
         return self._num_tokens * (2 * self.d_qk + self.d_v + 2) * dtype.itemsize
 
     def least_bytes(self, work: str, dtype: torch.dtype, *, backward: bool) -> int:
@@ -68,7 +68,7 @@ class MLSTMCase:
         return forward + (2 * self.input_bytes(dtype) + h_bytes if backward else 0)
 
     def flops(self, work: str, *, backward: bool) -> float:
-        """Of the form's matrix products, twice the multiply-adds, by forward alone or forward and backward.
+        """FLOPs of the matrix products (twice the multiply-adds), for forward, or for forward and backward.
 
         Args:
             work: "product" for q k^T; "pairs", "causal" for all pairs of tokens or those that count; "chunkwise" with
@@ -120,10 +120,10 @@ _BEST_KNOWN_MS = {
 
 
 def mlstm_cases(sizes: str, device: torch.device) -> tuple[MLSTMCase, ...]:
-    """The shapes called "small", "target" or "all", or some by what they are ("2x4x1000 64/64"), with commas between.
+    """The shapes "small", "target" or "all", or comma-separated names of shapes ("2x4x1000 64/64").
 
     Raises:
-        ConfigError: there is no such name, or those shapes need a GPU and the device is none.
+        ConfigError: a name is unknown, or the shapes need a GPU.
     """
     if device.type == "cpu":
         if sizes in ("target", "all"):

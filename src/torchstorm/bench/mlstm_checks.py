@@ -1,4 +1,4 @@
-"""How far what was timed is from the truth: outputs and gradients of some heads, against the definition in float64."""
+"""Errors of timed results: outputs and gradients of some heads, compared with the definition in float64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchstorm.kernels.mlstm.reference import mlstm_quadratic, mlstm_recurrent
 Results = dict[str, Tensor]
 
 _INPUTS = ("q", "k", "v", "i", "f")
-_MOST_PAIRS = 8192  # tokens of which all pairs are held at once, in float64 and for two heads
-_MOST_STEPS = 1024  # tokens that PyTorch takes one by one
+_MOST_PAIRS = 8192  # most tokens for the quadratic reference, in float64 with two heads
+_MOST_STEPS = 1024  # most tokens for the recurrent reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Errors relative to the truth, by the norm over all elements of some heads; infinite for NaN.
+    """Relative errors, by the norm over all elements of some heads; infinite for NaN.
 
     Attributes:
         errors, allowed: of h and, where there are some, of dq, dk, dv, di and df.
@@ -33,18 +33,18 @@ class Check:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What is further off than allowed."""
+        """The results with a larger error than allowed."""
         return tuple(name for name, error in self.errors.items() if not error <= self.allowed[name])
 
     @property
     def worst_gradient(self) -> str:
-        """The one with the largest error; "" without any."""
+        """The gradient with the largest error; "" without gradients."""
         gradients = {name: error for name, error in self.errors.items() if name != "h"}
         return max(gradients, key=lambda name: gradients[name], default="")
 
 
 def some_heads(x: Tensor, num_heads: int) -> Tensor:
-    """The last heads of the last sequence, which are furthest in memory."""
+    """The last heads of the last sequence, which have the largest memory offsets."""
     return x[-1:, -num_heads:]
 
 
@@ -57,10 +57,10 @@ def outputs_and_gradients(compute: Callable[..., Tensor], inputs: Mapping[str, T
 
 
 class Truth:
-    """The whole mLSTM of some heads in float64, and how far from it a result in the inputs' dtype may be.
+    """Reference results of some heads in float64, and the allowed error in the inputs' dtype.
 
     Attributes:
-        num_heads: that are looked at: two, of long sequences one.
+        num_heads: number of checked heads: two, or one for long sequences.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
@@ -76,13 +76,13 @@ class Truth:
         }
 
     def check(self, results: Results) -> Check:
-        """Of full tensors, of which only some heads are looked at."""
+        """Checks some heads of the full tensors."""
         errors = {name: error_of(some_heads(x, self.num_heads), self._right[name]) for name, x in results.items()}
         return Check(errors=errors, allowed={name: self._allowed[name] for name in results})
 
 
 def check_alone(out: Tensor, reference: Callable[..., Tensor], given: list[Tensor], *, num_heads: int) -> Check:
-    """Of an output without gradients, against a reference of its own."""
+    """Checks an output without gradients against the given reference."""
     here = [some_heads(x, num_heads) for x in given]
     right = reference(*(x.double() for x in here))
     limit = allowed([reference(*here)], right, out.dtype)

@@ -1,4 +1,4 @@
-"""Rows of the mLSTM's bench: what one way took at one shape, as a line of text and as JSON."""
+"""Rows of the mLSTM's benchmark: the times of one implementation at one shape, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torchstorm.bench.record import RecordRow
 
 @dataclass(frozen=True, kw_only=True)
 class MLSTMRow(RecordRow):
-    """One way at one shape. A field is None where it was not measured, or where its check failed; `note` says why.
+    """One implementation at one shape. Fields are None if not measured or if the check failed; `note` has the reason.
 
     Attributes:
         shape: "8x16x8192 128/256": B x H x S and d_qk / d_v.
-        variant: of `mlstm`, a rung of the ladder on the way there, or the peer.
+        variant: a variant of `mlstm`, an intermediate development step, or the peer.
         dtype: of inputs and outputs.
         fwd_ms, fwdbwd_ms: median milliseconds of forward without gradients, and of forward and backward.
         fwd_range_ms, fwdbwd_range_ms: the fastest and the slowest of the same runs, at least five.
-        tflops: 1e12 floating-point operations a second of the form's matrix products, in the longer of the two.
-        gb_per_s: 1e9 bytes a second, had all inputs and results been moved once, in the longer of the two.
+        tflops: TFLOP/s of the matrix products, in the longer of both passes.
+        gb_per_s: GB/s if all inputs and results were moved once, in the longer of both passes.
         error: of the outputs, against float64; None where they are not finite.
         gradient_error: of the worst gradient; `gradient` names it.
         allowed, gradient_allowed: what they may be.
@@ -51,7 +51,7 @@ class MLSTMRow(RecordRow):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What there is one row for in a file."""
+        """The key that identifies the row in a file."""
         return (self.shape, self.variant, self.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The ways to compute the mLSTM that are timed side by side: the ladder, the forms in PyTorch, and a peer."""
+"""The implementations of the mLSTM to compare: development steps, the forms in PyTorch, and a peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PEER = "mlstm_kernels"
 _PEER_KERNEL = "chunkwise--triton_xl_chunk"
 _PEER_CHUNK = 128
 _WORK = {"matmul_tiles": "product", "qk_v": "pairs", "recurrent": "recurrent", "chunkwise": "chunkwise"}
-# What a way may take at most, by a low guess of what such kernels do a second on an H200: else it is left out.
+# Slower implementations are left out, estimated with low rates of such kernels on an H200.
 _MOST_SECONDS = 0.6
 _MOST_BYTES = 48 * 2**30
 _FLOPS = {"cores": 6e12, "tensor cores": 100e12}
@@ -29,16 +29,15 @@ _FLOPS = {"cores": 6e12, "tensor cores": 100e12}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One row of the bench.
+    """One implementation.
 
     Attributes:
-        name: of the variant, the rung, or the peer's kernel.
-        function: of the inputs named in `inputs`.
-        reference: of the same inputs, in plain PyTorch; None for the whole mLSTM.
-        work: what it multiplies, as `MLSTMCase.flops` knows it.
-        has_backward: whether it has gradients.
-        is_ours: whether a failed check is our fault. What is not runs in a process of its own: a compiler that aborts
-            over a peer's kernel takes that one down.
+        name: name of the variant, the development step, or the peer's kernel.
+        function: function of the inputs named in `inputs`.
+        reference: the same function in plain PyTorch; None for the whole mLSTM.
+        work: kind of work for `MLSTMCase.flops`.
+        has_backward: whether it is differentiable.
+        is_ours: whether it is our code. Others run in a separate process, since a peer's kernel can crash the compiler.
     """
 
     name: str
@@ -51,15 +50,15 @@ class Way:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it computes the mLSTM, or a step on the way there."""
+        """Whether it computes the whole mLSTM, not an intermediate step."""
         return "f" in self.inputs
 
     def given(self, inputs: Inputs) -> list[Tensor]:
-        """Its own inputs, of all that there are."""
+        """The inputs of this implementation."""
         return [inputs["k"].mT if name == "k_t" else inputs[name] for name in self.inputs]
 
     def why_not(self, case: MLSTMCase, dtype: torch.dtype) -> str:
-        """Why it is left out at this shape on a GPU; "" where it is not."""
+        """Why it is left out at this shape on a GPU; "" if it is not."""
         if self.work in ("chunkwise", "recurrent"):
             return ""
         needs = case.least_bytes(self.work, dtype, backward=False)
@@ -73,7 +72,7 @@ class Way:
 
 
 def ways_for(device: torch.device) -> tuple[Way, ...]:
-    """All that run on a device, in order of history; the peer last."""
+    """The implementations for a device in historical order, with the peer last."""
     if device.type == "cpu":
         names = [name for name in variants("mlstm") if not name.startswith("triton")]
         return tuple(
@@ -94,13 +93,13 @@ def ways_for(device: torch.device) -> tuple[Way, ...]:
 
 
 def peers() -> tuple[Way, ...]:
-    """What others have, where it is installed."""
+    """Implementations of other packages, if installed."""
     if importlib.util.find_spec(PEER) is None:
         return ()
 
     def compute(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
         kernel: Any = importlib.import_module(f"{PEER}.torch").get_mlstm_kernel(_PEER_KERNEL)
-        # With gates in bfloat16 its kernels abort Triton 3.6's compiler.
+        # With gates in bfloat16, its kernels crash Triton 3.6's compiler.
         found: Any = kernel(q=q, k=k, v=v, i=i.float(), f=f.float(), chunk_size=_PEER_CHUNK)
         h: Tensor = found[0] if isinstance(found, tuple) else found
         return h

@@ -19,12 +19,12 @@ class ModelCase:
     """A Hugging Face model and its batch.
 
     Attributes:
-        name: as rows call it.
+        name: name in the rows.
         cls, config: names of the classes in transformers.
-        options: of the config.
-        batch: samples.
-        seq: tokens of a sample; 0 for images.
-        image: pixels on a side.
+        options: options of the config.
+        batch: number of samples.
+        seq: tokens per sample; 0 for images.
+        image: height and width in pixels.
         shares: budgets of a Session, of the unlimited run's peak, besides those that all models have.
     """
 
@@ -132,7 +132,7 @@ ON_A_GPU = (
         batch=64,
         seq=512,
     ),
-    # Of Qwen3-MoE's build, with 16 experts in 16 layers, 4 of them at work on a token: 2 billion parameters.
+    # Qwen3-MoE's architecture with 16 layers and 16 experts, 4 of them per token: 2 billion parameters.
     ModelCase(
         name="qwen3-moe-2b",
         cls="Qwen3MoeForCausalLM",

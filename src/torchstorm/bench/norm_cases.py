@@ -1,7 +1,7 @@
-"""The shapes at which softmax, log_softmax, layer_norm and rms_norm are timed, and what they are set beside.
+"""Benchmark cases of softmax, log_softmax, layer_norm and rms_norm: shapes, inputs and other implementations.
 
-All are bound by memory, so work is bytes, each counted once: forward reads x and writes y, backward reads y (or x) and
-its gradient and writes dx. Weights and statistics are left out: they are less than a hundredth.
+All are bound by memory, so the work is in bytes, each counted once: forward reads x and writes y, backward reads y (or
+x) and its gradient and writes dx. Weights and statistics, less than 1 %, are not counted.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def norm_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Every operation at the shapes called "small", or "target": 512 MiB in rows of 1k to 64k numbers, for a GPU."""
+    """All operations at the shapes "small", or "target" for a GPU: 512 MiB in rows of 1k to 64k elements."""
     shapes = _SHAPES_SMALL
     if sizes == "target":
         shapes = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _TARGET_COLUMNS)
     return tuple(
         _case(op, M, N, device, dtype)
         for op in _OURS
-        for M, N in (shapes[::3] if op == "log_softmax" else shapes)  # which is softmax but for its last line
+        for M, N in (shapes[::3] if op == "log_softmax" else shapes)  # almost the same as softmax
     )
 
 
@@ -106,7 +106,7 @@ def _peers(op: str, device: torch.device) -> dict[str, Way]:
     return peers
 
 
-# In place, Liger's RMSNorm would write dx over the gradient that is given, which others are to be given as well.
+# Not in place: Liger's RMSNorm would overwrite the gradient, which is also the input of other implementations.
 _LIGER: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "softmax": ("liger_kernel.ops.softmax", "LigerSoftmaxFunction", ()),
     "layer_norm": ("liger_kernel.ops.layer_norm", "LigerLayerNormFunction", (_EPS,)),
