@@ -93,7 +93,7 @@ def test_a_plan_file_is_what_the_run_follows_from_its_first_step(text_file: Path
     code, out, err = invoke(*run, "--plan", str(plan), "--out", str(tmp_path / "a"), "--json", str(tmp_path / "a.json"))
     assert code == 0, err
     assert "plan's" in out
-    assert "is of another step" not in out
+    assert "is for another step" not in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["highest"]["ram_bytes"] == forecast["ram_bytes"], "also in the first step"
     assert found["highest"]["disk_bytes"] == forecast["disk_bytes"]

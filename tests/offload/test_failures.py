@@ -321,7 +321,7 @@ try:
     with session.step():
         pass
 except StorageError as error:
-    assert "make a new one" in str(error)
+    assert "create a new one" in str(error)
 else:
     sys.exit("the Session went on")
 optimizer.zero_grad()

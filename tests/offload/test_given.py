@@ -144,7 +144,7 @@ def test_a_plan_of_another_step_that_says_nothing_of_its_model_gives_way_and_is_
         step(session, other)
         for one, two in zip(other.parameters(), expected.parameters(), strict=True):
             assert torch.equal(one.grad, two.grad)
-        assert any("that was given is of another step" in note for note in session.report().notes)
+        assert any("given plan is for another step" in note for note in session.report().notes)
         for _ in range(3):
             step(session, other)
         assert session.report().num_planned > 0
@@ -156,13 +156,13 @@ def test_a_plan_that_cannot_be_kept_to_is_refused_with_the_way_out(tmp_path: Pat
     with pytest.raises(ConfigError, match=rf'disk="DIR:{plan.budget.disk}"'):
         Session(model, plan=file)
     needed = plan.forecast.ram_bytes
-    with pytest.raises(BudgetError, match=f"plan that was given needs .* Give ram={needed} ") as caught:
+    with pytest.raises(BudgetError, match=f"given plan needs .* Give ram={needed} ") as caught:
         Session(model, plan=file, ram=needed - 1, disk=str(tmp_path))
     assert caught.value.smallest_bytes == needed
     if plan.recomputes:
-        with pytest.raises(ConfigError, match="computes tensors again, but recompute=False"):
+        with pytest.raises(ConfigError, match="recomputes tensors, but recompute=False"):
             Session(model, plan=file, recompute=False, disk=str(tmp_path))
-    with pytest.raises(DeviceError, match="unlimited=True was asked together with"):
+    with pytest.raises(DeviceError, match="unlimited=True was given together with"):
         Session(model, plan=replace(plan, placements=()), unlimited=True, disk=str(tmp_path))
     with pytest.raises(PlanError, match="cannot be read"):
         Session(model, plan=tmp_path / "nowhere.json")

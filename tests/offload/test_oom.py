@@ -270,7 +270,7 @@ def test_what_never_fits_is_given_up_with_what_was_tried_and_all_as_it_was() -> 
     storm = Session(model, unlimited=True)
     with pytest.raises(OutOfVRAMError, match="Tried") as caught:
         storm.run(fn, batch, micro_batches=4)
-    for words in ("4 x 2: out of memory at", "3 tries", "20.00 KiB more were asked", "Free memory"):
+    for words in ("4 x 2: out of memory at", "3 tries", "20.00 KiB more were requested", "Free memory"):
         assert words in str(caught.value)
     assert "zero_grad" not in str(caught.value)
     assert caught.value.asked_bytes == 20 * 1024
@@ -401,7 +401,7 @@ def test_the_error_is_a_runtime_error_with_the_figures_and_says_what_to_do(
     assert error.asked_bytes == 20 * 1024
     assert error.lost_gradients == ()
     assert not error.planned_anew
-    for words in ("were allocated", "reserved", "free", "20.00 KiB more were asked", "the budget is 360.00 KiB"):
+    for words in ("were allocated", "reserved", "free", "20.00 KiB more were requested", "the budget is 360.00 KiB"):
         assert words in str(error)
 
 

@@ -337,7 +337,7 @@ def compile_blocks(
     if asked is not None and asked is not model:
         refuse_compiled_whole(asked)
         raise ConfigError(
-            f"compile({type(asked).__name__}) was asked, but this Session trains another model "
+            f"compile({type(asked).__name__}) was given, but this Session trains another model "
             f"({type(model).__name__}): call compile() without one, or make a Session for the other."
         )
     compiled = CompiledBlocks(

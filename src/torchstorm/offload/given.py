@@ -1,4 +1,4 @@
-"""A plan that the user brings: read, and refused where it is for another model, batch, device or budget."""
+"""Reads a plan from the user, and refuses it if it is for another model, batch, device or budget."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _WAY_OUT = "make a plan with torchstorm.plan(model, batch, loss_fn, ...), or lea
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Budgets as a Session takes them; None where they were left out."""
+    """The budget arguments of a Session; None if left out."""
 
     vram: int | str | None
     ram: int | str | None
     disk: str | os.PathLike[str] | None
 
     def with_those_of(self, plan: Plan | None) -> Sizes:
-        """Those of a plan in place of what was left out.
+        """Fills in the plan's budgets for those left out.
 
         Raises:
-            ConfigError: the plan moves to disk, and no directory was named.
+            ConfigError: the plan moves tensors to disk, and no directory was given.
         """
         if plan is None:
             return self
         if plan.budget.disk and self.disk is None and plan.forecast.disk_bytes:
             raise ConfigError(
-                f"This plan moves {format_size(plan.forecast.disk_bytes)} to disk, but disk= was left out. Name a "
+                f"This plan moves {format_size(plan.forecast.disk_bytes)} to disk, but disk= was left out. Give a "
                 f'directory: disk="DIR:{plan.budget.disk}".'
             )
         vram = plan.budget.vram if self.vram is None and plan.trace.device == "cuda" else self.vram
@@ -42,22 +42,22 @@ class Sizes:
 
 
 def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, recompute: bool = True) -> Plan:
-    """Reads a plan for a model, and makes sure that it is for this one.
+    """Reads a plan, and checks that it is for this model.
 
     Args:
-        plan: a file that `Plan.save` wrote, or the plan. One that says nothing of its model passes: whether it fits
-            then shows in the first step, which leaves a plan that is not its own.
-        model: the one to train.
-        recompute: whether tensors may be computed again.
+        plan: a plan, or a file from `Plan.save`. A plan without `workload` is accepted; the first step then detects
+            whether it matches.
+        model: the model to train.
+        recompute: whether tensors may be recomputed.
 
     Raises:
-        ConfigError: the plan computes something again, which may not be.
-        PlanError: the file cannot be read, or it is a plan for another model or device; says what differs.
+        ConfigError: the plan recomputes tensors, but `recompute` is False.
+        PlanError: the file cannot be read, or the plan is for another model or device. Names the difference.
     """
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if found.recomputes and not recompute:
         raise ConfigError(
-            "This plan computes tensors again, but recompute=False or unlimited=True was given with it: leave one of "
+            "This plan recomputes tensors, but recompute=False or unlimited=True was given with it: leave one of "
             "the two out."
         )
     device = model_device(model).type
@@ -83,7 +83,7 @@ def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, re
 
 
 def check_inputs(plan: Plan, shapes: tuple[str, ...] | None) -> None:
-    """Makes sure that a plan is for such a batch.
+    """Checks that a plan is for a batch of these shapes.
 
     Args:
         plan: made or loaded before. One that says nothing of its batch passes.
@@ -102,17 +102,17 @@ def check_inputs(plan: Plan, shapes: tuple[str, ...] | None) -> None:
 
 
 def check_budget(plan: Plan, budget: Budget) -> None:
-    """Makes sure that a plan keeps to a budget.
+    """Checks that a plan is within a budget.
 
     Raises:
-        BudgetError: its forecast is above.
+        BudgetError: its forecast exceeds the budget.
     """
     for tier in ("vram", "ram", "disk"):
         needed, limit = getattr(plan.forecast, f"{tier}_bytes"), getattr(budget, tier)
         if needed > limit:
             raise BudgetError(
-                f"{tier}={format_size(limit)}, but the plan that was given needs {format_size(needed)} there. Give "
-                f"{tier}={needed} ({format_size(needed)}), or leave plan= out: a plan for this budget is then made.",
+                f"{tier}={format_size(limit)}, but the given plan needs {format_size(needed)} there. Give "
+                f"{tier}={needed} ({format_size(needed)}), or leave plan= out to make a plan for this budget.",
                 tier=tier,
                 budget_bytes=limit,
                 needed_bytes=needed,

@@ -98,7 +98,7 @@ class Shortage:
             planned_anew: whether the step's plan now keeps more free.
             lost: names of the gradients that cannot be restored.
         """
-        asked = f", {format_size(self.asked_bytes)} more were asked" if self.asked_bytes else ""
+        asked = f", {format_size(self.asked_bytes)} more were requested" if self.asked_bytes else ""
         budget = f"; the budget is {format_size(self.budget_bytes)}" if self.budget_bytes else ""
         plan = "a new plan keeps more of the budget free" if planned_anew else "there was no plan to change"
         gradients = "and its gradients dropped"

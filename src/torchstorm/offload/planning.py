@@ -1,4 +1,4 @@
-"""`torchstorm.plan`: what would training this model within that budget cost? No training."""
+"""`torchstorm.plan`: forecasts the time and memory of training a model within a budget, without training."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     machine: str | Machine | None = None,
 ) -> Plan:
-    """Plans a training step within a budget, from two measured steps, or without any for a machine that is not here.
+    """Plans a training step within a budget, from two measured steps; for another machine from shapes alone.
 
-    Weights, gradients, buffers and random states are afterwards what they were.
+    Weights, gradients, buffers and random states are restored afterwards.
 
     Args:
-        model: any nn.Module. With `machine`, on any device, also "meta", so that it may be larger than this machine.
-        example_batch: one batch like those of the training.
+        model: any nn.Module. With `machine`, on any device, also "meta", so it can exceed this machine's memory.
+        example_batch: a batch as in training.
         loss_fn: called as `loss_fn(model, example_batch)`; returns the loss, a scalar.
-        vram, ram, disk, optimizer: as for `Session`; with `machine`, of that machine.
-        machine: "rtx4090", "rtx3090", "a100", "h100", "h200" or "gb200", or a `Machine` with the rates of its GPU: the
-            step is then computed from shapes, and the plan says that it is a forecast.
+        vram, ram, disk, optimizer: as in `Session`; with `machine`, those of that machine.
+        machine: "rtx4090", "rtx3090", "a100", "h100", "h200" or "gb200", or a `Machine` with the rates of its GPU. The
+            step is then computed from shapes, and the plan is marked as a forecast.
 
     Returns:
         The plan, with its forecast; prints as a table.
 
     Raises:
-        BudgetError: the budget is below what the model needs, or the step fits only when it is decided as it goes.
-            Names the smallest budget, and the micro-batch that would fit.
-        PlanError: there is no such machine; lists those there are.
-        SizeError, DeviceError, StorageError, UnsupportedError: as `Session` does; UnsupportedError also where a step
-            for another machine depends on numbers, not only on shapes.
+        BudgetError: the model needs more than the budget, or the step fits only without a plan. The message names the
+            smallest budget, and the micro-batch that would fit.
+        PlanError: the machine is unknown. The message lists the known ones.
+        SizeError, DeviceError, StorageError, UnsupportedError: as in `Session`; UnsupportedError also if a step for
+            another machine depends on values, not only on shapes.
     """
     if machine is not None:
         target = named_machine(machine) if isinstance(machine, str) else machine
@@ -68,8 +68,8 @@ def plan(
         raise with_micro_batch(error, model, example_batch, loss_fn, vram=vram, ram=ram, disk=disk) from error
     if found is None:
         raise BudgetError(
-            "This step stays within the budget only when it is decided as it goes, because storages stay saved after "
-            f"their first use (retain_graph, double backward). Measured so:\n{report}"
+            "This step stays within the budget only without a plan, because storages stay saved after "
+            f"their first use (retain_graph, double backward). The measurement without a plan:\n{report}"
         )
     return found
 

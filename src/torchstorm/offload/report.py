@@ -1,4 +1,4 @@
-"""What a Session forecast and what it measured, side by side."""
+"""The report of a Session: forecast and measurement."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torchstorm.sizes import format_size
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Frozen; prints as a table.
+    """Forecast and measurement of a Session. Immutable; prints as a table.
 
     Attributes:
-        forecast: of the plan in force; None before the first step has ended, and for an unlimited Session.
-        measured: over the steps that followed that plan: peaks, and the median time. Before there are any, over all
-            steps; None before the first one has ended.
-        highest: the highest bytes of any step, the first one included, and the slowest step.
-        budget: what was allowed.
-        num_steps: steps run so far.
-        num_planned: those that followed a plan from start to end.
-        num_in_force: of those, by the plan in force: a plan is made anew where a step comes out otherwise.
-        moved_bytes: bytes that left the fast tier in the last step.
-        notes: what the user should know: pageable memory, a disk without O_DIRECT.
+        forecast: forecast of the current plan; None before the first step has ended, and for an unlimited Session.
+        measured: peaks and median time of the steps that followed this plan; without such steps, of all steps. None
+            before the first one has ended.
+        highest: peak bytes over all steps, the first one included, and the time of the slowest step.
+        budget: the budget.
+        num_steps: number of steps so far.
+        num_planned: number of steps that followed a plan from start to end.
+        num_in_force: number of these that followed the current plan; a plan is replaced if steps deviate from it.
+        moved_bytes: bytes moved off the fast tier in the last step.
+        notes: remarks for the user, such as pageable memory, or a disk without O_DIRECT.
     """
 
     forecast: Figures | None
@@ -55,7 +55,7 @@ class Report:
 
 
 def highest_of(one: Figures | None, other: Figures) -> Figures:
-    """The higher of each."""
+    """The element-wise maximum."""
     if one is None:
         return other
     return Figures(

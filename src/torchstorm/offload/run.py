@@ -273,7 +273,7 @@ class Runner:
             before.move_to_host()
             return last.num_parts
         if micro_batches is not None and last.num_parts < work.num_rows:
-            why = f"micro_batches={micro_batches} was asked; about {wanted} might do, and left out it is found."
+            why = f"micro_batches={micro_batches} is too small: try about {wanted}, or leave it out."
         elif work.num_rows > 1:
             why = "Not even one sample fits."
         else:
@@ -334,7 +334,7 @@ def _gave_up(failures: list[_Failure], why: str) -> BudgetError | OutOfVRAMError
             smallest_bytes=last.smallest_bytes,
             block=last.block,
         )
-    asked = f", {format_size(last.asked_bytes)} more were asked" if last.asked_bytes else ""
+    asked = f", {format_size(last.asked_bytes)} more were requested" if last.asked_bytes else ""
     budget = f"; the budget is {format_size(last.budget_bytes)}" if last.budget_bytes else ""
     return OutOfVRAMError(
         f"The device ran out of memory, and {len(failures)} tries did not help. In the last one "

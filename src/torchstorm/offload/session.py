@@ -1,9 +1,9 @@
 """Session: trains an unmodified model within a memory budget.
 
-The first step is decided as it goes and measured; from then on every step of the same shape follows a plan. What a
-budget means: `vram` is the peak of allocated device memory within a step, weights and all. `ram` on CUDA is the pinned
-arena with staging; on CPU it is the bytes of saved-tensor storages (each once; weights and gradients not counted) from
-the moment autograd saves them until it lets go, with staging and prefetched ones. `disk` is the bytes in spill files.
+The first step is measured. From then on every step of the same shape follows a plan. The budget: `vram` is the peak of
+allocated device memory within a step, weights included. `ram` on CUDA is the pinned arena and staging; on CPU it is the
+bytes of saved-tensor storages (each once; weights and gradients not counted) from the time when autograd saves them
+until it releases them, with staging and prefetched ones. `disk` is the bytes in spill files.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ class Session:
 
     Args:
         model: any nn.Module; it is not modified.
-        vram: budget for allocated device memory, int bytes or "24GiB". Default: 90 % of what is free. Only on CUDA.
-        ram: budget for host memory. Default: 50 % of what the machine (its cgroup) leaves.
-        disk: "DIR" or "DIR:SIZE", str or Path; spill files go into a directory of their own below DIR. Default: none.
-        optimizer: if given, room for its state is kept free before it exists; else twice the parameters' bytes.
-        plan: what steps like the first one follow, from the first one on: a `Plan`, or a file that `Plan.save` wrote.
-            Budgets that are left out are then its own.
-        recompute: whether tensors may be computed again. Without it they are only moved, and nothing is recorded.
-        check: checksum every tensor that leaves and returns or is computed again, and poison freed buffers. Slow.
-        unlimited: keep everything, and only count, by the same means.
+        vram: budget for allocated device memory, int bytes or "24GiB". Default: 90 % of the free memory. Only on CUDA.
+        ram: budget for host memory. Default: 50 % of the memory available to the machine or cgroup.
+        disk: "DIR" or "DIR:SIZE", str or Path; spill files are in a new directory below DIR. Default: no disk.
+        optimizer: memory for its state is reserved before the state exists. Default: twice the parameters' bytes.
+        plan: a `Plan`, or a file from `Plan.save`, that steps follow from the first one on. Budgets that are left out
+            are those of the plan.
+        recompute: whether tensors may be recomputed. Otherwise they are only moved, and operations are not recorded.
+        check: compares checksums of all moved and recomputed tensors, and overwrites freed buffers. Slow.
+        unlimited: keeps everything, and only measures memory.
 
     Raises:
-        SizeError, ConfigError: a size or a path cannot be read.
-        DeviceError: `vram` for a model that is not on a GPU, or a model spread over several devices.
-        BudgetError: the weights alone do not fit, or what the plan needs does not.
+        SizeError, ConfigError: a size or a path is invalid.
+        DeviceError: `vram` was given for a model on the CPU, or the model is on several devices.
+        BudgetError: the weights or the plan do not fit.
         PlanError: the plan cannot be read, or is for another model or device.
         StorageError: the directory cannot be used.
-        UnsupportedError: the model was compiled as a whole; compile it block by block with `compile`.
+        UnsupportedError: the model is compiled as a whole; use `compile` to compile it block by block.
     """
 
     def __init__(
@@ -127,17 +127,16 @@ class Session:
         """One training step: forward and backward inside it, the optimizer after it.
 
         Raises:
-            BudgetError: the budget is below what the step needs; raised when the step ends, before any weight changes.
-            OutOfVRAMError: the device ran out of memory. The step is dropped with the gradients that it made, its plan
-                made anew with more room to spare; repeat it. What it added to gradients that there were before stays
-                in them, and the error names them.
-            StorageError: a disk failed; weights and optimizer state are untouched, spill files are removed.
-            UnsupportedError: something in the step cannot be done exactly.
+            BudgetError: the step needs more than the budget. Raised at the end of the step, before any weight changes.
+            OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
+                made: repeat the step. Values added to existing gradients remain, and the error names these gradients.
+            StorageError: a disk failed. Weights and optimizer state are unchanged, and spill files are removed.
+            UnsupportedError: the step contains something that cannot be exact.
         """
         if self._running:
             raise ConfigError("This Session is already in a step: leave it before entering another.")
         if self._saved.closed:
-            raise StorageError(f"This Session is closed ({self._saved.closed}); make a new one to go on.")
+            raise StorageError(f"This Session is closed ({self._saved.closed}); create a new one.")
         tape = self._enter()
         self._inputs = NoteInputs(self._saved)
         inputs = self._model.register_forward_pre_hook(self._inputs, with_kwargs=True)
@@ -153,8 +152,8 @@ class Session:
                 self.close(reason=f"after {type(error).__name__}: {error}")
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise UnsupportedError(
-                    f"{type(self._model).__name__} uses something that cannot run with saved-tensor hooks, on which a "
-                    f"Session stands: {error}"
+                    f"{type(self._model).__name__} uses something that does not support saved-tensor hooks, which a "
+                    f"Session needs: {error}"
                 ) from error
             raise
         finally:
@@ -167,7 +166,7 @@ class Session:
     def _enter(self) -> AbstractContextManager[Any]:
         if self.device.type == "cuda":  # pragma: gpu
             if torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError("A step cannot be captured into a CUDA graph: its waits would be lost.")
+                raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base_bytes = torch.cuda.memory_allocated(self.device) - self._residency.resident_bytes
         for tier in self._stack.tiers.values():
@@ -233,7 +232,7 @@ class Session:
         if left_plan and key is not None:
             dropped = self._plans.drop(key)
             if dropped is not None and dropped.is_given:
-                self._planner.lessons.append("The plan that was given is of another step: such steps are planned anew.")
+                self._planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
         elif recorder is not None and key is not None and not other_variants:
             trace = recorder.refine(planned.trace) if planned else recorder.trace()
             num_measured = planned.num_measured + 1 if planned else 1
@@ -342,31 +341,30 @@ class Session:
         *,
         micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of one step; splits the batch where it does not fit, and repeats after out-of-memory.
+        """Forward and backward of one step. Splits a batch that does not fit, and repeats after out-of-memory errors.
 
-        Split along dim 0 of all tensors as long there as the first one; what else is in the batch is given whole. The
-        choice follows from the figures of what did not fit, and is remembered. Gradients are those of the whole batch
-        up to the order of adding up; not with dropout, BatchNorm or a loss across samples: `report().notes` says what
-        of it the modules show, which is not dropout in functions (`scaled_dot_product_attention(dropout_p=...)`). A
-        repeat, or the caller after an error, finds gradients, buffers, and torch's, numpy's and Python's random states
-        as they were.
+        Tensors with the same dim 0 as the first one are split along it; everything else is passed whole. The number of
+        parts follows from the missing memory, and is stored. Gradients equal those of the whole batch up to the order
+        of summation, except with dropout, BatchNorm or a loss across samples. `report().notes` names such modules; it
+        cannot detect dropout in functions (`scaled_dot_product_attention(dropout_p=...)`). Before a repeat, and after
+        an error, gradients, buffers, and torch's, numpy's and Python's random states are restored.
 
         Args:
-            fn: called with the batch or a part of it; returns (sum of losses, weight): a tensor with one element, and
-                the number by which the sum over all calls is divided, such as that of tokens. For a weight that is a
-                tensor on the GPU the host waits until the step has run.
-            batch: a tensor, or any nest of dicts, lists and tuples with tensors in it.
-            micro_batches: how many parts to split into; left out: as few as fit.
+            fn: called with the batch or a part of it. Returns (sum of losses, weight): a tensor with one element, and a
+                number, such as the number of tokens. The sum of losses over all calls is divided by the sum of weights.
+                If the weight is a tensor on the GPU, the host waits for the step.
+            batch: a tensor, or nested dicts, lists and tuples of tensors.
+            micro_batches: number of parts; None for as few as fit.
 
         Returns:
-            The mean, sum of losses over sum of weights: a scalar without a graph. Its gradients are added to `.grad`.
+            The mean loss, sum of losses / sum of weights: a detached scalar. Gradients are accumulated in `.grad`.
 
         Raises:
-            BudgetError: a batch of one sample does not fit, or one of the named number of parts does not.
-            ConfigError: `fn` returned something else, the weights' sum is not positive, or `micro_batches` cannot be.
-            OutOfVRAMError: out of memory again after repeats and splits.
+            BudgetError: a batch of one sample does not fit, or a part does not fit with the given `micro_batches`.
+            ConfigError: `fn` returned an invalid result, or `micro_batches` is invalid.
+            OutOfVRAMError: the device ran out of memory again after repeats and splits.
             StorageError: as in `step`.
-            UnsupportedError: something that cannot be split or repeated exactly.
+            UnsupportedError: the step contains something that cannot be split or repeated exactly.
         """
         runner = Runner(
             model=self._model,
@@ -386,11 +384,11 @@ class Session:
         blocks: Iterable[torch.nn.Module | str] | None = None,
         variant: str | None = None,
     ) -> CompiledBlocks:
-        """Compiles the model block by block; plans then choose what each block's backward computes again.
+        """Compiles the model block by block. Plans then choose what each block's backward recomputes.
 
         Args:
-            model: the Session's own; may be left out.
-            blocks, variant: as for `offload.compiled.CompiledBlocks`; without `variant` the Session chooses.
+            model: the Session's model; can be left out.
+            blocks, variant: as in `offload.compiled.CompiledBlocks`; without `variant` the Session chooses.
 
         Raises:
             ConfigError, UnsupportedError: as `offload.compiled.compile_blocks` does.
@@ -401,15 +399,15 @@ class Session:
     # ------------------------------------------------------------------ answers
 
     def usage(self) -> Figures:
-        """Peaks of the last step. Before the first one has ended, zeros. On CUDA without its time: nothing waits."""
+        """Peaks of the last step; zeros before the first one has ended. On CUDA without its time, to avoid waiting."""
         return self._measured.last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
 
     def plan(self) -> Plan | None:
-        """The plan in force, None before the first step has ended and for steps that no plan fits."""
+        """The current plan; None before the first step has ended, and for steps without a plan that fits."""
         return self._plans.plan_in_force(self._planner.machine)
 
     def report(self) -> Report:
-        """Forecast beside what was measured. On CUDA the host waits for the device here."""
+        """The forecast and the measurement. On CUDA, the host waits for the device here."""
         if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self.device)
         self._learn()
@@ -428,13 +426,15 @@ class Session:
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
-        """Gives everything back: spill files, pinned memory, threads. Closing twice does nothing."""
+        """Frees spill files, pinned memory and threads. A second call does nothing."""
         if not self._saved.closed:
             self._saved.closed = reason
             self._stack.close()
 
     def __reduce__(self) -> str:
-        raise UnsupportedError("A Session holds memory, files and threads of this process: make a new one, not a copy.")
+        raise UnsupportedError(
+            "A Session owns memory, files and threads of this process and cannot be copied: create a new one."
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -72,9 +72,9 @@ class Work:
             ConfigError: it cannot.
         """
         if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
-            raise ConfigError(f"micro_batches={num_parts!r} was asked: give a whole number of at least 1.")
+            raise ConfigError(f"micro_batches={num_parts!r}, but it must be an integer of at least 1.")
         if num_parts > max(1, self.num_rows):
-            raise ConfigError(f"micro_batches={num_parts} was asked, but {self.why_not()}")
+            raise ConfigError(f"micro_batches={num_parts} was given, but {self.why_not()}")
 
     def why_not(self) -> str:
         """Why it cannot be split (further)."""

@@ -156,12 +156,12 @@ def build_stack(
     device = model_device(model)
     if device.type == "cpu" and vram is not None:
         raise DeviceError(
-            f"vram={vram!r} was asked, but the model's parameters are on the CPU, where RAM is the fast tier. "
+            f"vram={vram!r} was given, but the model's parameters are on the CPU, where RAM is the fast tier. "
             "Move the model to a GPU, or give ram= and disk= instead."
         )
     if unlimited:
         if not (vram is ram is disk is None):
-            raise DeviceError(f"unlimited=True was asked together with vram={vram!r}, ram={ram!r}, disk={disk!r}.")
+            raise DeviceError(f"unlimited=True was given together with vram={vram!r}, ram={ram!r}, disk={disk!r}.")
         return Stack(device=device, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
     ram_bytes = available_ram_bytes() // 2 if ram is None else parse_size(ram, name="ram")
     directory, disk_bytes = parse_disk(disk)
