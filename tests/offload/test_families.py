@@ -19,6 +19,7 @@ from torchstorm.bench.record import environment
 from torchstorm.offload.compiled import CompiledBlocks
 from torchstorm.offload.session import Session
 from torchstorm.plan.variants import VARIANTS
+from torchstorm.train.stamp import TRAINING, stamp
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,9 +50,10 @@ def cases(names: Any) -> list[Case]:
 def rows() -> Iterator[list[dict[str, Any]]]:
     """What is recorded: written where all cases have run."""
     found: list[dict[str, Any]] = []
+    code = stamp(TRAINING)
     yield found
     if len(found) == len(cases(FAMILIES)):
-        record = {"op": "families", **environment(torch.device("cpu")), "transformers": transformers.__version__}
+        record = {"op": "families", **environment(torch.device("cpu")), **vars(code)}
         RECORD.write_text(json.dumps({**record, "rows": found}, indent=1) + "\n")
 
 
