@@ -13,7 +13,7 @@ from torchstorm.bench.mlstm import bench_mlstm
 from torchstorm.bench.mlstm_ways import PEER
 from torchstorm.kernels import mlstm_ladder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

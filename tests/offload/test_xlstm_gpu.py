@@ -14,7 +14,7 @@ from offload.test_cuda_gpu import budget_for, run
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
 from torchstorm.offload.session import Session
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+pytestmark = pytest.mark.gpu
 
 CONFIG = XLSTMConfig(vocab_size=256, num_layers=4, num_heads=4, width=256, dropout=0.1, input_gate_bias=-1.0)
 PATTERNS = [("mlstm",), ("mlstm-mlp",), ("mlstm", "slstm", "mlstm-mlp", "mlstm-mlp")]
