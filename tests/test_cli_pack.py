@@ -104,8 +104,7 @@ main()
 """
 
 
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize(("signum", "exit_code", "existed"), [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)])
 def test_a_signal_leaves_what_was_there_and_nothing_else(
     tmp_path: Path, signum: signal.Signals, exit_code: int, existed: bool
 ) -> None:

@@ -106,7 +106,7 @@ def smallest_budget(gpu: Rehearsal, model: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("head", "link_bytes_per_s"),
-    [pytest.param(head, 1e7, id=name) for name, head in HEADS.items()]
+    [pytest.param(HEADS[name], 1e7, id=name) for name in ("soft cap", "gate", "log_softmax and nll", "chunks")]
     + [pytest.param(soft_capped, 1e12, id="soft cap, fast link")],
 )
 def test_a_peak_is_what_was_forecast(head: Head, link_bytes_per_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,8 @@ def test_a_peak_is_what_was_forecast(head: Head, link_bytes_per_s: float, monkey
 
 @pytest.mark.parametrize(
     ("head", "seed"),
-    [pytest.param(head, seed, id=f"{name}-{seed}") for name, head in HEADS.items() for seed in (0, 1)],
+    [pytest.param(head, 0, id=name) for name, head in HEADS.items()]
+    + [pytest.param(HEADS[name], 1, id=f"{name}, half") for name in ("soft cap", "chunks")],
 )
 def test_whatever_is_computed_again_a_peak_is_what_was_forecast(
     head: Head, seed: int, monkeypatch: pytest.MonkeyPatch

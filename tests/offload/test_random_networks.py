@@ -232,7 +232,7 @@ options = settings(
 )
 
 
-@settings(options, max_examples=16)
+@settings(options, max_examples=12)
 @given(
     names=networks,
     rows=st.sampled_from(ROWS),

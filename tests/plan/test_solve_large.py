@@ -39,7 +39,7 @@ def test_a_gpt_costs_little_more_than_with_all_the_memory(
 ) -> None:
     trace = gpt_trace(10, tokens=tokens, sequences=sequences)
     budget = Budget(vram=int(vram_gib * GIB), ram=AMPLE)
-    plan = solve(trace, H200, budget)
+    plan = solve(trace, H200, budget, time_limit_s=100.0)  # a busy machine takes longer, and finds the same
     assert_keeps_to(plan, budget)
     assert plan.forecast.step_ms <= most * trace.compute_s * 1e3
     assert plan.forecast.step_ms == pytest.approx(naive.step_s(trace, plan.placements, H200) * 1e3)
