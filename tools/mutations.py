@@ -19,7 +19,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 COPIED = ("src", "tests", "pyproject.toml", "README.md", "docs", "examples")
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="faults tried at once")
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if fault.file.startswith(options.only)]
+    about = sources()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as threads:
         copies: queue.Queue[Path] = queue.Queue()
         for number in range(options.at_once):
@@ -185,20 +186,20 @@ def main() -> int:
     survived = [row for row in rows if not row["caught_by"]]
     print(f"{len(rows) - len(survived)} of {len(rows)} faults are caught.")
     if options.json is not None:
-        write_record(options.json, rows)
+        record = {"op": "mutations", **about, "rows": rows}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 1 if survived else 0
 
 
-def write_record(path: Path, rows: list[dict[str, str]]) -> None:
-    """The rows, the machine, and which sources they are of."""
+def sources() -> dict[str, Any]:
+    """The machine, and which sources are there."""
     import torch
 
     from torchstorm.bench.record import environment
     from torchstorm.train.stamp import stamp
 
-    sources = vars(stamp(sorted({fault.file.split("/")[0] for fault in FAULTS})))
-    record = {"op": "mutations", **environment(torch.device("cpu")), **sources, "rows": rows}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    rooms = sorted({fault.file.split("/")[0] for fault in FAULTS})
+    return {**environment(torch.device("cpu")), **vars(stamp(rooms))}
 
 
 def copy_to(folder: Path) -> Path:
