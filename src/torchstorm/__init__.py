@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SizeError,
         StorageError,
         TorchstormError,
+        TorchstormWarning,
         UnsupportedError,
     )
     from torchstorm.offload.planning import plan
@@ -53,6 +54,7 @@ __all__ = [
     "SizeError",
     "StorageError",
     "TorchstormError",
+    "TorchstormWarning",
     "UnsupportedError",
     "Volume",
     "plan",

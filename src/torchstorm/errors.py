@@ -16,6 +16,8 @@ Each message names the request, the value found, the limit and a remedy, with nu
     ├── UnsupportedError   (NotImplementedError)  a request that cannot be computed exactly
     └── StorageError       (OSError)              a disk that is full, not writable or failing
         └── CorruptionError                       bytes read differ from the bytes written
+
+What gives correct results, but keeps no budget or trains nothing, is a TorchstormWarning (UserWarning).
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from __future__ import annotations
 
 class TorchstormError(Exception):
     """Base class of torchstorm's exceptions."""
+
+
+class TorchstormWarning(UserWarning):
+    """A use that gives the right results, and yet not what a Session is for. Each kind is told once a Session."""
 
 
 class SizeError(TorchstormError, ValueError):

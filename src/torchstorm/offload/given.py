@@ -54,6 +54,8 @@ def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, re
         ConfigError: the plan recomputes tensors, but `recompute` is False.
         PlanError: the file cannot be read, or the plan is for another model or device. Names the difference.
     """
+    if not isinstance(plan, Plan | str | os.PathLike):
+        raise PlanError(f"plan={plan!r} is neither a Plan nor a file that Plan.save wrote: {_WAY_OUT}")
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     if found.recomputes and not recompute:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""Knows which tensors the user gave to the model: those are counted, and never moved."""
+"""Knows which tensors are the user's: the model's own, and those that the user gave to it, never move."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.offload.saved import SavedTensors
 from torchstorm.offload.subject import shape_of
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The addresses of the storages of a model's parameters and buffers."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
 
 
 class NoteInputs:
@@ -26,6 +34,8 @@ class NoteInputs:
         self._saved = weakref.ref(saved) if saved is not None else None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # compiled with a function of the user's: what it does would be, too
         saved = self._saved() if self._saved is not None else None
         if saved is not None:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

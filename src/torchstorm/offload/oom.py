@@ -143,6 +143,18 @@ class Gradients:
             else:  # of those nothing tells whether they have changed
                 self._present.append((name, tensor, None, 0))
 
+    def have_changed(self) -> bool:
+        """Whether any was made, replaced or added to since."""
+        return any(tensor.grad is not None for tensor in self._absent) or any(
+            tensor.grad is not None
+            and (
+                before is None
+                or tensor.grad.untyped_storage()._cdata != before.cdata
+                or tensor.grad._version != version
+            )
+            for _, tensor, before, version in self._present
+        )
+
     def drop(self) -> list[str]:
         """Drops the gradients that the step made; returns the names of those that cannot be restored."""
         for tensor in self._absent:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchstorm.errors import BudgetError
+from torchstorm.offload.oom import Shortage, plan_with_slack
 from torchstorm.offload.saved import slab_bytes
 from torchstorm.offload.stack import Stack, bounce_buffers
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
@@ -81,13 +82,28 @@ class Plans:
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._by_key: dict[Key, Planned] = {}
         self._unrecorded: set[Key] = set()
+        self._state: int | None = None  # of the model, in which these plans were made
+        self._state_now: int | None = None
         self.given = given  # until the first step asks for a plan
         if given is not None:
             base = given.trace.base_bytes
             self.in_force = Planned(given, given.trace, given.forecast, base, num_to_measure, is_given=True)
 
+    def begin(self, state: int | None) -> None:
+        """A step begins with the model in this state, None where that is not known. In another one, plans are forgotten
+        as soon as something is saved: to follow them until they do not fit could break the budget."""
+        self._state_now = state
+
+    @property
+    def _are_others(self) -> bool:
+        return None not in (self._state, self._state_now) and self._state != self._state_now
+
     def get(self, key: Key) -> Planned | None:
         """The plan for steps of a kind."""
+        if self._are_others:
+            self._by_key.clear()
+            self._unrecorded.clear()
+        self._state = self._state_now
         if self.given is not None and self.in_force is not None:
             self.given, self._by_key[key] = None, self.in_force
         planned = self._by_key.get(key)
@@ -137,7 +153,7 @@ class Plans:
         Args:
             is_outdated: whether a plan gives way to another one within the step, which may recompute.
         """
-        if len(self._by_key) != 1 or self._unrecorded:
+        if len(self._by_key) != 1 or self._unrecorded or self._are_others:
             return True  # where steps have differed, the next one may be new again
         (planned,) = self._by_key.values()
         return self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
@@ -212,6 +228,18 @@ class Planner:
             time_limit_s=time_limit_s,
         )
         return Planned(plan, trace, plan.forecast, base_bytes, num_measured)
+
+    def plan_after(self, shortage: Shortage, planned: Planned) -> Planned | None:
+        """A plan for the step that ran out of memory, which keeps more free, as all do from now on; None for none."""
+        if planned.plan is None:
+            return None
+        anew, self.slack_bytes = plan_with_slack(
+            lambda slack: self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured),
+            shortage,
+            slack_bytes=self.slack_bytes,
+            tier=self._stack.fast_tier,
+        )
+        return anew
 
     def quick_plan(self, trace: Trace, base_bytes: int) -> Plan | None:
         """A plan that need not be the best, to compare many steps by.

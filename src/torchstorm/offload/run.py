@@ -192,6 +192,11 @@ class Runner:
 
     def run(self, fn: Fn, batch: Any, micro_batches: int | None) -> torch.Tensor:
         """See `Session.run`."""
+        if not callable(fn):
+            raise ConfigError(
+                f"storm.run(fn, batch) needs a function to call with the batch, but was given {type(fn).__name__} as "
+                "its first argument."
+            )
         work = Work.of(batch)
         if micro_batches is not None:
             work.check(micro_batches)

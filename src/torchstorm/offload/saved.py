@@ -62,13 +62,13 @@ class SavedTensors:
         self._letting_go: deque[tuple[Saved, int]] = deque()
         self._open: Parcel | None = None
         self.closed = ""
+        self.num_used = 0  # saved tensors that backward has asked for
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._in_step)
         # The step that is running.
         self._in_step = False
         self._fixed: set[int] = set()
         self._inputs: dict[int, StorageWeakRef] = {}  # by storage address, which the reference keeps taken
-        self._moment = 0
-        self._num_saved = 0
+        self._moment = self._num_saved = 0
         self._call_begins = 0  # the number of the first storage that the running autograd.Function saves
         self._plan: Plan | None = None
         self._numbered: dict[int, Parcel] = {}
@@ -136,8 +136,7 @@ class SavedTensors:
             saved.ordinal = -1
         self._in_step = False
         self._inputs = {}
-        self._moment = 0
-        self._num_saved = 0
+        self._moment = self._num_saved = 0
         self._plan = None
         self._numbered = {}
         self._choose = None
@@ -189,6 +188,7 @@ class SavedTensors:
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
+        self.num_used += 1
         if isinstance(packed, Untouched):
             return packed.unpack()
         assert isinstance(packed, Ticket)

@@ -9,8 +9,10 @@ until it releases them, with staging and prefetched ones. `disk` is the bytes in
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -19,13 +21,13 @@ from typing import Any, Self, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, StorageError, UnsupportedError
-from torchstorm.offload import oom
+from torchstorm.errors import BudgetError, OutOfVRAMError, StorageError, UnsupportedError
+from torchstorm.offload import misuse, oom
 from torchstorm.offload.clock import CpuClock, seconds_between
-from torchstorm.offload.compiled import CompiledBlocks, compile_blocks, refuse_compiled_whole
+from torchstorm.offload.compiled import CompiledBlocks, compile_blocks
 from torchstorm.offload.garbage import rare_collections
 from torchstorm.offload.given import Sizes, check_budget, check_inputs, read_plan
-from torchstorm.offload.inputs import NoteInputs
+from torchstorm.offload.inputs import NoteInputs, storages_of
 from torchstorm.offload.measured import Measured
 from torchstorm.offload.naming import Naming
 from torchstorm.offload.optimizer_state import missing_state_bytes
@@ -37,7 +39,7 @@ from torchstorm.offload.run import RunMemory, Runner
 from torchstorm.offload.saved import SavedTensors
 from torchstorm.offload.split import with_micro_batch
 from torchstorm.offload.stack import Stack, build_stack
-from torchstorm.offload.subject import subject_of
+from torchstorm.offload.subject import state_of, subject_of
 from torchstorm.offload.tape import Tape
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
@@ -55,6 +57,7 @@ class Session:
         ram: budget for host memory. Default: 50 % of the memory available to the machine or cgroup.
         disk: "DIR" or "DIR:SIZE", str or Path; spill files are in a new directory below DIR. Default: no disk.
         optimizer: memory for its state is reserved before the state exists. Default: twice the parameters' bytes.
+            The Session holds only a weak reference, so that a replaced optimizer frees its state.
         plan: a `Plan`, or a file from `Plan.save`, that steps follow from the first one on. Budgets that are left out
             are those of the plan.
         recompute: whether tensors may be recomputed. Otherwise they are only moved, and operations are not recorded.
@@ -68,6 +71,9 @@ class Session:
         PlanError: the plan cannot be read, or is for another model or device.
         StorageError: the directory cannot be used.
         UnsupportedError: the model is compiled as a whole; use `compile` to compile it block by block.
+
+    Warns:
+        TorchstormWarning: correct results, but no budget is kept or nothing is trained. Once per kind.
     """
 
     def __init__(
@@ -83,11 +89,13 @@ class Session:
         check: bool = False,
         unlimited: bool = False,
     ) -> None:
-        refuse_compiled_whole(model)
+        misuse.check_model(model)
+        misuse.check_optimizer(optimizer)
         given = read_plan(plan, model, recompute=recompute and not unlimited) if plan is not None else None
         sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._watch = misuse.Watch(model, self._optimizer)
         self._unlimited = unlimited
         self._recompute = recompute and not unlimited
         self._stack: Stack = build_stack(
@@ -110,58 +118,55 @@ class Session:
         # One is traced; on CUDA one asks for memory and one only runs, for the clock rate to settle; one takes times.
         self._plans = Plans(given, 4 if self.device.type == "cuda" else 2)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
-        self._start: object = None
         self._base_bytes = 0
-        self._running = False
+        self._running = threading.Lock()
         self._measured = Measured()
         self._planner = Planner(self._stack)
-        self._inputs = NoteInputs(self._saved)
         self._runs = RunMemory()
         self._naming: Naming | None = None
         self._compiled: CompiledBlocks | None = None
 
     # ------------------------------------------------------------------ the step
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """One training step: forward and backward inside it, the optimizer after it.
+    def step(self) -> misuse.StepContext:
+        """One training step, for `with` or as a decorator: forward and backward inside it, the optimizer after it.
 
         Raises:
             BudgetError: the step needs more than the budget. Raised at the end of the step, before any weight changes.
             OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
                 made: repeat the step. Values added to existing gradients remain, and the error names these gradients.
             StorageError: a disk failed. Weights and optimizer state are unchanged, and spill files are removed.
-            UnsupportedError: the step contains something that cannot be exact.
+            UnsupportedError: the step contains something that cannot be exact, or the model is compiled as a whole.
+            ConfigError: this Session is already in a step.
+            DeviceError: the model was moved to another device.
         """
-        if self._running:
-            raise ConfigError("This Session is already in a step: leave it before entering another.")
+        return misuse.StepContext(self._running, self._step, self._watch)
+
+    def _step(self) -> Iterator[None]:
         if self._saved.closed:
             raise StorageError(f"This Session is closed ({self._saved.closed}); create a new one.")
         tape = self._enter()
         self._inputs = NoteInputs(self._saved)
         inputs = self._model.register_forward_pre_hook(self._inputs, with_kwargs=True)
         try:
-            with rare_collections(), tape, saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with inputs, rare_collections(), tape, saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException as error:
-            self._running = False
             if oom.is_out_of_memory(error):
                 raise self._ran_out(error) from error
             self._saved.end()
+            told = misuse.better_said(error, self._model, closed=self._saved.closed)
             if isinstance(error, StorageError):
                 self.close(reason=f"after {type(error).__name__}: {error}")
-            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
-                raise UnsupportedError(
-                    f"{type(self._model).__name__} uses something that does not support saved-tensor hooks, which a "
-                    f"Session needs: {error}"
-                ) from error
+            if told is not None:
+                raise told from error
             raise
         finally:
-            inputs.remove()
             if self._naming is not None:
                 self._naming.stop()
                 self._naming = None
         self._leave()
+        self._watch.step_ended(self._gradients, self._inputs, self._saved, has_saved=self._key is not None)
 
     def _enter(self) -> AbstractContextManager[Any]:
         if self.device.type == "cuda":  # pragma: gpu
@@ -172,10 +177,10 @@ class Session:
         for tier in self._stack.tiers.values():
             tier.reset_peak()
         self._learn()
-        tensors = [*self._model.parameters(), *self._model.buffers()]
-        fixed = {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
-        self._gradients = oom.Gradients(oom.trained(self._model, self._optimizer))
-        self._running = True
+        parameters = misuse.unmoved_parameters(self._model, self.device)
+        self._plans.begin(state_of(self._model, parameters))
+        fixed = storages_of([*parameters, *self._model.buffers()])
+        self._gradients = oom.Gradients(oom.trained(self._model, self._optimizer()))
         self._key = None
         self._start = self._clock.mark()
         tape, is_outdated = None, partial(self._planner.is_outdated, base_bytes=self._base_bytes)
@@ -193,6 +198,7 @@ class Session:
             # A step that finds gradients adds to them, and one that finds none allocates them: the peaks differ.
             key = (*key, self._gradients.nbytes)
         self._key = key
+        misuse.check_first_save(self._model)
         if self._unlimited:
             return None, None
         if self._is_recorded and self._plans.take_unrecorded(key):
@@ -216,15 +222,15 @@ class Session:
             staging_bytes=self._residency.staging_bytes,
             memory=planned is None or planned.num_measured == 1,
         )
-        if planned is None and self._naming is None:
-            self._naming = Naming(self._model, self._saved.blocks)
+        if planned is None:
+            self._watch.is_new_kind = True
+            self._naming = self._naming or Naming(self._model, self._saved.blocks)
         return planned.plan if planned else None, recorder
 
     def _leave(self) -> None:
         left_plan, shortfall = self._saved.left_plan, self._residency.shortfall
         recorder = self._saved.end()
         stop = self._clock.mark()
-        self._running = False
         key, planned = self._key, self._plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
         self._count(stop, recorder, planned if followed else None)
@@ -281,15 +287,7 @@ class Session:
         shortage = oom.Shortage.read(error, self.device, held_bytes=held, budget_bytes=budget)
         oom.drop_step(self._saved, error)
         planned = self._plans.get(self._key) if self._key is not None else None
-        anew = None
-        if planned is not None and planned.plan is not None:
-            old = planned
-            anew, self._planner.slack_bytes = oom.plan_with_slack(
-                lambda slack: self._planner.plan_within(slack, old.trace, old.base_bytes, old.num_measured),
-                shortage,
-                slack_bytes=self._planner.slack_bytes,
-                tier=self._stack.fast_tier,
-            )
+        anew = self._planner.plan_after(shortage, planned) if planned is not None else None
         if anew is not None and self._key is not None:
             self._plans.put(self._key, anew)
             self._measured.plan_changed()
@@ -306,9 +304,9 @@ class Session:
 
     def _reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or (self._optimizer is None and self._measured.num_steps > 1):
+        if self.device.type == "cpu" or (self._optimizer() is None and self._measured.num_steps > 1):
             return 0
-        return missing_state_bytes(self._model, self._optimizer)  # pragma: gpu
+        return missing_state_bytes(self._model, self._optimizer())  # pragma: gpu
 
     # ------------------------------------------------------------------ watching
 
@@ -368,7 +366,7 @@ class Session:
         """
         runner = Runner(
             model=self._model,
-            optimizer=self._optimizer,
+            optimizer=self._optimizer(),
             device=self.device,
             memory=self._runs,
             step=self.step,
@@ -446,4 +444,3 @@ class Session:
 
 
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

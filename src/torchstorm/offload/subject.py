@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchstorm.plan.plan import Workload
 
@@ -27,6 +28,17 @@ def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> W
         shapes_sha256=digest.hexdigest(),
         inputs=tuple(shape_of(tensor) for tensor in inputs),
     )
+
+
+def state_of(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> int | None:
+    """What tells steps of a model from those after layers were added, replaced or frozen, or their type was changed.
+
+    Cheap, for every step begins with it. None where a lazy module has not seen its first batch.
+    """
+    if any(map(is_lazy, parameters)):
+        return None
+    kinds = tuple([(parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parameters])
+    return hash((model.training, kinds))
 
 
 def shape_of(tensor: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,19 @@ def skip_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
         disabled: Callable[..., Any] = torch.compiler.disable(function, recursive=True)
         return disabled
     return function
+
+
+def is_within_compiled() -> bool:
+    """Whether a function that torch.compile compiles has called here, so that Dynamo compiles what is called next."""
+    from torch._C._dynamo import eval_frame
+
+    callback = getattr(eval_frame, "get_eval_frame_callback", None)
+    return callback is not None and callback() not in (None, False)
+
+
+def is_backward_compiled() -> bool:
+    """Whether compiled autograd is enabled, which traces saved-tensor hooks as if they were the model's."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
 
 
 @functools.cache
