@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchstorm.errors import BudgetError, ConfigError, DeviceError, SizeError
+from torchstorm.errors import BudgetError, DeviceError, SizeError
 from torchstorm.memory.disk import DiskTier
 from torchstorm.memory.host import HostTier
 from torchstorm.memory.limits import available_ram_bytes

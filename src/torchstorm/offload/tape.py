@@ -127,6 +127,9 @@ class Tape(TorchDispatchMode):
                 return func(*args, **kwargs)
         inputs: list[Value] = []
         described = tuple(self._describe(arg, inputs) for arg in args)
+        if what.in_place and isinstance(described[0], Leaf):
+            # Leaves nothing to compute again. DDP does so in its second forward alone, which is no other step for that.
+            return func(*args, **kwargs)
         described_kwargs = {name: self._describe(arg, inputs) for name, arg in kwargs.items()}
         call = Call(self._device, func, what, described, described_kwargs, inputs, [], [], None, self.num_calls, 0)
         if what.keeps_statistics:
