@@ -367,7 +367,7 @@ def test_a_flipped_byte_in_a_spill_file_is_found_and_the_tensor_named(name: str,
             loss.backward()
 
     session = Session(model, ram=ram, disk=str(tmp_path), check=True)
-    with pytest.raises(CorruptionError, match=r"a tensor saved in \S+ \(\d+ bytes\) came back .* with checksum"):
+    with pytest.raises(CorruptionError, match=r"a tensor saved in \S+ \(\d+ bytes\) was read from .* with checksum"):
         step_on_a_faulty_disk()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(StorageError, match="closed"), session.step():

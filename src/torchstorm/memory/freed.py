@@ -1,9 +1,9 @@
-"""Gives memory that the process has freed back to the system, where the C library (glibc) would keep it.
+"""Returns memory that the process has freed to the system, where the C library (glibc) would keep it.
 
-glibc keeps freed blocks of up to 32 MiB for later ones. Small blocks that live on come to lie beside them, so that many
-a later block fits no gap: within a few steps a process holds two or three times what it uses. Memory that was given
-back costs the system four times as much when the program takes it again, because each page is then filled anew. So it
-is given back only where enough has gathered, and so rarely that both together take a share of the time that is small.
+glibc keeps freed blocks of up to 32 MiB for reuse. Small long-lived blocks between them divide the free memory, so
+later blocks often fit no gap: within a few steps, a process holds two or three times the memory that it uses. Taking
+returned memory again costs four times as much as returning it, because the system fills each page. So memory is
+returned only when enough has gathered, and so rarely that both take a small share of the time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_SHARE = 0.02  # of the time may go into giving memory back and taking it again
-_COST = 6.0  # what both take, in times of what giving back takes; measured: 4 to 6
+_SHARE = 0.02  # largest share of the time for returning memory and taking it again
+_COST = 6.0  # duration of both, as a multiple of the duration of returning; measured: 4 to 6
 
 
 class FreedMemory:
-    """Watches how much more a process holds than a budget allows, and gives back what of that was freed.
+    """Returns freed memory to the system when the process holds more than its budget.
 
     Args:
-        budget_bytes: so much may be in use; freed memory may come to a tenth of it beyond.
-        held_bytes: asks how much memory the process holds.
-        give_back: gives back what was freed.
+        budget_bytes: limit of the used memory. Freed memory may be a tenth of it in addition.
+        held_bytes: returns the bytes of memory that the process holds.
+        give_back: returns freed memory to the system.
     """
 
     def __init__(self, budget_bytes: int, *, held_bytes: Callable[[], int], give_back: Callable[[], object]) -> None:
@@ -33,17 +33,22 @@ class FreedMemory:
         self._spare_bytes = budget_bytes // 10
         self._held_bytes = held_bytes
         self._give_back = give_back
-        self._unseen_bytes = 0  # freed since the last look
+        self._unseen_bytes = 0  # freed since the last check
         self._rest_until_s = 0.0
-        self._thread = threading.get_ident()  # whose time is measured
-        self._other_bytes = held_bytes()  # what is held for others
+        self._thread = threading.get_ident()  # the thread whose time is measured
+        self._other_bytes = held_bytes()  # memory that does not count against the budget
 
     def add(self, nbytes: int, *, used_bytes: int) -> None:
-        """`nbytes` of the budget were freed, and `used_bytes` are still in use."""
+        """Counts freed bytes, and returns memory to the system if it is due.
+
+        Args:
+            nbytes: bytes of the budget that were freed.
+            used_bytes: bytes of the budget that are still in use.
+        """
         self._unseen_bytes += nbytes
         if 2 * self._unseen_bytes < self._spare_bytes or threading.get_ident() != self._thread:
             return
-        start_s = time.thread_time()  # other work on the machine does not change what is found
+        start_s = time.thread_time()  # CPU time, so that other work on the machine does not matter
         if start_s < self._rest_until_s:
             return
         self._unseen_bytes = 0
@@ -57,7 +62,7 @@ class FreedMemory:
 
 
 def freed_memory(budget_bytes: int) -> FreedMemory | None:
-    """Of this process; None where its C library has no `malloc_trim` or the system does not tell what it holds."""
+    """The `FreedMemory` of this process; None without `malloc_trim` or /proc/self/statm."""
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is None or not anonymous_bytes():
         return None
@@ -65,7 +70,7 @@ def freed_memory(budget_bytes: int) -> FreedMemory | None:
 
 
 def anonymous_bytes() -> int:
-    """Bytes of memory that the process holds and no file lies behind; 0 where the system does not tell."""
+    """Bytes of memory of the process that no file backs; 0 without /proc/self/statm."""
     try:
         fields = Path("/proc/self/statm").read_bytes().split()
     except OSError:
