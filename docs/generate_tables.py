@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from record_tables import kernels, steps, storage, training
+from record_tables import kernels, mutations, steps, storage, training
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("**/*.md"))]
@@ -36,6 +36,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "misses": steps.misses,
     "mlstm": kernels.mlstm,
     "models": steps.models,
+    "mutations": mutations.mutations,
     "speeds": steps.speeds,
     "steps": steps.steps,
     "trained": training.trained,
