@@ -107,9 +107,10 @@ class PlanError(TorchstormError, ValueError):
 
 
 class OutOfVRAMError(TorchstormError, RuntimeError):
-    """The device ran out of memory during a step. The step had no effect: repeat it.
+    """The device ran out of memory during a step. The step and its new gradients are dropped: repeat it.
 
-    It is raised from torch.OutOfMemoryError, and is a RuntimeError like that one.
+    Buffers that the step had changed, and values that it had added to existing gradients, remain. It is raised from
+    torch.OutOfMemoryError, and is a RuntimeError like that one.
 
     Attributes:
         allocated_bytes: bytes of tensors at the failure. On a CPU: bytes of saved tensors.

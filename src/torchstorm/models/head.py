@@ -12,7 +12,7 @@ _AUTOCAST_OF = {"meta": ("cuda", "cpu")}
 
 
 def next_token_loss(x_BTC: Tensor, head_VC: Tensor, targets_BT: Tensor, *, softcap: float = 0.0) -> Tensor:
-    """The mean cross-entropy in nats of the logits x W^T. They are not saved; large ones are computed in parts.
+    """The mean cross-entropy in nats of the logits x W^T. Large ones are computed in parts and not saved.
 
     Args:
         x_BTC: input of the head.

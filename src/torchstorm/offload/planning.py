@@ -32,7 +32,7 @@ def plan(
 ) -> Plan:
     """Plans a training step within a budget, from two measured steps; for another machine from shapes alone.
 
-    Weights, gradients, buffers and random states are restored afterwards.
+    Weights are not changed. Gradients, buffers and torch's random states are restored afterwards.
 
     Args:
         model: any nn.Module. With `machine`, on any device, also "meta", so it can exceed this machine's memory.

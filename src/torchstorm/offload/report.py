@@ -14,7 +14,8 @@ class Report:
     """Forecast and measurement of a Session. Immutable; prints as a table.
 
     Attributes:
-        forecast: forecast of the current plan; None before the first step has ended, and for an unlimited Session.
+        forecast: forecast of the current plan; None before the first step has ended if no plan was given, and for an
+            unlimited Session. For steps that no plan fits, what was measured.
         measured: peaks and median time of the steps that followed this plan; without such steps, of all steps. None
             before the first one has ended.
         highest: peak bytes over all steps, the first one included, and the time of the slowest step.

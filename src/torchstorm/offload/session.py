@@ -134,7 +134,8 @@ class Session:
         Raises:
             BudgetError: the step needs more than the budget. Raised at the end of the step, before any weight changes.
             OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
-                made: repeat the step. Values added to existing gradients remain, and the error names these gradients.
+                made: repeat the step. Changes of buffers remain, and values added to existing gradients, which the
+                error names.
             StorageError: a disk failed. Weights and optimizer state are unchanged, and spill files are removed.
             UnsupportedError: the step contains something that cannot be exact, or the model is compiled as a whole.
             ConfigError: this Session is already in a step.
@@ -401,7 +402,7 @@ class Session:
         return self._measured.last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
 
     def plan(self) -> Plan | None:
-        """The current plan; None before the first step has ended, and for steps without a plan that fits."""
+        """The current plan; None until the first step has ended if none was given, and for steps that no plan fits."""
         return self._plans.plan_in_force(self._planner.machine)
 
     def report(self) -> Report:

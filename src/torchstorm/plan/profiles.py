@@ -1,8 +1,8 @@
 """Profiles of machines, to make forecasts for hardware that is not available.
 
 Every rate is one that training steps reach, below the data sheet's: continuous matrix products run into the power
-limit, and links and memories have overhead (headers, refresh). The H200's rates were measured (see docs/benchmarks.md).
-The others are the vendor's numbers times an estimated efficiency, and were not measured.
+limit, and links and memories have overhead (headers, refresh). The H200's link, memory, half-precision and attention
+rates were measured. All else is the vendor's numbers times an estimated efficiency, or an estimate.
 """
 
 from __future__ import annotations

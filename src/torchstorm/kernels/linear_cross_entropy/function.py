@@ -58,10 +58,12 @@ def linear_cross_entropy(
     softcap: float | None = None,
     variant: str = "auto",
 ) -> Tensor:
-    """F.cross_entropy(F.linear(x, weight, bias), target) without holding all logits at once. Deterministic.
+    """F.cross_entropy(F.linear(x, weight, bias), target), of many logits only a part at a time. Deterministic.
 
     With "mean" and "sum", the forward pass computes the gradients of x, weight and bias. Call it under torch.no_grad()
-    if they are not required, and not within torch.utils.checkpoint, which would compute them twice.
+    if they are not required, and not within torch.utils.checkpoint, which would compute them twice. None of that, and
+    nothing said here of ignored tokens' time, holds for variant="naive": PyTorch's operators on all logits at once,
+    which "auto" uses for up to 32 MiB of logits on a CPU, but in float16.
 
     Args:
         x: (..., K), in float32, float16, bfloat16 or float64. Any strides.
