@@ -13,9 +13,9 @@ Each message names the request, the value found, the limit and a remedy, with nu
     ├── PlanError          (ValueError)           a plan or trace that cannot be read, or does not match the model
     ├── OutOfVRAMError     (RuntimeError)         the device ran out of memory; repeat the step
     ├── KernelError        (RuntimeError)         a GPU kernel that cannot be compiled, loaded or launched
-    ├── UnsupportedError   (NotImplementedError)  a request that cannot be computed exactly
+    ├── UnsupportedError   (NotImplementedError)  a request that is not supported, or cannot be computed exactly
     └── StorageError       (OSError)              a disk that is full, not writable or failing
-        └── CorruptionError                       bytes read differ from the bytes written
+        └── CorruptionError                       bytes read differ from the bytes written, or were never written
 
 What gives correct results, but keeps no budget or trains nothing, is a TorchstormWarning (UserWarning).
 """
@@ -149,7 +149,7 @@ class KernelError(TorchstormError, RuntimeError):
 
 
 class UnsupportedError(TorchstormError, NotImplementedError):
-    """The request cannot be computed exactly."""
+    """The request is not supported, or cannot be computed exactly."""
 
 
 class StorageError(TorchstormError, OSError):
@@ -163,4 +163,4 @@ class StorageError(TorchstormError, OSError):
 
 
 class CorruptionError(StorageError):
-    """The bytes read from a tier differ from the bytes written."""
+    """The bytes read from a tier or a volume differ from the bytes written, or were never written."""
