@@ -187,7 +187,7 @@ def test_a_model_changed_between_steps_trains_to_the_same_bits_where_tensors_are
     assert_exact({CHANGED: CHANGES[name]}, tmp_path, moves=True, share=0.5)
 
 
-@pytest.mark.parametrize("name", CHANGES.keys() - {"to bfloat16", "to double"})
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("to bfloat16", "to double")])
 def test_a_model_changed_between_steps_trains_to_the_same_bits_where_tensors_are_computed_again(
     name: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from torchstorm.offload import residency
 MIB = 2**20
 
 # A chain of tanh: each saves its result, 8 MiB; 52 of them save 416 MiB. The peak of RssAnon is sampled all the
-# while. malloc gives large blocks back at once only with a fixed threshold (field notes), hence the environment.
+# while. malloc gives large blocks back at once only with a fixed threshold, hence the environment.
 CHILD = """
 import json, sys, threading
 import torch
