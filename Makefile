@@ -34,7 +34,7 @@ help:
 	@echo "make test       the whole CPU test suite, with coverage"
 	@echo "make mutations  whether the tests catch forty faults, put in one at a time"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
-	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes an hour"
+	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes half an hour"
 	@echo "make xnvme      the xNVMe library into .xnvme/, from its source release (XNVME_SOURCE=/path/to/it)"
 	@echo "make test-nvme  storage on an emulated NVMe device in QEMU; fails if any test skips"
 	@echo "make lint       ruff and mypy"

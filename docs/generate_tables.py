@@ -20,13 +20,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from record_tables import kernels, mutations, steps, storage, training
+from record_tables import checks, kernels, steps, storage, training
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("**/*.md"))]
 TABLES: dict[str, Callable[..., str]] = {
     "beside": kernels.beside,
     "demands": steps.demands,
+    "families": checks.families,
     "files": storage.files,
     "front": steps.front,
     "gpu-beside-cpu": kernels.gpu_beside_cpu,
@@ -36,7 +37,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "misses": steps.misses,
     "mlstm": kernels.mlstm,
     "models": steps.models,
-    "mutations": mutations.mutations,
+    "mutations": checks.mutations,
     "speeds": steps.speeds,
     "steps": steps.steps,
     "trained": training.trained,
