@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, TorchstormError, UnsupportedError
-from torchstorm.memory.freed import freed_memory
 from torchstorm.memory.tier import Tier
 from torchstorm.offload.fingerprint import fingerprint
 from torchstorm.offload.parcels import (
@@ -71,7 +70,6 @@ class Residency:
         self._away: dict[int, Parcel] = {}  # by order of making
         self._order = 0
         self._first_order = 0
-        self._freed = freed_memory(limit_bytes) if device.type == "cpu" else None
         self._at: dict[int, list[Saved]] = {}  # by the address of the storage that holds the bytes, first or returned
 
     def begin_step(self) -> None:
@@ -349,8 +347,6 @@ class Residency:
         parcel.used = False
         if self.resident.pop(parcel.order, None) is not None:
             self.resident_bytes -= parcel.nbytes
-            if self._freed is not None:
-                self._freed.add(parcel.nbytes, used_bytes=self.resident_bytes)
         if parcel.shared:
             parcel.nbytes = parcel.filled
 
