@@ -30,7 +30,7 @@ COMMANDS = all_commands(COMMAND)
 
 
 def invoke(*arguments: str, width: int = 80) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)})
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(width)})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
