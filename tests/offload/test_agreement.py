@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,20 +23,11 @@ from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
 ROWS, WIDTH = 8, 64
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    from torch._dynamo import config
-
-    torch.compiler.reset()
-    limits = config.recompile_limit, config.accumulated_recompile_limit
-    yield
-    config.recompile_limit, config.accumulated_recompile_limit = limits
 
 
 @pytest.fixture(autouse=True)

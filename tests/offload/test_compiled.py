@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,11 @@ CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, wid
 BATCH = 8
 # Said by Inductor and Dynamo of themselves.
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    from torch._dynamo import config
-
-    torch.compiler.reset()
-    counters.clear()
-    limits = config.recompile_limit, config.accumulated_recompile_limit
-    yield
-    config.recompile_limit, config.accumulated_recompile_limit = limits
 
 
 @pytest.fixture

@@ -140,9 +140,9 @@ class Residency:
             if not parcel.shared:
                 self.discard(parcel)
 
-    def lose_if_resized(self, parcel: Parcel) -> bool:
-        """Lets go of what was saved of storages that have other memory by now; returns whether there were any."""
-        resized = [saved for saved in parcel.members if saved.has_other_memory]
+    def _lose_if_resized(self, parcel: Parcel) -> bool:
+        """Lets go of a parcel whose storage has other memory by now; returns whether it has. Shared ones are copies."""
+        resized = [saved for saved in parcel.members if saved.has_other_memory] if not parcel.shared else []
         for saved in resized:
             self.note_resized(saved.address)
         return bool(resized)
@@ -194,7 +194,7 @@ class Residency:
 
     def put(self, parcel: Parcel, tier: str) -> None:
         """Begins the copy out, to the named tier or, where that has no room, to another."""
-        if not parcel.shared and self.lose_if_resized(parcel):
+        if self._lose_if_resized(parcel):
             return
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
@@ -222,7 +222,7 @@ class Residency:
             return
         (parcel.back or parcel.handle.written).wait()
         parcel.back = None
-        if not parcel.shared and self.lose_if_resized(parcel):
+        if self._lose_if_resized(parcel):
             return
         for saved in parcel.members:
             if parcel.hold is not None:
