@@ -87,6 +87,19 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(tmp_path: Path) -> 
     assert second.rows == [anew, other]
 
 
+def test_two_runs_at_once_fill_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    first, second = results(file), results(file)
+    ways = ["a", "b", "c", "d"]
+    for number, way in enumerate(ways):
+        (first, second)[number % 2].add(Row(shape="8x1", way=way))
+    assert sorted(row["way"] for row in read(file)) == ways
+    with ThreadPoolExecutor() as pool:
+        shapes = [f"{number}x1" for number in range(40)]
+        list(pool.map(lambda shape: results(file).add(Row(shape=shape, way="a")), shapes))
+    assert {row["shape"] for row in read(file)} == {"8x1", *shapes}
+
+
 def test_another_machines_rows_are_replaced_and_that_is_said(tmp_path: Path) -> None:
     file, said = tmp_path / "rows.json", list[str]()
     results(file).add(Row(shape="8x1", way="session"))

@@ -1,19 +1,21 @@
 """A bench's JSON file: machine and versions, and rows, whole after each of them.
 
-A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts. So each
-row says of which sources it is. Nobody changes such a file but by a run. What is no regular file (a FIFO, /dev/stdout)
-gets one document, at the end.
+A file that exists and is of the same machine and versions keeps its other rows: a bench can be run in parts, several at
+once too. So each row says of which sources it is. Nobody changes such a file but by a run. What is no regular file (a
+FIFO, /dev/stdout) gets one document, at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -89,8 +91,11 @@ class Record(Generic[R]):
         self._path = None if path is None else check_output(path, name="--json")
         self._row_by_row = self._path is not None and is_replaceable(self._path)
         self._say = say
-        older = self._read() if self._path is not None and self._row_by_row and self._path.exists() else []
-        self.older = older if merge else []
+        self._merges = merge and self._row_by_row
+        older, others = self._read()
+        self.older: list[R] = older if merge else []
+        if others:
+            self._say(f"{path} is of another machine or versions ({others}): its rows are replaced.")
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Adds something to the record besides the rows."""
@@ -128,16 +133,25 @@ class Record(Generic[R]):
         Raises:
             StorageError: the file cannot be written.
         """
-        if self._path is not None:
-            write_json(self._path, {**self._record, "rows": [_as_json(row) for row in self.all_rows()]})
+        if self._path is None:
+            return
+        with _alone(self._path.parent) if self._merges else contextlib.nullcontext():
+            if self._merges:
+                self.older, _ = self._read()  # another run may have added rows since
+            write_json(self._path, self._document())
 
     def _keep(self) -> None:
         """Writes what there is by now, where that takes the place of what was written before."""
         if self._row_by_row:
             self.write()
 
-    def _read(self) -> list[R]:
-        assert self._path is not None
+    def _document(self) -> dict[str, Any]:
+        return {**self._record, "rows": [_as_json(row) for row in self.all_rows()]}
+
+    def _read(self) -> tuple[list[R], str]:
+        """The file's rows, none if they are of another machine or versions, and then which."""
+        if self._path is None or not self._row_by_row or not self._path.exists():
+            return [], ""
         try:
             record = json.loads(self._path.read_text())
             rows, op = list(record["rows"]), record["op"]
@@ -152,13 +166,23 @@ class Record(Generic[R]):
         here, there = self._record["packages"], record.get("packages", {})
         others += [f"{name} {of!r}" for name, of in there.items() if here.get(name, of) != of]
         if others:
-            self._say(f"{self._path} is of another machine or versions ({', '.join(others)}): its rows are replaced.")
-            return []
+            return [], ", ".join(others)
         self._record["packages"] = {**there, **here}  # of ways that this run has not installed, rows stay
         known = {field.name.rstrip("_"): field for field in fields(self._row_type)}
         needed = {name for name, field in known.items() if field.default is MISSING}
         whole = [row for row in rows if isinstance(row, dict) and needed <= row.keys() <= known.keys()]
-        return [self._row_type(**{known[name].name: value for name, value in row.items()}) for row in whole]
+        return [self._row_type(**{known[name].name: value for name, value in row.items()}) for row in whole], ""
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time in, of those that enter with the same folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _as_json(row: RecordRow) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -125,10 +126,8 @@ class Results(Record[Row]):
     ) -> None:
         super().__init__(op, device, Row, format_row, path=path, say=say, merge=merge)
 
-    def write(self) -> None:
-        """As `Record` does, with the misses of all rows."""
-        self["misses"] = [asdict(miss) for miss in misses(self.all_rows())]
-        super().write()
+    def _document(self) -> dict[str, Any]:
+        return {**super()._document(), "misses": [asdict(miss) for miss in misses(self.all_rows())]}
 
     def against(self, shape: str, name: str, seconds: float) -> None:
         """Relates the times of all rows of a shape that compare with that way to these seconds; writes."""
