@@ -139,3 +139,20 @@ def test_of_plain_steps_nothing_is_outside(num_steps: int) -> None:
     session = run(model, lambda: model(x).sum(), num_steps)
     assert session._saved.outside.peak_bytes == {}
     assert "outside" not in str(session.report())
+
+
+def test_an_empty_tensor_is_no_note_of_the_report() -> None:
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(torch.empty(0))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> torch.Tensor:
+            assert ctx.saved_tensors[0].numel() == 0  # type: ignore[attr-defined]
+            return grads[0]
+
+    model, x = Chain(), torch.randn(ROWS, WIDTH)
+    session = run(model, lambda: Identity.apply(model(x)).sum())
+    assert "outside" not in str(session.report())

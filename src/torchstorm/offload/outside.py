@@ -65,7 +65,9 @@ class Outside:
     def notes(self) -> tuple[str, ...]:
         """What the report says of it."""
         return tuple(
-            f"outside the budget: {format_size(nbytes)} of {name}" for name, nbytes in sorted(self.peak_bytes.items())
+            f"outside the budget: {format_size(nbytes)} of {name}"
+            for name, nbytes in sorted(self.peak_bytes.items())
+            if nbytes
         )
 
     def _computed_again(self, tensor: torch.Tensor, kept: torch.Tensor) -> None:

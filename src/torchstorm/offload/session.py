@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,7 +29,7 @@ from torchstorm.offload.given import Sizes, check_budget, check_inputs, read_pla
 from torchstorm.offload.inputs import NoteInputs, storages_of
 from torchstorm.offload.measured import Measured
 from torchstorm.offload.naming import Naming
-from torchstorm.offload.optimizer_state import missing_state_bytes
+from torchstorm.offload.optimizer_state import OptimizerState
 from torchstorm.offload.plans import Planned, Planner, Plans
 from torchstorm.offload.record import Recorder
 from torchstorm.offload.report import Report
@@ -94,8 +93,8 @@ class Session:
         given = read_plan(plan, model, recompute=recompute and not unlimited) if plan is not None else None
         sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
         self._model = model
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._watch = misuse.Watch(model, self._optimizer)
+        self._state = OptimizerState(model, optimizer)
+        self._watch = misuse.Watch(model, self._state.optimizer)
         self._unlimited = unlimited
         self._recompute = recompute and not unlimited
         self._stack: Stack = build_stack(
@@ -181,7 +180,7 @@ class Session:
         parameters = misuse.unmoved_parameters(self._model, self.device)
         self._plans.begin(state_of(self._model, parameters))
         fixed = storages_of([*parameters, *self._model.buffers()])
-        self._gradients = oom.Gradients(oom.trained(self._model, self._optimizer()))
+        self._gradients = oom.Gradients(oom.trained(self._model, self._state.optimizer()))
         self._key = None
         self._start = self._clock.mark()
         tape, is_outdated = None, partial(self._planner.is_outdated, base_bytes=self._base_bytes)
@@ -305,9 +304,9 @@ class Session:
 
     def _reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or (self._optimizer() is None and self._measured.num_steps > 1):
+        if self.device.type == "cpu" or (self._state.optimizer() is None and self._measured.num_steps > 1):
             return 0
-        return missing_state_bytes(self._model, self._optimizer())  # pragma: gpu
+        return self._state.missing_bytes()  # pragma: gpu
 
     # ------------------------------------------------------------------ watching
 
@@ -367,7 +366,7 @@ class Session:
         """
         runner = Runner(
             model=self._model,
-            optimizer=self._optimizer(),
+            optimizer=self._state.optimizer(),
             device=self.device,
             memory=self._runs,
             step=self.step,
