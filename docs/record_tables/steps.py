@@ -28,9 +28,10 @@ _COLUMNS = (
 def steps(page: Path, name: str, shape: str = "") -> str:
     """Every row of a record, or of one shape in it."""
     record = Record.read(name)
-    rows = [row for row in record.rows if shape in ("", row["shape"])]
+    shapes = [shape] if shape else list(dict.fromkeys(row["shape"] for row in record.rows))
+    # Two runs at once that fill a record take turns in it.
+    rows = [row for one in shapes for row in record.rows if row["shape"] == one]
     notes = Notes(record, rows)
-    shapes = {row["shape"] for row in rows}
     lines = []
     for row in rows:
         mark = notes.mark(
