@@ -69,7 +69,7 @@ def _node(module: str, name: str) -> Documented:
     """Where a name is made, in the text of its module."""
     found = getattr(import_module(module), name)
     if isinstance(found, ModuleType):  # torchstorm.plan is the planning room, too
-        found = import_module("torchstorm.offload.planning").plan
+        found = import_module("torchstorm.offload.preview").plan
     tree = ast.parse(Path(str(import_module(found.__module__).__file__)).read_text())
     # The last of its name: overloads, which only tell type checkers about it, stand before.
     return [node for node in tree.body if isinstance(node, Documented) and node.name == found.__name__][-1]

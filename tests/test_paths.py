@@ -23,7 +23,7 @@ import torchstorm
 from torchstorm.bench.bars import Panel, draw_bars
 from torchstorm.errors import ConfigError, SizeError, StorageError
 from torchstorm.memory.spill import remove_stale
-from torchstorm.offload.stack import parse_disk
+from torchstorm.offload.budget import parse_disk
 from torchstorm.paths import check_output, descriptor_of, is_replaceable, user_path, write_document
 from torchstorm.report.doctor import examine
 from torchstorm.storage.choice import open_file
@@ -320,7 +320,7 @@ def test_a_session_spills_to_a_path_in_the_home_directory(disk: str | Path, home
         assert [entry.name.startswith("torchstorm-spill-") for entry in (home / "spill").iterdir()] == [True]
         step(storm, model)
         if "GiB" in str(disk):
-            assert storm._stack.budget.disk == 2**30
+            assert storm._shared.stack.budget.disk == 2**30
     assert os.listdir() == []
 
 

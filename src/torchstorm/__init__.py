@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TorchstormWarning,
         UnsupportedError,
     )
-    from torchstorm.offload.planning import plan
+    from torchstorm.offload.preview import plan
     from torchstorm.offload.report import Report
     from torchstorm.offload.session import Session
     from torchstorm.plan.forecast import Figures
@@ -76,7 +76,7 @@ class _Callable(ModuleType):
     """Makes the package `torchstorm.plan` callable, since `torchstorm.plan()` is a public function, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return import_module("torchstorm.offload.planning").plan(*args, **options)
+        return import_module("torchstorm.offload.preview").plan(*args, **options)
 
 
 import_module("torchstorm.plan")

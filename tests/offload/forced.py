@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchstorm.offload import plans
+from torchstorm.offload.replan import plans
 from torchstorm.plan.forecast import KEEP, Placement
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, can_recompute, replays

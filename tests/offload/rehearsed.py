@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.tier import TierSpec
-from torchstorm.offload import given, record, session
-from torchstorm.offload.clock import CpuClock
+from torchstorm.offload import session
+from torchstorm.offload.budget import Stack
+from torchstorm.offload.replan import given
 from torchstorm.offload.session import Session
-from torchstorm.offload.stack import Stack
+from torchstorm.offload.step import tracing
+from torchstorm.offload.step.clock import CpuClock
 from torchstorm.plan.forecast import RAM
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
@@ -111,7 +113,7 @@ class Rehearsal:
             "default_generators": (torch.default_generator,),
         }.items():
             monkeypatch.setattr(torch.cuda, name, told)
-        monkeypatch.setattr(record, "StreamClock", lambda _: CpuClock())
+        monkeypatch.setattr(tracing, "StreamClock", lambda _: CpuClock())
         monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())
 
     def session(

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from offload.steps import Outcome, assert_same
-from torchstorm.offload import agreement as agreement_module
-from torchstorm.offload import compiled as compiled_module
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.agreement import REFERENCE, Agreement
+from torchstorm.offload.compiled import agreement as agreement_module
+from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
@@ -172,8 +172,8 @@ def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
     assert_same(expected, found)
     assert any(LEAN in names for names in tables)
     assert LEAN not in tables[-1], "chosen anew without it"
-    assert session._compiled is not None
-    assert LEAN not in session._compiled.variants.values()
+    assert session._shared.compiled is not None
+    assert LEAN not in session._shared.compiled.variants.values()
     (note,) = [note for note in session.report().notes if "not used" in note]
     assert note.startswith("variant 'lean' of blocks.0, blocks.1, blocks.2 is not used: the gradient of ")
     assert "differs from that of 'cheap', by " in note
@@ -189,8 +189,8 @@ def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
     choosing(monkeypatch, LEAN)
     found, session = train(limited)
     assert_same(expected, found)
-    assert session._compiled is not None
-    assert set(session._compiled.variants.values()) == {LEAN}
+    assert session._shared.compiled is not None
+    assert set(session._shared.compiled.variants.values()) == {LEAN}
     # The first step, then both compared, then the others. Each block is a specialization: each finds another cache.
     assert ran == [REFERENCE] * 3 + [REFERENCE, LEAN] * 3 + [LEAN] * 9
 
@@ -233,13 +233,13 @@ def test_blocks_with_hooks_stay_in_the_reference(
     monkeypatch.setattr(f"{__name__}.Model", Hooked)
     choosing(monkeypatch, LEAN)
     _, session = train(limited)
-    assert session._compiled is not None
-    assert session._compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE, "blocks.2": LEAN}
+    assert session._shared.compiled is not None
+    assert session._shared.compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE, "blocks.2": LEAN}
     (note,) = [note for note in session.report().notes if "not used" in note]
     assert note == (
         "variant 'lean' of blocks.1 is not used: it cannot be compared without running the hooks on the block once more"
     )
-    model = session._model
+    model = session._shared.model
     assert isinstance(model, Hooked)
     assert model.num_calls == 4, "four steps"
 
@@ -258,8 +258,8 @@ def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     monkeypatch.setattr(f"{__name__}._Off", OnlyThen)
     choosing(monkeypatch, LEAN)
     _, session = train(limited)
-    assert session._compiled is not None
-    assert set(session._compiled.variants.values()) == {LEAN}
+    assert session._shared.compiled is not None
+    assert set(session._shared.compiled.variants.values()) == {LEAN}
     assert seen[:2] == [False, True]
     assert not torch.are_deterministic_algorithms_enabled()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchstorm.errors import ConfigError
 from torchstorm.models.gpt import GPT, GPTConfig
-from torchstorm.offload.blocks import named_blocks, repeated_blocks, structure
+from torchstorm.offload.compiled.blocks import named_blocks, repeated_blocks, structure
 
 CONFIG = GPTConfig(vocab_size=16, max_seq_len=8, num_layers=3, num_heads=2, width=8)
 

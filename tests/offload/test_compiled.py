@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from offload.steps import Outcome, assert_same
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.models.gpt import GPT, GPTConfig
-from torchstorm.offload import compiled as compiled_module
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled import CompiledBlocks, refuse_compiled_whole
+from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, INPUTS, SAVE, VARIANTS, BlockTable, Choice

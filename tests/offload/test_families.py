@@ -16,7 +16,7 @@ import torch
 
 from offload.steps import Outcome, assert_same
 from torchstorm.bench.record import environment
-from torchstorm.offload.compiled import CompiledBlocks
+from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.session import Session
 from torchstorm.plan.variants import VARIANTS
 from torchstorm.train.stamp import TRAINING, stamp
@@ -111,7 +111,7 @@ def check(case: Case, spill: Path, rows: list[dict[str, Any]]) -> None:
     budget = int(needed * share)
     with Session(model, ram=budget, disk=str(spill)) as session:
         found = train(family, session, model)
-        report, blocks = session.report(), session._compiled
+        report, blocks = session.report(), session._shared.compiled
     assert_same(expected, found)
     assert report.highest is not None
     assert blocks is not None

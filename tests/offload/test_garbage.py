@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchstorm.offload.garbage import rare_collections
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.garbage import rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from torch import nn
 
 import torchstorm
 from torchstorm.errors import BudgetError, ConfigError, DeviceError, PlanError
-from torchstorm.offload.given import check_inputs, read_plan
+from torchstorm.offload.replan.given import check_inputs, read_plan
+from torchstorm.offload.replan.workload import subject_of
 from torchstorm.offload.session import Session
-from torchstorm.offload.subject import subject_of
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
 
@@ -83,7 +83,7 @@ def test_a_plan_for_another_device_is_refused() -> None:
 def measured_plan(tmp_path: Path, model: nn.Module, *, share: float = 0.5) -> tuple[Path, list[torch.Tensor], Plan]:
     """A plan file of a Session within a share of what the model needs, and that Session's losses."""
     with Session(copy.deepcopy(model), unlimited=True) as session:
-        step(session, session._model)
+        step(session, session._shared.model)
         needed = session.usage().ram_bytes
     torch.manual_seed(1)
     with Session(model, ram=int(needed * share), disk=str(tmp_path)) as session:

@@ -68,12 +68,12 @@ def anonymous_bytes() -> int:
 
 def held(session: Session, spill: Path) -> Held:
     gc.collect()
-    saved, residency = session._saved, session._saved.residency
+    saved, residency = session._shared.saved, session._shared.saved.residency
     records = (saved._letting_go, saved._inputs, saved._numbered)
     parcels = (residency.resident, residency._away, residency._at)
     return Held(
         resident_bytes=residency.resident_bytes - residency.staging_bytes,
-        disk_bytes=session._stack.tiers["disk"].used_bytes,
+        disk_bytes=session._shared.stack.tiers["disk"].used_bytes,
         num_records=sum(map(len, records + parcels)),
         num_threads=threading.active_count(),
         num_fds=len(os.listdir("/proc/self/fd")),

@@ -469,7 +469,7 @@ def test_a_saved_tensor_that_backward_changes_raises_for_the_next_who_needs_it(r
             else:
                 found = [parameter.grad for parameter in model.parameters()]
                 assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(expected, found, strict=True))
-        assert session._residency.moved_bytes > 0, "nothing moved, so nothing was tested"
+        assert session._shared.residency.moved_bytes > 0, "nothing moved, so nothing was tested"
 
 
 def wrong_order(first: nn.Module, last: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import torchstorm
 from torchstorm.errors import BudgetError, OutOfVRAMError, TorchstormError, UnsupportedError
-from torchstorm.offload.oom import Shortage, is_out_of_memory
+from torchstorm.offload.run.shortage import Shortage, is_out_of_memory
 from torchstorm.offload.session import Session
 
 WIDTH, ROWS = 32, 512
@@ -126,13 +126,13 @@ def train(
         storm = Session(model, unlimited=True)
     else:
         storm = Session(model, ram=ram, disk=str(directory), optimizer=optimizer)
-        empty = storm._residency._empty
+        empty = storm._shared.residency._empty
 
         def allocate(nbytes: int) -> torch.Tensor:
             faults.count("allocation")
             return empty(nbytes)
 
-        storm._residency._empty = allocate
+        storm._shared.residency._empty = allocate
     left = Left()
     for _ in range(num_runs):
         left.losses.append(storm.run(loss_fn(model), make_batch(), micro_batches=micro_batches))
@@ -548,7 +548,7 @@ def test_a_failed_step_holds_no_memory_and_no_disk_though_its_loss_is_held(
     kind: str, faulty: tuple[Faults, nn.Module, Session]
 ) -> None:
     faults, model, storm = faulty
-    residency = storm._residency
+    residency = storm._shared.residency
     empty = residency._empty
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -570,7 +570,7 @@ def test_a_failed_step_holds_no_memory_and_no_disk_though_its_loss_is_held(
         assert residency.resident_bytes == residency.staging_bytes
         assert not residency.resident
         assert not residency._away
-        assert storm._stack.tiers["disk"].used_bytes == 0
+        assert storm._shared.stack.tiers["disk"].used_bytes == 0
     for _ in range(2):  # the same tensors are saved again, and are not taken for those that were let go
         with storm.step():
             F.cross_entropy(model(x), labels).backward()

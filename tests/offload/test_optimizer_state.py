@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchstorm.offload.optimizer_state import OptimizerState
+from torchstorm.offload.state.optimizer_state import OptimizerState
 
 MODEL = nn.Linear(8, 8, bias=False)
 NBYTES = 8 * 8 * 4

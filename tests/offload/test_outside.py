@@ -73,7 +73,7 @@ def test_a_chain_on_jagged_nested_tensors_is_told_whole() -> None:
     assert expected >= NUM_LAYERS * LAYER_BYTES
     for num_steps in (1, 3):
         session = run(model, step, num_steps)
-        told = session._saved.outside.peak_bytes["NestedTensor"]
+        told = session._shared.saved.outside.peak_bytes["NestedTensor"]
         assert told == expected
         # Of the last one `square` saves the values as a plain tensor: those are within the budget, too.
         assert session.usage().ram_bytes == LAYER_BYTES
@@ -90,10 +90,10 @@ def test_what_a_checkpoint_computes_again_is_told_one_segment_at_a_time() -> Non
         return y.sum()
 
     session = run(model, step, 3)
-    (name,) = session._saved.outside.peak_bytes
+    (name,) = session._shared.saved.outside.peak_bytes
     assert "torch.utils.checkpoint" in name
     # Of a segment, what each tanh returned; the segment's own input is saved in forward, within the budget.
-    assert session._saved.outside.peak_bytes[name] == NUM_LAYERS * LAYER_BYTES
+    assert session._shared.saved.outside.peak_bytes[name] == NUM_LAYERS * LAYER_BYTES
     assert session.usage().ram_bytes == 4 * LAYER_BYTES
     assert "2.00 MiB of tensors that torch.utils.checkpoint" in str(session.report())
 
@@ -118,7 +118,7 @@ def test_a_wrapper_counts_all_that_it_wraps_and_what_was_let_go_no_more() -> Non
         return other.sum()
 
     session = run(model, step, 4)
-    outside = session._saved.outside
+    outside = session._shared.saved.outside
     assert outside.peak_bytes["TwoTensor"] == 2 * LAYER_BYTES
     gc.collect()
     with session.step():
@@ -130,14 +130,14 @@ def test_sparse_tensors_are_told_by_their_layout() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     matrix = torch.eye(ROWS).to_sparse()
     session = run(model, lambda: torch.sparse.mm(matrix, model(torch.randn(ROWS, WIDTH))).sum())
-    assert session._saved.outside.peak_bytes == {"torch.sparse_coo tensors": ROWS * (2 * 8 + 4)}
+    assert session._shared.saved.outside.peak_bytes == {"torch.sparse_coo tensors": ROWS * (2 * 8 + 4)}
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_of_plain_steps_nothing_is_outside(num_steps: int) -> None:
     model, x = Chain(), torch.randn(ROWS, WIDTH)
     session = run(model, lambda: model(x).sum(), num_steps)
-    assert session._saved.outside.peak_bytes == {}
+    assert session._shared.saved.outside.peak_bytes == {}
     assert "outside" not in str(session.report())
 
 

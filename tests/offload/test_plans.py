@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import torchstorm
-from torchstorm.offload.measured import Measured
-from torchstorm.offload.plans import Planned, Planner, Plans
+from torchstorm.offload.replan.measured import Measured
+from torchstorm.offload.replan.plans import Planned, Planner, Plans
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget, Plan
 

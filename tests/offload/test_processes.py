@@ -12,8 +12,8 @@ import pytest
 
 TIMEOUT_S = 240  # a machine may be busy, and each process imports torch
 
-# One training without a Session and one with, in the same process group: gradients, parameters and buffers agree to
-# the bit. A small bucket makes DDP send gradients while backward still runs.
+# For every case, one training without a Session and one with, in the same process group: gradients, parameters and
+# buffers agree to the bit. A small bucket makes DDP send gradients while backward still runs.
 DDP = """
 import sys
 from datetime import timedelta
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchstorm import Session
 
-store, rank, size, made, spill, recompute = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:7]
+store, rank, size, spill = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
 limit = timedelta(seconds=60)  # where one fails, the others do not wait for ever
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
@@ -79,32 +79,33 @@ def train(with_session, ram=None):
     return [*model.parameters(), *model.buffers()], 0
 
 
-gradients = []
-ram = train(True)[1] * 6 // 10
-gradients.clear()
-state, _ = train(False)
-expected, gradients = gradients, []
-other_state, _ = train(True, ram)
-assert len(expected) == len(gradients) == 6
-for ones, others in zip([*expected, state], [*gradients, other_state]):
-    assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
-first = expected[-1][0].clone()
-dist.broadcast(first, 0)
-assert torch.equal(first, expected[-1][0]), "the processes do not share their gradients"
+for case in sys.argv[5:]:
+    made, recompute = case.split(",")
+    gradients = []
+    ram = train(True)[1] * 6 // 10
+    gradients.clear()
+    state, _ = train(False)
+    expected, gradients = gradients, []
+    other_state, _ = train(True, ram)
+    assert len(expected) == len(gradients) == 6, case
+    for ones, others in zip([*expected, state], [*gradients, other_state]):
+        assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True)), case
+    first = expected[-1][0].clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, expected[-1][0]), f"{case}: the processes do not share their gradients"
+    print(case, flush=True)
 dist.destroy_process_group()
-print("same", flush=True)
 """
+# When the Session is made (before the model is wrapped, then of the model or of what wraps it), and whether tensors are
+# computed again; else they are moved. In one process group for all, since each process imports torch.
+CASES = [f"{made},{again}" for made in ("before", "of the model", "of the wrapped model") for again in ("yes", "no")]
 
 
-@pytest.mark.parametrize("recompute", ["yes", "no"], ids=["computed again", "moved"])
-@pytest.mark.parametrize("made", ["before", "of the model", "of the wrapped model"])
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(
-    num_processes: int, made: str, recompute: str, tmp_path: Path
-) -> None:
+def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(num_processes: int, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     commands = [
-        [sys.executable, "-c", DDP, str(tmp_path / "store"), str(rank), str(num_processes), made, str(spill), recompute]
+        [sys.executable, "-c", DDP, str(tmp_path / "store"), str(rank), str(num_processes), str(spill), *CASES]
         for rank in range(num_processes)
     ]
     children = [
@@ -118,7 +119,7 @@ def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(
             child.kill()
             child.wait()
     for out, errors in told:
-        assert out == "same\n", errors[-3000:]
+        assert out.splitlines() == CASES, errors[-3000:]
     assert not spill.exists() or list(spill.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from offload.test_huggingface import CASES as HUGGING_FACE
 from offload.test_odd_models import CASES as ODD
 from offload.test_odd_models import IN_A_CHILD, THIRD_PARTY
 from torchstorm.errors import CorruptionError
-from torchstorm.offload import replay
+from torchstorm.offload.recompute import replay
 from torchstorm.offload.session import Session
 
 # Steps that are never planned, or that save nothing large enough to be computed again.
@@ -185,7 +185,7 @@ def test_no_code_of_the_model_runs_twice(monkeypatch: pytest.MonkeyPatch) -> Non
     force_recompute(monkeypatch)
     _, session = train(Growing, row_step, lambda model, _: Session(model, ram="1GiB"), num_steps=3)
     assert session is not None
-    assert session._model.calls == 3
+    assert session._shared.model.calls == 3
 
 
 class _WritesUnseen(torch.autograd.Function):

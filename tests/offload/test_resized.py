@@ -12,9 +12,9 @@ from torch import nn
 
 from offload.steps import assert_exact_within
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload import resizes
-from torchstorm.offload.parcels import Saved
 from torchstorm.offload.session import Session
+from torchstorm.offload.step import resizes
+from torchstorm.offload.step.parcels import Saved
 
 WIDTH, ROWS = 256, 1024  # 1 MiB a tensor: each moves by itself
 NBYTES = WIDTH * ROWS * 4
@@ -120,7 +120,7 @@ def test_the_step_after_the_error_runs_and_nothing_stays_held(tmp_path: Path) ->
     for _ in range(3):
         run(session, model)
     assert session.usage().ram_bytes <= 5 * NBYTES
-    assert session._residency.resident_bytes == session._residency.staging_bytes
+    assert session._shared.residency.resident_bytes == session._shared.residency.staging_bytes
 
 
 def test_memory_that_backward_does_not_need_may_be_freed(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchstorm.errors import BudgetError, ConfigError, StorageError, UnsupportedError
+from torchstorm.offload.run.split import choose_num_parts, part_sizes, rows_that_fit, what_differs
 from torchstorm.offload.session import Session
-from torchstorm.offload.split import choose_num_parts, part_sizes, rows_that_fit, what_differs
 
 WIDTH, CLASSES = 64, 16
 

@@ -17,9 +17,9 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.models.gpt import GPT, Block, GPTConfig
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
-from torchstorm.offload.roofline import scratch_bytes
 from torchstorm.offload.session import Session
-from torchstorm.offload.simulate import simulate
+from torchstorm.offload.simulated.roofline import scratch_bytes
+from torchstorm.offload.simulated.step import simulate
 from torchstorm.plan.curve import checkpoint_point
 from torchstorm.plan.forecast import KEEP, Placement, fast_profile
 from torchstorm.plan.profiles import named_machine

@@ -16,7 +16,7 @@ from offload.forced import at_random, force_recompute, num_recomputed
 from offload.steps import Outcome, Step, assert_exact_within, assert_same, saved_bytes, train
 from offload.test_compiled import quickly, run  # noqa: F401
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
-from torchstorm.offload.compiled import CompiledBlocks
+from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.session import Session
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstorm.errors import ConfigError, StorageError
-from torchstorm.offload.operators import operator
+from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.session import Session
 from torchstorm.storage import ops
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchstorm.offload.fingerprint import fingerprint
+from torchstorm.offload.recompute.fingerprint import fingerprint
 
 Bits = dict[str, tuple[int, ...] | None]
 

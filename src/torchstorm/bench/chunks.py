@@ -19,8 +19,8 @@ from torchstorm.bench.cases import Blocks, OffloadCase, bench_device, make_subje
 from torchstorm.bench.measure import Subject, synchronize
 from torchstorm.bench.rows import GIB, HEADER, Results, Row
 from torchstorm.bench.sessions import joined
+from torchstorm.offload.run.split import Work
 from torchstorm.offload.session import Session
-from torchstorm.offload.split import Work
 
 ON_A_GPU = OffloadCase(width=8192, num_layers=4, num_heads=64, batch=128, seq=8192, dtype=torch.bfloat16)
 SMALL = OffloadCase(

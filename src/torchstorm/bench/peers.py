@@ -22,7 +22,7 @@ from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.rows import Results, Row
 from torchstorm.bench.sessions import CHECKED_STEPS, compiled_reference, joined
 from torchstorm.bench.side_by_side import SideBySide
-from torchstorm.offload.blocks import repeated_blocks
+from torchstorm.offload.compiled.blocks import repeated_blocks
 
 NO_CHECKPOINTING = "this model has no gradient checkpointing of its own"
 NO_BLOCKS = "this model has no repeated blocks to compile"

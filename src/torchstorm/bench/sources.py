@@ -14,7 +14,14 @@ _STEPS = (
     "bench/ways.py",
 )
 _SIDE_BY_SIDE = (*_STEPS, "bench/side_by_side.py")
-_KERNELS = ("errors.py", "kernels", "transfer/engine.py", "offload/clock.py", "bench/accuracy.py", "bench/timing.py")
+_KERNELS = (
+    "errors.py",
+    "kernels",
+    "transfer/engine.py",
+    "offload/step/clock.py",
+    "bench/accuracy.py",
+    "bench/timing.py",
+)
 _OPERATIONS = (*_KERNELS, "bench/ceilings.py", "bench/op.py", "bench/op_cases.py")
 
 

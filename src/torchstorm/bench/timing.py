@@ -21,7 +21,7 @@ import torch
 
 from torchstorm.bench.measure import clean, synchronize
 from torchstorm.errors import TorchstormError
-from torchstorm.offload.clock import CpuClock, seconds_between
+from torchstorm.offload.step.clock import CpuClock, seconds_between
 from torchstorm.transfer.engine import StreamClock
 
 _SECONDS_A_TIME = 0.2  # how long a time is taken for, in all its bursts

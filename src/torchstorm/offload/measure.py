@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchstorm.memory.limits import total_ram_bytes
-from torchstorm.offload.clock import seconds_between
+from torchstorm.offload.step.clock import seconds_between
 from torchstorm.plan.machine import Machine
 from torchstorm.storage.aligned import aligned_empty
 from torchstorm.storage.measure import measure_disk

@@ -19,10 +19,10 @@ import torch
 
 from torchstorm.errors import ConfigError, DeviceError, StorageError, TorchstormWarning, UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled import is_ours, refuse_compiled_whole
-from torchstorm.offload.inputs import NoteInputs
-from torchstorm.offload.oom import Gradients
-from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.compiled.compile import is_ours, refuse_compiled_whole
+from torchstorm.offload.run.shortage import Gradients
+from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.inputs import NoteInputs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -11,35 +11,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from torchstorm.errors import BudgetError, OutOfVRAMError, StorageError, UnsupportedError
-from torchstorm.offload import misuse, oom
-from torchstorm.offload.clock import CpuClock, seconds_between
-from torchstorm.offload.compiled import CompiledBlocks, compile_blocks
-from torchstorm.offload.garbage import rare_collections
-from torchstorm.offload.given import Sizes, check_budget, check_inputs, read_plan
-from torchstorm.offload.inputs import NoteInputs, storages_of
-from torchstorm.offload.measured import Measured
-from torchstorm.offload.naming import Naming
-from torchstorm.offload.optimizer_state import OptimizerState
-from torchstorm.offload.plans import Planned, Planner, Plans
-from torchstorm.offload.record import Recorder
+from torchstorm.errors import StorageError, UnsupportedError
+from torchstorm.offload import misuse
+from torchstorm.offload.budget import Stack, build_stack
+from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
+from torchstorm.offload.replan.given import Sizes, check_budget, read_plan
+from torchstorm.offload.replan.plans import Planner, Plans
 from torchstorm.offload.report import Report
-from torchstorm.offload.residency import Residency
-from torchstorm.offload.run import RunMemory, Runner
-from torchstorm.offload.saved import SavedTensors
-from torchstorm.offload.split import with_micro_batch
-from torchstorm.offload.stack import Stack, build_stack
-from torchstorm.offload.subject import state_of, subject_of
-from torchstorm.offload.tape import Tape
+from torchstorm.offload.run.runner import RunMemory, Runner
+from torchstorm.offload.run.shortage import is_out_of_memory
+from torchstorm.offload.state.optimizer_state import OptimizerState
+from torchstorm.offload.step.clock import CpuClock
+from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.shared import Shared
+from torchstorm.offload.step.step import Step
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
 from torchstorm.transfer.engine import StreamClock
@@ -92,38 +83,39 @@ class Session:
         misuse.check_optimizer(optimizer)
         given = read_plan(plan, model, recompute=recompute and not unlimited) if plan is not None else None
         sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
-        self._model = model
-        self._state = OptimizerState(model, optimizer)
-        self._watch = misuse.Watch(model, self._state.optimizer)
-        self._unlimited = unlimited
-        self._recompute = recompute and not unlimited
-        self._stack: Stack = build_stack(
+        stack: Stack = build_stack(
             model, vram=sizes.vram, ram=sizes.ram, disk=sizes.disk, check=check, unlimited=unlimited
         )
         if given is not None:
-            check_budget(given, self._stack.budget)
-        self.device = self._stack.device
-        self._clock = StreamClock(self.device) if self.device.type == "cuda" else CpuClock()
-        self._residency = Residency(
+            check_budget(given, stack.budget)
+        self.device = stack.device
+        on_cuda = self.device.type == "cuda"
+        state = OptimizerState(model, optimizer)
+        residency = Residency(
             self.device,
-            limit_bytes=self._stack.fast_bytes,
-            tiers=self._stack.tiers,
-            default_tier=self._stack.default_tier,
-            empty=self._stack.empty,
-            staging_bytes=self._stack.staging_bytes,
+            limit_bytes=stack.fast_bytes,
+            tiers=stack.tiers,
+            default_tier=stack.default_tier,
+            empty=stack.empty,
+            staging_bytes=stack.staging_bytes,
             check=check,
         )
-        self._saved = SavedTensors(self._residency)
-        # One is traced; on CUDA one asks for memory and one only runs, for the clock rate to settle; one takes times.
-        self._plans = Plans(given, 4 if self.device.type == "cuda" else 2)
-        self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
-        self._base_bytes = 0
+        self._shared = Shared(
+            model=model,
+            state=state,
+            stack=stack,
+            recompute=recompute and not unlimited,
+            unlimited=unlimited,
+            clock=StreamClock(self.device) if on_cuda else CpuClock(),
+            residency=residency,
+            saved=SavedTensors(residency),
+            # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
+            plans=Plans(given, 4 if on_cuda else 2),
+            planner=Planner(stack),
+            watch=misuse.Watch(model, state.optimizer),
+        )
         self._running = threading.Lock()
-        self._measured = Measured()
-        self._planner = Planner(self._stack)
         self._runs = RunMemory()
-        self._naming: Naming | None = None
-        self._compiled: CompiledBlocks | None = None
 
     # ------------------------------------------------------------------ the step
 
@@ -140,197 +132,27 @@ class Session:
             ConfigError: this Session is already in a step.
             DeviceError: the model was moved to another device.
         """
-        return misuse.StepContext(self._running, self._step, self._watch)
+        return misuse.StepContext(self._running, self._step, self._shared.watch)
 
     def _step(self) -> Iterator[None]:
-        if self._saved.closed:
-            raise StorageError(f"This Session is closed ({self._saved.closed}); create a new one.")
-        tape = self._enter()
-        self._inputs = NoteInputs(self._saved)
-        inputs = self._model.register_forward_pre_hook(self._inputs, with_kwargs=True)
+        saved = self._shared.saved
+        if saved.closed:
+            raise StorageError(f"This Session is closed ({saved.closed}); create a new one.")
+        step = Step(self._shared)
         try:
-            with inputs, rare_collections(), tape, saved_tensors_hooks(self._saved.pack, self._saved.unpack):
+            with step.watching():
                 yield
         except BaseException as error:
-            if oom.is_out_of_memory(error):
-                raise self._ran_out(error) from error
-            self._saved.end()
-            told = misuse.better_said(error, self._model, closed=self._saved.closed)
+            if is_out_of_memory(error):
+                raise step.ran_out(error) from error
+            saved.end()
+            told = misuse.better_said(error, self._shared.model, closed=saved.closed)
             if isinstance(error, StorageError):
                 self.close(reason=f"after {type(error).__name__}: {error}")
             if told is not None:
                 raise told from error
             raise
-        finally:
-            if self._naming is not None:
-                self._naming.stop()
-                self._naming = None
-        self._leave()
-        self._watch.step_ended(self._gradients, self._inputs, self._saved, has_saved=self._key is not None)
-
-    def _enter(self) -> AbstractContextManager[Any]:
-        if self.device.type == "cuda":  # pragma: gpu
-            if torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._base_bytes = torch.cuda.memory_allocated(self.device) - self._residency.resident_bytes
-        for tier in self._stack.tiers.values():
-            tier.reset_peak()
-        self._learn()
-        parameters = misuse.unmoved_parameters(self._model, self.device)
-        self._plans.begin(state_of(self._model, parameters))
-        fixed = storages_of([*parameters, *self._model.buffers()])
-        self._gradients = oom.Gradients(oom.trained(self._model, self._state.optimizer()))
-        self._key = None
-        self._start = self._clock.mark()
-        tape, is_outdated = None, partial(self._planner.is_outdated, base_bytes=self._base_bytes)
-        if self._recompute and self._plans.needs_operations(is_outdated):
-            tape = Tape(self.device, is_leaf=self._saved.is_leaf, mark=self._clock.mark)
-        self._saved.begin(fixed, self._choose, tape=tape)
-        self._is_recorded = tape is not None
-        if self._plans.in_force is None and not self._unlimited:
-            self._naming = Naming(self._model, self._saved.blocks)
-        return tape or nullcontext()
-
-    def _choose(self, key: tuple[Any, ...]) -> tuple[Plan | None, Recorder | None]:
-        """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
-        if self.device.type == "cuda":  # pragma: gpu
-            # A step that finds gradients adds to them, and one that finds none allocates them: the peaks differ.
-            key = (*key, self._gradients.nbytes)
-        self._key = key
-        misuse.check_first_save(self._model)
-        if self._unlimited:
-            return None, None
-        if self._is_recorded and self._plans.take_unrecorded(key):
-            self._plans.drop(key)
-        if self._plans.given is not None:
-            check_inputs(self._plans.given, self._inputs.shapes)
-        planned = self._plans.get(key)
-        if planned is not None and self._planner.is_outdated(planned, self._base_bytes):  # pragma: gpu
-            planned = self._planner.renewed(planned, self._base_bytes)
-            self._plans.put(key, planned)
-            self._measured.plan_changed()
-        if planned is not None and not self._plans.is_measured_again(planned):
-            return planned.plan, None
-        if planned is not None and planned.num_measured == 2:  # pragma: gpu
-            planned.num_measured = 3
-            return planned.plan, None
-        recorder = Recorder(
-            self.device,
-            self._start,
-            base_bytes=self._base_bytes,
-            staging_bytes=self._residency.staging_bytes,
-            memory=planned is None or planned.num_measured == 1,
-        )
-        if planned is None:
-            self._watch.is_new_kind = True
-            self._naming = self._naming or Naming(self._model, self._saved.blocks)
-        return planned.plan if planned else None, recorder
-
-    def _leave(self) -> None:
-        left_plan, shortfall = self._saved.left_plan, self._residency.shortfall
-        recorder = self._saved.end()
-        stop = self._clock.mark()
-        key, planned = self._key, self._plans.get(self._key) if self._key is not None else None
-        followed = planned is not None and not left_plan and recorder is None
-        self._count(stop, recorder, planned if followed else None)
-        other_variants = self._compiled is not None and self._compiled.settle()
-        if left_plan and key is not None:
-            dropped = self._plans.drop(key)
-            if dropped is not None and dropped.is_given:
-                self._planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
-        elif recorder is not None and key is not None and not other_variants:
-            trace = recorder.refine(planned.trace) if planned else recorder.trace()
-            num_measured = planned.num_measured + 1 if planned else 1
-            base = self._base_bytes if planned else trace.base_bytes + self._reserve_bytes()
-            blocks = self._compiled if planned is None else None
-            quick_plan = partial(self._planner.quick_plan, base_bytes=base)
-            if blocks is not None and blocks.rechoose(trace, quick_plan):
-                return  # the next step is another one, and measured
-            blind = planned is None and self._recompute and not self._is_recorded
-            try:
-                found = self._planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
-                blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
-            except BudgetError as error:
-                if planned is not None and planned.plan is not None and not recorder.asks_memory:
-                    found = planned  # only times changed: what fitted before still fits
-                    found.num_measured = num_measured
-                elif blocks is not None and blocks.rechoose(trace, quick_plan, failed=True):
-                    return
-                elif not blind and (
-                    shortfall is not None or not self._stack.allows(self._measured.last, base - trace.base_bytes)
-                ):
-                    raise with_micro_batch(
-                        error,
-                        num_samples=self._inputs.num_samples if error.tier == self._stack.fast_tier else 0,
-                        fixed_bytes=self._fixed_bytes(error.tier),
-                    ) from None
-                else:
-                    # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
-                    # between, which no plan foresees: such steps go on as this one. Or the next one is recorded.
-                    assert self._measured.last is not None
-                    found = Planned(None, trace, self._measured.last, base, self._plans.num_to_measure)
-            if blind:
-                self._plans.note_unrecorded(key)
-            if planned is None:
-                found.subject = replace(subject_of(self._model), inputs=self._inputs.shapes or ())
-            self._plans.put(key, found)
-            self._measured.plan_changed()
-            self._stack.trim(found.forecast)
-        if shortfall is not None:
-            is_measured = recorder is not None and not left_plan
-            self._planner.lessons.append(self._stack.judge_shortfall(*shortfall, is_measured=is_measured))
-
-    def _ran_out(self, error: BaseException) -> OutOfVRAMError:
-        """Drops the running step and plans such steps anew, with more slack."""
-        held, budget = self._residency.resident_bytes, 0 if self._unlimited else self._stack.fast_bytes
-        shortage = oom.Shortage.read(error, self.device, held_bytes=held, budget_bytes=budget)
-        oom.drop_step(self._saved, error)
-        planned = self._plans.get(self._key) if self._key is not None else None
-        anew = self._planner.plan_after(shortage, planned) if planned is not None else None
-        if anew is not None and self._key is not None:
-            self._plans.put(self._key, anew)
-            self._measured.plan_changed()
-        if self.device.type == "cuda" and not self._unlimited:  # pragma: gpu
-            oom.keep_more_free(self._residency, shortage)
-        return shortage.error(planned_anew=anew is not None, lost=self._gradients.drop())
-
-    def _fixed_bytes(self, tier: str) -> int:
-        """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""
-        spare: int = getattr(self._stack.spare, tier)
-        if tier != self._stack.fast_tier:
-            return spare
-        return self._base_bytes + self._reserve_bytes() + self._residency.staging_bytes + spare
-
-    def _reserve_bytes(self) -> int:
-        """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or (self._state.optimizer() is None and self._measured.num_steps > 1):
-            return 0
-        return self._state.missing_bytes()  # pragma: gpu
-
-    # ------------------------------------------------------------------ watching
-
-    def _count(self, stop: object, recorder: Recorder | None, followed: Planned | None) -> None:
-        vram = 0
-        if self.device.type == "cuda":  # pragma: gpu
-            vram = torch.cuda.max_memory_allocated(self.device)
-            if recorder is not None:
-                vram = max(vram, recorder.peak_bytes)
-        figures = Figures(
-            step_ms=0.0 if self.device.type == "cuda" else seconds_between(self._start, stop) * 1e3,
-            vram_bytes=vram,
-            ram_bytes=self._residency.peak_bytes if self.device.type == "cpu" else self._stack.ram_bytes(),
-            disk_bytes=self._stack.disk_bytes(),
-        )
-        if followed is not None and followed is not self._plans.in_force:
-            self._plans.in_force = followed
-            self._measured.plan_changed()
-        self._measured.count(figures, (self._start, stop), followed=followed is not None)
-
-    def _learn(self) -> None:
-        """Compares the steps that have ended with the forecast of the plan in force."""
-        if self._planner.learn(self._plans, self._measured.new_times_s(), self._measured.new_vram_bytes()):
-            self._measured.plan_changed()
+        step.leave()
 
     def run(
         self,
@@ -365,13 +187,13 @@ class Session:
             UnsupportedError: the step contains something that cannot be split or repeated exactly.
         """
         runner = Runner(
-            model=self._model,
-            optimizer=self._state.optimizer(),
+            model=self._shared.model,
+            optimizer=self._shared.state.optimizer(),
             device=self.device,
             memory=self._runs,
             step=self.step,
-            add_inputs=self._saved.add_inputs,
-            fixed_bytes=self._fixed_bytes,
+            add_inputs=self._shared.saved.add_inputs,
+            fixed_bytes=self._shared.fixed_bytes,
         )
         return runner.run(fn, batch, micro_batches)
 
@@ -386,48 +208,53 @@ class Session:
 
         Args:
             model: the Session's model; can be left out.
-            blocks, variant: as in `offload.compiled.CompiledBlocks`; without `variant` the Session chooses.
+            blocks, variant: as in `offload.compiled.compile.CompiledBlocks`; without `variant` the Session chooses.
 
         Raises:
-            ConfigError, UnsupportedError: as `offload.compiled.compile_blocks` does.
+            ConfigError, UnsupportedError: as `offload.compiled.compile.compile_blocks` does.
         """
-        self._compiled = compile_blocks(self._saved, self._model, model, blocks, variant, unlimited=self._unlimited)
-        return self._compiled
+        shared = self._shared
+        compiled = compile_blocks(shared.saved, shared.model, model, blocks, variant, unlimited=shared.unlimited)
+        shared.compiled = compiled
+        return compiled
 
     # ------------------------------------------------------------------ answers
 
     def usage(self) -> Figures:
         """Peaks of the last step; zeros before the first one has ended. On CUDA without its time, to avoid waiting."""
-        return self._measured.last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
+        return self._shared.measured.last or Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
 
     def plan(self) -> Plan | None:
         """The current plan; None until the first step has ended if none was given, and for steps that no plan fits."""
-        return self._plans.plan_in_force(self._planner.machine)
+        return self._shared.plans.plan_in_force(self._shared.planner.machine)
 
     def report(self) -> Report:
         """The forecast and the measurement. On CUDA, the host waits for the device here."""
         if self.device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self.device)
-        self._learn()
-        measured, highest = self._measured.planned_or_all()
-        notes = self._saved.outside.notes() + ((self._compiled.mix, *self._compiled.notes) if self._compiled else ())
+        shared = self._shared
+        shared.learn()
+        measured, highest = shared.measured.planned_or_all()
+        notes = [*shared.stack.notes(), *self._runs.notes(), *shared.planner.lessons, *shared.saved.outside.notes()]
+        if shared.compiled is not None:
+            notes += [shared.compiled.mix, *shared.compiled.notes]
         return Report(
-            forecast=self._plans.in_force.forecast if self._plans.in_force else None,
+            forecast=shared.plans.in_force.forecast if shared.plans.in_force else None,
             measured=measured,
             highest=highest,
-            budget=self._stack.budget,
-            num_steps=self._measured.num_steps,
-            num_planned=self._measured.num_planned,
-            num_in_force=self._measured.num_in_force,
-            moved_bytes=self._residency.moved_bytes,
-            notes=(*self._stack.notes(), *self._runs.notes(), *self._planner.lessons, *notes),
+            budget=shared.stack.budget,
+            num_steps=shared.measured.num_steps,
+            num_planned=shared.measured.num_planned,
+            num_in_force=shared.measured.num_in_force,
+            moved_bytes=shared.residency.moved_bytes,
+            notes=tuple(notes),
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
         """Frees spill files, pinned memory and threads. A second call does nothing."""
-        if not self._saved.closed:
-            self._saved.closed = reason
-            self._stack.close()
+        if not self._shared.saved.closed:
+            self._shared.saved.closed = reason
+            self._shared.stack.close()
 
     def __reduce__(self) -> str:
         raise UnsupportedError(
@@ -441,6 +268,3 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-_FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better

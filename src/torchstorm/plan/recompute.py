@@ -5,7 +5,7 @@ autograd still holds (kept, or moved and fetched by then) are used as they are. 
 is itself a recomputed parcel and is needed later stays from then on; any other is freed after the last operation that
 reads it. All outputs of an operation are created together; unused ones are freed with it.
 
-The Session does exactly the same (`offload.replay`), so bytes and operations here are those of the real step.
+The Session does exactly the same (`offload.recompute.replay`), so bytes and operations here are those of the real step.
 """
 
 from __future__ import annotations

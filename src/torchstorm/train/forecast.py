@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import LanguageModel, make_model
-from torchstorm.offload.planning import plan
+from torchstorm.offload.preview import plan
 from torchstorm.paths import check_output
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine

@@ -11,19 +11,10 @@ import torch
 
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Tier
-from torchstorm.offload.fingerprint import fingerprint
-from torchstorm.offload.parcels import (
-    Parcel,
-    Saved,
-    View,
-    dropped_error,
-    flat_bytes,
-    held_only_here,
-    resized_error,
-    share_a_counter,
-    version_counter,
-)
-from torchstorm.offload.replay import compute_again
+from torchstorm.offload.recompute.fingerprint import fingerprint
+from torchstorm.offload.recompute.replay import compute_again
+from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, resized_error
+from torchstorm.offload.step.views import View, flat_bytes, held_only_here, share_a_counter, version_counter
 from torchstorm.plan.forecast import KEEP
 
 

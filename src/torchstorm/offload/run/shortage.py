@@ -17,8 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import BudgetError, OutOfVRAMError
-from torchstorm.offload.residency import Residency
-from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.residency import Residency
 from torchstorm.sizes import format_size
 
 Planned = TypeVar("Planned")

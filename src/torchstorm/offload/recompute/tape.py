@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.operators import Operator, operator, without_statistics
-from torchstorm.offload.parcels import Call, Leaf, Ref, Value, View, weak_reference
+from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
+from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
+from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
 _TINY_BYTES = 4096  # what no record knows and is no larger is kept for the records that use it
@@ -245,7 +246,7 @@ Tape.__torch_dispatch__ = skip_dynamo(Tape.dispatch)  # type: ignore[method-assi
 
 
 class Probe:
-    """What a traced step does around every recorded operation; see `offload.probe`."""
+    """What a traced step does around every recorded operation; see `offload.recompute.probe`."""
 
     def before(self, call: Call, storages: dict[Value, torch.UntypedStorage]) -> None:
         """The operation is about to run for the first time, on values that now lie in `storages`."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchstorm.offload.clock import CpuClock, seconds_between
-from torchstorm.offload.origins import Origins, call_seconds
-from torchstorm.offload.parcels import Call, Parcel, Saved, Value, has_expired, held_only_here
+from torchstorm.offload.recompute.traced_ops import Origins, call_seconds
+from torchstorm.offload.step.clock import CpuClock, seconds_between
+from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
+from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
 from torchstorm.transfer.engine import StreamClock

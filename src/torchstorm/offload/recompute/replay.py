@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.parcels import Call, Leaf, Ref, Saved, Value, flat_bytes
-from torchstorm.offload.tape import default_generator, tensors_of
+from torchstorm.offload.recompute.tape import default_generator, tensors_of
+from torchstorm.offload.step.parcels import Call, Leaf, Ref, Saved, Value
+from torchstorm.offload.step.views import flat_bytes
 
 BytesOf = Callable[[Saved], torch.Tensor | None]
 

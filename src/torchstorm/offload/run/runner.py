@@ -19,9 +19,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, UnsupportedError
-from torchstorm.offload.before import Before
-from torchstorm.offload.oom import trained
-from torchstorm.offload.split import Work, choose_num_parts, part_sizes, rows_that_fit, what_differs
+from torchstorm.offload.run.shortage import trained
+from torchstorm.offload.run.snapshot import Before
+from torchstorm.offload.run.split import Work, choose_num_parts, part_sizes, rows_that_fit, what_differs
 from torchstorm.sizes import format_size
 
 # Of one number of micro-batches, while each out-of-memory leads to a plan that keeps more free; and where none does,

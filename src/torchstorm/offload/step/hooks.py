@@ -18,14 +18,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import StorageError
-from torchstorm.offload.outside import Outside
-from torchstorm.offload.parcels import Parcel, Saved, View, flat_bytes, in_place_error, version_counter, weak_reference
-from torchstorm.offload.probe import TracingProbe
-from torchstorm.offload.record import Recorder
-from torchstorm.offload.residency import Residency
-from torchstorm.offload.resizes import listen
-from torchstorm.offload.tape import Tape
-from torchstorm.offload.tickets import Locked, Ticket, Untouched, is_of_parameter, storage_of
+from torchstorm.offload.recompute.probe import TracingProbe
+from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.step.outside import Outside
+from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, storage_of
+from torchstorm.offload.step.parcels import Parcel, Saved, in_place_error
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.resizes import listen
+from torchstorm.offload.step.tracing import Recorder
+from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
@@ -35,7 +36,6 @@ SMALL_BYTES = 2**20  # below this a storage shares a copy with others
 TINY_BYTES = 4096  # below this it stays
 _ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
-
 _APPLY = torch.autograd.Function.apply.__code__
 
 Choice = tuple[Plan | None, Recorder | None]

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import torch
 
-from torchstorm.offload.parcels import Saved, View, in_place_error
-from torchstorm.offload.tape import has_bytes
+from torchstorm.offload.recompute.tape import has_bytes
+from torchstorm.offload.step.parcels import Saved, in_place_error
+from torchstorm.offload.step.views import View
 
 
 class Keeper(Protocol):

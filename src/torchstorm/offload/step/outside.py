@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchstorm.offload.residency import Residency
-from torchstorm.offload.tickets import Untouched, is_of_parameter
+from torchstorm.offload.step.packed import Untouched, is_of_parameter
+from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.torch_private import watch_checkpoints
 from torchstorm.sizes import format_size
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchstorm.offload.clock import seconds_between
-from torchstorm.offload.parcels import Call, Value
+from torchstorm.offload.step.clock import seconds_between
+from torchstorm.offload.step.parcels import Call, Value
 from torchstorm.plan.trace import Op
 from torchstorm.plan.trace import Value as TraceValue
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.fingerprint import fingerprint
-from torchstorm.offload.parcels import Call, Leaf, Ref, Value, flat_bytes
-from torchstorm.offload.replay import run
-from torchstorm.offload.tape import Probe, tensors_of
+from torchstorm.offload.recompute.fingerprint import fingerprint
+from torchstorm.offload.recompute.replay import run
+from torchstorm.offload.recompute.tape import Probe, tensors_of
+from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
+from torchstorm.offload.step.views import flat_bytes
 
 
 class TracingProbe(Probe):

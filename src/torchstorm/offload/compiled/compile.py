@@ -21,10 +21,10 @@ from torch import nn
 
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.agreement import REFERENCE, Agreement, looks_of
-from torchstorm.offload.blocks import named_blocks, structure
-from torchstorm.offload.partition import GraphCosts, VariantPartitioner
-from torchstorm.offload.saved import SavedTensors
+from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, looks_of
+from torchstorm.offload.compiled.blocks import named_blocks, structure
+from torchstorm.offload.compiled.partition import GraphCosts, VariantPartitioner
+from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, Variant, choose_variants

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from torchstorm.errors import BudgetError, ConfigError, PlanError
-from torchstorm.offload.stack import model_device
-from torchstorm.offload.subject import subject_of
+from torchstorm.offload.budget import model_device
+from torchstorm.offload.replan.workload import subject_of
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.sizes import format_size
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.known_numbers import KnownNumbers
-from torchstorm.offload.roofline import op_seconds, scratch_bytes
+from torchstorm.offload.simulated.known_values import KnownNumbers
+from torchstorm.offload.simulated.roofline import op_seconds, scratch_bytes
 from torchstorm.plan.machine import Machine
 
 META = torch.device("meta")

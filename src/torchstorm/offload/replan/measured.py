@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from torchstorm.offload.clock import seconds_between
 from torchstorm.offload.report import highest_of
+from torchstorm.offload.step.clock import seconds_between
 from torchstorm.plan.forecast import Figures
 
 Marks = tuple[object, object]

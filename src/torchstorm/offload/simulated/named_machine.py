@@ -11,11 +11,11 @@ import torch
 
 from torchstorm.errors import BudgetError, TorchstormError
 from torchstorm.memory.limits import available_ram_bytes
-from torchstorm.offload.optimizer_state import expected_state_bytes
-from torchstorm.offload.saved import slab_bytes
-from torchstorm.offload.simulate import Simulation, simulate
-from torchstorm.offload.stack import bounce_buffers, model_device, parse_disk
-from torchstorm.offload.subject import subject_of
+from torchstorm.offload.budget import bounce_buffers, model_device, parse_disk
+from torchstorm.offload.replan.workload import subject_of
+from torchstorm.offload.simulated.step import Simulation, simulate
+from torchstorm.offload.state.optimizer_state import expected_state_bytes
+from torchstorm.offload.step.hooks import slab_bytes
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.microbatch import largest_micro_batch
 from torchstorm.plan.plan import Budget, Plan

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.before import Before
+from torchstorm.offload.run.snapshot import Before
 from torchstorm.plan.variants import CHEAP
 
 REFERENCE = CHEAP

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchstorm.errors import BudgetError
-from torchstorm.offload.oom import Shortage, plan_with_slack
-from torchstorm.offload.saved import slab_bytes
-from torchstorm.offload.stack import Stack, bounce_buffers
+from torchstorm.offload.budget import Stack, bounce_buffers
+from torchstorm.offload.run.shortage import Shortage, plan_with_slack
+from torchstorm.offload.step.hooks import slab_bytes
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload

@@ -236,6 +236,5 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _version() -> str:
     """Changes with this file, so that Inductor's cache on disk forgets what an older one made."""
-    folder = Path(__file__).parent
-    texts = [(folder / name).read_bytes() for name in ("partition.py", "torch_private.py")]
+    texts = [Path(name).read_bytes() for name in (__file__, private.__file__)]
     return hashlib.sha256(b"".join(texts)).hexdigest()

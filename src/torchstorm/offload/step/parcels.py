@@ -1,8 +1,7 @@
-"""What the Session knows of every saved storage while it runs, and how storages become flat bytes and views again."""
+"""What the Session knows while a step runs: every saved storage, and the recorded operations that made its bytes."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import OutOfVRAMError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Copy, Handle, Tier
-from torchstorm.offload.operators import Operator
+from torchstorm.offload.recompute.operators import Operator
+from torchstorm.offload.step.views import View
 
 
 @dataclass(eq=False)
@@ -178,104 +178,6 @@ class Call:
     signature: int
     scratch_bytes: int = 0
     marks: tuple[object, object] | None = None
-
-
-def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Tells later whether the storage is gone, and keeps its address from being used again until then."""
-    return StorageWeakRef(storage)
-
-
-def flat_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-    """A 1-D uint8 tensor over a storage or a part of it; no copy, and a version counter of its own."""
-    size = storage.nbytes() if nbytes is None else nbytes
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))
-
-
-def version_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares another's version counter, and none of its memory."""
-    token = tensor.detach()
-    token.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return token
-
-
-def share_a_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share a version counter, so that equal versions mean unchanged bytes.
-
-    Parts made by `unsafe_chunk` (every recurrent cell does) have one storage and a counter each. PyTorch tells it only
-    by example: set the one, look at the other, set it back. Where it cannot be asked, the answer is False, which only
-    means that bytes are saved twice.
-    """
-    set_counter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
-    version = one._version
-    if set_counter is None or other._version != version:
-        return False
-    set_counter((one,), (version + (1 << 30),))
-    shared = other._version != version
-    set_counter((one,), (version,))
-    return shared
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a tensor looks at its storage: everything but the bytes."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset_bytes: int
-    conjugate: bool
-    negative: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor, base_offset: int = 0) -> View:
-        """The view that a strided tensor is, counted from byte `base_offset` of its storage."""
-        return View(
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()) * tensor.element_size() - base_offset,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def over(self, base: torch.Tensor) -> torch.Tensor:
-        """The same view over bytes that now are `base`, 1-D uint8; shares its version counter."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self.over(base)
-        itemsize = self.dtype.itemsize
-        offset = (int(base.storage_offset()) + self.offset_bytes) // itemsize
-        tensor = base[: base.nbytes // itemsize * itemsize].view(self.dtype)
-        tensor = tensor.as_strided(self.size, self.stride, offset)
-        if self.conjugate:
-            tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.negative else tensor
-
-
-def held_only_here(alias: torch.Tensor, *, aliases: int) -> bool:
-    """Whether only `aliases` tensors, `alias` one of them, refer to a storage any more.
-
-    PyTorch has no public count; where the private one is missing the answer is False, which only means that the plan
-    credits a move with less memory than it gives back.
-    """
-    return _use_count(alias.untyped_storage()) <= _count_of_one() + aliases - 1
-
-
-@functools.cache
-def _count_of_one() -> int:
-    """What the private count says of a storage that one tensor refers to, asked in the same way."""
-    alias = torch.empty(1)
-    return _use_count(alias.untyped_storage())
-
-
-def _use_count(storage: torch.UntypedStorage) -> int:
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return int(count(storage._cdata)) if count else 1 << 30
-
-
-def has_expired(watch: StorageWeakRef) -> bool:
-    """Whether the storage is gone."""
-    return bool(watch.expired())
 
 
 def dropped_error() -> OutOfVRAMError:

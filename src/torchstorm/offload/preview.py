@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 
 from torchstorm.errors import BudgetError
-from torchstorm.offload.elsewhere import plan_elsewhere, with_micro_batch
 from torchstorm.offload.session import Session
+from torchstorm.offload.simulated.named_machine import plan_elsewhere, with_micro_batch
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.profiles import named_machine

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchstorm.offload.cuda_rules import CudaRules, autocast_as_on_cuda
-from torchstorm.offload.naming import Naming
-from torchstorm.offload.origins import Origins
-from torchstorm.offload.parcels import Call, Value
-from torchstorm.offload.saved import SMALL_BYTES, TINY_BYTES, slab_bytes
-from torchstorm.offload.simulated_gpu import META, SimulatedGPU
-from torchstorm.offload.tape import Probe, Tape, has_bytes
+from torchstorm.offload.recompute.tape import Probe, Tape, has_bytes
+from torchstorm.offload.recompute.traced_ops import Origins
+from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cuda
+from torchstorm.offload.simulated.gpu import META, SimulatedGPU
+from torchstorm.offload.step.hooks import SMALL_BYTES, TINY_BYTES, slab_bytes
+from torchstorm.offload.step.naming import Naming
+from torchstorm.offload.step.parcels import Call, Value
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
 
@@ -261,7 +261,7 @@ class _Step:
         return record
 
     def _parcel_for(self, nbytes: int) -> int:
-        """Large storages travel alone, small ones together, as `offload.saved` packs them."""
+        """Large storages travel alone, small ones together, as `offload.step.hooks` packs them."""
         if nbytes >= min(SMALL_BYTES, self._slab_bytes // 2 + 1):
             self._parcel_bytes.append(nbytes)
             return len(self._parcel_bytes) - 1

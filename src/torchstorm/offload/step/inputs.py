@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchstorm.offload.saved import SavedTensors
-from torchstorm.offload.subject import shape_of
+from torchstorm.offload.replan.workload import shape_of
+from torchstorm.offload.step.hooks import SavedTensors
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 

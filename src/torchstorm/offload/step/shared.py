@@ -1,0 +1,78 @@
+"""What the steps of one Session share, since it lives longer than a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from torchstorm.offload.budget import Stack
+from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.misuse import Watch
+from torchstorm.offload.replan.measured import Measured
+from torchstorm.offload.replan.plans import Planner, Plans
+from torchstorm.offload.state.optimizer_state import OptimizerState
+from torchstorm.offload.step.clock import CpuClock
+from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.residency import Residency
+from torchstorm.transfer.engine import StreamClock
+
+
+@dataclass(eq=False, kw_only=True)
+class Shared:
+    """The parts of a Session that its steps work with.
+
+    Attributes:
+        model: what is trained.
+        state: of the optimizer.
+        stack: budget and tiers.
+        recompute: whether tensors may be recomputed.
+        unlimited: whether everything is kept.
+        clock: marks times on the device.
+        residency: what is where, and moves it.
+        saved: the saved-tensor hooks.
+        plans: by kind of step.
+        planner: makes them.
+        watch: notices misuse.
+        measured: what steps took.
+        compiled: the model's compiled blocks; None for none.
+        base_bytes: device memory that was not the Session's when the last step began.
+    """
+
+    model: torch.nn.Module
+    state: OptimizerState
+    stack: Stack
+    recompute: bool
+    unlimited: bool
+    clock: StreamClock | CpuClock
+    residency: Residency
+    saved: SavedTensors
+    plans: Plans
+    planner: Planner
+    watch: Watch
+    measured: Measured = field(default_factory=Measured)
+    compiled: CompiledBlocks | None = None
+    base_bytes: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """The fast device."""
+        return self.stack.device
+
+    def learn(self) -> None:
+        """Compares the steps that have ended with the forecast of the plan in force."""
+        if self.planner.learn(self.plans, self.measured.new_times_s(), self.measured.new_vram_bytes()):
+            self.measured.plan_changed()
+
+    def fixed_bytes(self, tier: str) -> int:
+        """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""
+        spare: int = getattr(self.stack.spare, tier)
+        if tier != self.stack.fast_tier:
+            return spare
+        return self.base_bytes + self.reserve_bytes() + self.residency.staging_bytes + spare
+
+    def reserve_bytes(self) -> int:
+        """Optimizer state that does not exist yet and will."""
+        if self.device.type == "cpu" or (self.state.optimizer() is None and self.measured.num_steps > 1):
+            return 0
+        return self.state.missing_bytes()  # pragma: gpu
