@@ -474,6 +474,23 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
     assert sum(attention > 0 for _, attention in found.values()) == 1
 
 
+def test_attention_that_pytorch_does_not_count_is_counted_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> int:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    monkeypatch.setitem(private.flop_registry, attention, fail)
+    monkeypatch.setitem(private.flop_registry, torch.ops.aten.mm, fail)
+    with FakeTensorMode():
+        q = torch.empty(2, 6, 64, 16, device="cuda", dtype=torch.float16)
+        k, v = (torch.empty(2, 2, 64, 16, device="cuda", dtype=torch.float16) for _ in range(2))
+        graph = make_fx(lambda *qkv: attention(*qkv, 0.0, False)[0])(q, k, v)
+    found = {private.attention_flops(node) for node in graph.graph.nodes}
+    assert found == {0, 2 * 2 * 2 * 6 * 64 * 64 * 16}
+    product = make_fx(torch.mm)(torch.ones(4, 4), torch.ones(4, 4))
+    assert {private.matmul_flops(node) for node in product.graph.nodes} == {0}
+
+
 @pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("variant", [SAVE, CHEAP])  # what each of them saves is held to above

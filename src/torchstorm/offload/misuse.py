@@ -10,7 +10,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -179,22 +179,20 @@ class StepContext(ContextDecorator):
             self._running.release()
 
 
-def unmoved_parameters(model: torch.nn.Module, device: torch.device) -> list[torch.nn.Parameter]:
-    """A model's parameters, where they are what its Session was made for. Buffers may lie elsewhere.
+def check_unmoved(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+    """Makes sure that a model is what its Session was made for. Buffers may lie elsewhere.
 
     Raises:
         DeviceError: it was moved.
         UnsupportedError: it was compiled as a whole.
     """
     refuse_compiled_whole(model)
-    parameters = list(model.parameters())
     moved = next((parameter.device for parameter in parameters if parameter.device != device), None)
     if moved is not None:
         raise DeviceError(
             f"This Session was made for {type(model).__name__} on {device}, and now it has parameters on {moved}. Move "
             "it back before the step, or close this Session and make a new one."
         )
-    return parameters
 
 
 def better_said(error: BaseException, model: torch.nn.Module, *, closed: str) -> Exception | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Stack, bounce_buffers
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
-from torchstorm.offload.step.hooks import slab_bytes
+from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload

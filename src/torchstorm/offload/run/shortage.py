@@ -126,22 +126,26 @@ class Gradients:
     """Which gradients there are at a step's entry. It keeps none of them alive: a step may well zero them.
 
     Args:
-        named: the tensors whose gradients a step may change, with their names.
+        tensors: those whose gradients a step may change, each once.
+        names: gives their names, where an error needs them.
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], *, names: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        self._names = names
         self._absent: list[torch.Tensor] = []
-        self._present: list[tuple[str, torch.Tensor, StorageWeakRef | None, int]] = []
+        self._present: list[tuple[torch.Tensor, StorageWeakRef | None, int]] = []
         self.nbytes = 0
-        for name, tensor in named:
+        for tensor in tensors:
             gradient = tensor.grad
             if gradient is None:
                 self._absent.append(tensor)
             elif gradient.layout == torch.strided and type(gradient) is torch.Tensor:
-                self._present.append((name, tensor, StorageWeakRef(gradient.untyped_storage()), gradient._version))
+                self._present.append((tensor, StorageWeakRef(gradient.untyped_storage()), gradient._version))
                 self.nbytes += gradient.nbytes
             else:  # of those nothing tells whether they have changed
-                self._present.append((name, tensor, None, 0))
+                self._present.append((tensor, None, 0))
 
     def have_changed(self) -> bool:
         """Whether any was made, replaced or added to since."""
@@ -152,24 +156,29 @@ class Gradients:
                 or tensor.grad.untyped_storage()._cdata != before.cdata
                 or tensor.grad._version != version
             )
-            for _, tensor, before, version in self._present
+            for tensor, before, version in self._present
         )
 
     def drop(self) -> list[str]:
         """Drops the gradients that the step made; returns the names of those that cannot be restored."""
         for tensor in self._absent:
             tensor.grad = None
-        lost = []
-        for name, tensor, before, version in self._present:
+        lost = set()
+        for tensor, before, version in self._present:
             gradient = tensor.grad
             if gradient is None:
                 continue  # zeroed by the step, which will do so again
             if before is None or gradient.untyped_storage()._cdata != before.cdata:
                 tensor.grad = None  # one of the step's own in the other's place
-                lost.append(name)
+                lost.add(id(tensor))
             elif gradient._version != version:
-                lost.append(name)
-        return lost
+                lost.add(id(tensor))
+        return [name for name, tensor in self._names() if id(tensor) in lost]
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def trained(
@@ -180,9 +189,8 @@ def trained(
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         found.setdefault(id(parameter), (name, parameter))
-    for group in optimizer.param_groups if optimizer is not None else ():
-        for parameter in group["params"]:
-            found.setdefault(id(parameter), (f"parameter {len(found)} of the optimizer", parameter))
+    for held in held_by(optimizer) if optimizer is not None else ():
+        found.setdefault(id(held), (f"parameter {len(found)} of the optimizer", held))
     for tensor in batch:
         if tensor.requires_grad and tensor.is_leaf:
             found.setdefault(id(tensor), (f"tensor of the batch, shape {tuple(tensor.shape)}", tensor))
@@ -197,7 +205,7 @@ def drop_step(saved: SavedTensors, error: BaseException) -> None:
     traceback.clear_frames(error.__traceback__)
     with saved._locked:
         saved.residency.abandon_step()
-        saved._recorder = saved._probe = None  # what a broken step measured is of no use
+        saved.forget_measuring()
     saved.end()
 
 

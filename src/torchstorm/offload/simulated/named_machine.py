@@ -15,7 +15,7 @@ from torchstorm.offload.budget import bounce_buffers, model_device, parse_disk
 from torchstorm.offload.replan.workload import subject_of
 from torchstorm.offload.simulated.step import Simulation, simulate
 from torchstorm.offload.state.optimizer_state import expected_state_bytes
-from torchstorm.offload.step.hooks import slab_bytes
+from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.microbatch import largest_micro_batch
 from torchstorm.plan.plan import Budget, Plan

@@ -19,9 +19,9 @@ from torchstorm.offload.recompute.tape import Probe, Tape, has_bytes
 from torchstorm.offload.recompute.traced_ops import Origins
 from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cuda
 from torchstorm.offload.simulated.gpu import META, SimulatedGPU
-from torchstorm.offload.step.hooks import SMALL_BYTES, TINY_BYTES, slab_bytes
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.parcels import Call, Value
+from torchstorm.offload.step.saving import SMALL_BYTES, TINY_BYTES, slab_bytes
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
 

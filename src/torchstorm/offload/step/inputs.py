@@ -15,6 +15,28 @@ from torchstorm.offload.step.hooks import SavedTensors
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+    """A model's parameters and buffers, each once. Every step begins with it, so it makes no names, as PyTorch's own
+    `parameters()` and `buffers()` do."""
+    parameters: dict[int, torch.nn.Parameter] = {}
+    buffers: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                buffers[id(buffer)] = buffer
+        modules.extend(child for child in module._modules.values() if child is not None)
+    return list(parameters.values()), list(buffers.values())
+
+
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages of a model's parameters and buffers."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}

@@ -63,7 +63,7 @@ def is_of_parameter(tensor: torch.Tensor) -> bool:
     base = tensor._base
     if base is None:
         return type(tensor) is torch.nn.Parameter
-    return isinstance(base, torch.nn.Parameter)
+    return base.is_leaf and isinstance(base, torch.nn.Parameter)
 
 
 class Locked:

@@ -13,6 +13,7 @@ from torchstorm.errors import BudgetError, CorruptionError, StorageError, Torchs
 from torchstorm.memory.tier import Tier
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
+from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, resized_error
 from torchstorm.offload.step.views import View, flat_bytes, held_only_here, share_a_counter, version_counter
 from torchstorm.plan.forecast import KEEP
@@ -62,6 +63,7 @@ class Residency:
         self._order = 0
         self._first_order = 0
         self._at: dict[int, list[Saved]] = {}  # by the address of the storage that holds the bytes, first or returned
+        self.kept = KeptTensors(self._count)
 
     def begin_step(self) -> None:
         """Counts peaks and moved bytes from here."""
@@ -113,6 +115,7 @@ class Residency:
 
     def abandon_step(self) -> None:
         """Lets go of all bytes that the running step saved, though autograd still refers to them."""
+        self.kept.lose(lambda block: dropped_error())
         for saved in self.all_saved():
             if saved.parcel.order >= self._first_order:
                 self._lose(saved, dropped_error)
@@ -122,6 +125,7 @@ class Residency:
 
     def note_resized(self, address: int) -> None:
         """The storage at an address has other memory, or is about to: lets go of what was saved of it."""
+        self.kept.lose(resized_error, address=address)
         for saved in list(self._at.get(address, ())):
             parcel = saved.parcel
             if parcel.handle is not None and parcel.hold is not None and self.device.type == "cpu":
@@ -322,7 +326,11 @@ class Residency:
     def _hold(self, parcel: Parcel) -> None:
         self._away.pop(parcel.order, None)
         self.resident[parcel.order] = parcel
-        self.resident_bytes += parcel.nbytes
+        self._count(parcel.nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        """So many bytes more are resident."""
+        self.resident_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
 
     def _release(self, parcel: Parcel) -> None:

@@ -17,11 +17,11 @@ from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.plans import Planned
 from torchstorm.offload.replan.workload import state_of, subject_of
-from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, keep_more_free, trained
+from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.garbage import rare_collections
-from torchstorm.offload.step.inputs import NoteInputs, storages_of
+from torchstorm.offload.step.inputs import NoteInputs, storages_of, tensors_in
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tracing import Recorder
@@ -54,10 +54,15 @@ class Step:
         for tier in shared.stack.tiers.values():
             tier.reset_peak()
         shared.learn()
-        parameters = misuse.unmoved_parameters(shared.model, self._device)
+        parameters, buffers = tensors_in(shared.model)
+        misuse.check_unmoved(shared.model, parameters, self._device)
         shared.plans.begin(state_of(shared.model, parameters))
-        fixed = storages_of([*parameters, *shared.model.buffers()])
-        self._gradients = Gradients(trained(shared.model, shared.state.optimizer()))
+        fixed = storages_of([*parameters, *buffers])
+        optimizer = shared.state.optimizer()
+        self._gradients = Gradients(
+            parameters if optimizer is None else {id(one): one for one in (*parameters, *held_by(optimizer))}.values(),
+            names=partial(trained, shared.model, optimizer),
+        )
         self._inputs = NoteInputs(shared.saved)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._naming: Naming | None = None

@@ -1,0 +1,158 @@
+"""Saved tensors that stay where they are in a settled step: what autograd holds of them, and what they count.
+
+A settled step follows a plan, or keeps everything, and nothing of it is measured or recorded. What stays in such a step
+needs no parcel: only the checks that autograd's own saved tensors have, the guard against resized storages, and its
+bytes. So a saved tensor costs a look-up in a list, in place of all that `hooks` and `residency` do for one that moves.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchstorm.errors import TorchstormError
+from torchstorm.offload.step.packed import Ticket
+from torchstorm.offload.step.parcels import in_place_error, resized_error
+
+
+class KeptStorage:
+    """A storage that stays, saved once or several times.
+
+    Attributes:
+        address: of the storage, which its saved tensors keep taken.
+        ordinal: as in `Saved`.
+        nbytes: of the storage.
+        counted_bytes: what counts of it.
+        movable: whether it might have moved.
+        block: module that saved it, for messages.
+        num_live: how many saved tensors refer to it.
+        saved: those saved tensors, as far as they live.
+        lost: makes the error to raise where its bytes are asked for; None where they are there.
+    """
+
+    __slots__ = ("address", "block", "counted_bytes", "lost", "movable", "nbytes", "num_live", "ordinal", "saved")
+
+    def __init__(self, address: int, ordinal: int, nbytes: int, counted_bytes: int, movable: bool, block: str) -> None:
+        self.address = address
+        self.ordinal = ordinal
+        self.nbytes = nbytes
+        self.counted_bytes = counted_bytes
+        self.movable = movable
+        self.block = block
+        self.num_live = 0
+        self.saved: list[weakref.ref[Kept]] = []
+        self.lost: Callable[[], TorchstormError] | None = None
+
+    def alive(self) -> list[Kept]:
+        """Its saved tensors that autograd still holds."""
+        return [kept for one in self.saved if (kept := one()) is not None]
+
+
+class Kept:
+    """What autograd holds instead of a tensor that stays.
+
+    Attributes:
+        storage: what it is a view of.
+        tensor: an alias, which shares the version counter of what was saved; None where the bytes are lost.
+        version: its version when it was saved.
+        pointer: where its first element was.
+        ticket: what stands for it since its step left the plan; None before.
+    """
+
+    __slots__ = ("__weakref__", "_released", "pointer", "storage", "tensor", "ticket", "version")
+
+    def __init__(self, tensor: torch.Tensor, storage: KeptStorage, released: deque[KeptStorage]) -> None:
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.pointer = tensor.data_ptr()
+        self.storage = storage
+        self.ticket: Ticket | None = None
+        self._released = released
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor as it was saved.
+
+        Raises:
+            OutOfVRAMError: its step ran out of memory.
+            RuntimeError: it was changed in place, as autograd says it.
+            UnsupportedError: its storage was resized.
+        """
+        tensor = self.tensor
+        if tensor is None:
+            assert self.storage.lost is not None
+            raise self.storage.lost()
+        if tensor._version != self.version:
+            raise in_place_error(tensor._version, self.version, tensor.dtype, tensor.shape)
+        if tensor.data_ptr() != self.pointer:
+            raise resized_error(self.storage.block)
+        return tensor
+
+    def __del__(self) -> None:
+        self._released.append(self.storage)  # from any thread, even from within our own work
+
+
+class KeptTensors:
+    """All that is kept so, and its bytes.
+
+    Args:
+        count: adds bytes to those that are resident.
+    """
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.released: deque[KeptStorage] = deque()
+        self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs
+        self.by_address: dict[int, KeptStorage] = {}  # likewise, where there is no plan
+        self._count = count
+
+    def keep(self, tensor: torch.Tensor, storage: KeptStorage) -> Kept:
+        """One more saved tensor of a storage."""
+        kept = Kept(tensor, storage, self.released)
+        storage.saved.append(weakref.ref(kept))
+        storage.num_live += 1
+        return kept
+
+    def holds(self, address: int) -> bool:
+        """Whether the storage at an address is one of these."""
+        return any(storage.address == address and storage.num_live for storage in self.by_ordinal.values())
+
+    def settle(self) -> None:
+        """Uncounts what autograd has let go of."""
+        released = self.released
+        while released:
+            storage = released.popleft()
+            storage.num_live -= 1
+            if not storage.num_live:
+                self._count(-storage.counted_bytes)
+                if self.by_address and self.by_address.get(storage.address) is storage:
+                    del self.by_address[storage.address]
+
+    def lose(self, why: Callable[[str], TorchstormError], *, address: int | None = None) -> None:
+        """The bytes of the storage at an address, or of all of the running step, cannot be had any more.
+
+        Args:
+            why: makes the error for who asks for them, from the name of the module that saved them.
+            address: of a storage; None for the step.
+        """
+        for storage in self.by_ordinal.values():
+            if address not in (None, storage.address):
+                continue
+            self._count(-storage.counted_bytes)
+            storage.counted_bytes = 0
+            storage.lost = functools.partial(why, storage.block)
+            for kept in storage.alive():
+                kept.tensor = None
+
+    def give_up(self) -> Iterator[tuple[KeptStorage, list[Kept]]]:
+        """The running step is over, or no settled one any more: gives out what autograd still holds, uncounted."""
+        self.settle()
+        storages, self.by_ordinal, self.by_address = list(self.by_ordinal.values()), {}, {}
+        for storage in storages:
+            alive = [kept for kept in storage.alive() if kept.tensor is not None] if storage.num_live else []
+            if alive:
+                self._count(-storage.counted_bytes)
+                storage.counted_bytes = 0
+                yield storage, alive

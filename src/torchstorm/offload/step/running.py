@@ -1,0 +1,59 @@
+"""What the saved-tensor hooks know of the step that runs: made at its entry, dropped at its exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchstorm.offload.recompute.probe import TracingProbe
+from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.step.parcels import Parcel
+from torchstorm.offload.step.settled import Settled
+from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.plan import Plan
+
+Choice = tuple[Plan | None, Recorder | None]
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Running:
+    """The state of a step; of none, as long as none runs.
+
+    Attributes:
+        in_step: whether a step runs.
+        fixed: addresses of storages that never move: parameters and buffers.
+        inputs: the model's inputs by storage address, which the reference keeps taken.
+        choose: called at the first save; None after it.
+        moment: number of the latest moment.
+        num_saved: storages saved so far.
+        call_begins: the number of the first storage that the running autograd.Function saves.
+        plan: the plan that is followed; None where it is decided on the spot.
+        left_plan: whether the step turned out to be another one than its plan is for.
+        numbered: parcels by their number in the plan.
+        settled: the short way; None where the long one is taken.
+        recorder: measures the step.
+        tape: records its operations.
+        probe: finds out what of them can run again.
+        open: the buffer that takes the next small storage.
+        blocks: names of the modules that run, innermost last.
+    """
+
+    in_step: bool = False
+    fixed: set[int] = field(default_factory=set)
+    inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
+    choose: Callable[[tuple[Any, ...]], Choice] | None = None
+    moment: int = 0
+    num_saved: int = 0
+    call_begins: int = 0
+    plan: Plan | None = None
+    left_plan: bool = False
+    numbered: dict[int, Parcel] = field(default_factory=dict)
+    settled: Settled | None = None
+    recorder: Recorder | None = None
+    tape: Tape | None = None
+    probe: TracingProbe | None = None
+    open: Parcel | None = None
+    blocks: list[str] = field(default_factory=list)

@@ -1,0 +1,183 @@
+"""Takes charge of a storage when autograd saves it: as a parcel of its own, or in a buffer that small ones share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.packed import Keeper, Ticket
+from torchstorm.offload.step.parcels import Parcel, Saved
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.recompute import RECOMPUTE
+
+SMALL_BYTES = 2**20  # below this a storage shares a copy with others
+TINY_BYTES = 4096  # below this it stays
+_ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
+
+
+def slab_bytes(limit_bytes: int) -> int:
+    """Size of the buffers that small storages share, for a budget on the fast tier."""
+    return max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
+
+
+class Saver:
+    """Makes parcels of what autograd saves.
+
+    Args:
+        residency: what is where, and moves it.
+        leave_plan: called where a step turns out to be another one than its plan is for.
+    """
+
+    def __init__(self, residency: Residency, *, leave_plan: Callable[[], None]) -> None:
+        self._residency = residency
+        self._leave_plan = leave_plan
+        self._cuda = residency.device.type == "cuda"
+        self._slab_bytes = slab_bytes(residency.limit_bytes)
+
+    def make_parcels(self, owner: Keeper, storage: KeptStorage, alive: list[Kept]) -> None:
+        """What stayed may move from here on: gives its saved tensors tickets, which `owner` takes back."""
+        for version in {kept.version for kept in alive}:
+            same = [kept for kept in alive if kept.version == version]
+            tensor = same[0].tensor
+            assert tensor is not None
+            nbytes = storage.nbytes if storage.movable else min(storage.nbytes, tensor.nbytes)
+            memory = tensor.untyped_storage()
+            parcel = self._residency.new_parcel(nbytes, storage.block, movable=storage.movable)
+            parcel.buffer, parcel.hold = flat_bytes(memory), tensor
+            saved = Saved(
+                *(parcel, storage.nbytes, 0, version, None, storage.address, weak_reference(memory)),
+                *(memory.data_ptr(), storage.block),
+                ordinal=storage.ordinal,
+            )
+            self._residency.add(saved)
+            for kept in same:
+                assert kept.tensor is not None
+                kept.ticket = Ticket(owner, saved, View.of(kept.tensor))
+                saved.live += 1
+                saved.kept[id(kept.ticket)] = kept.tensor
+                kept.tensor = None
+
+    def is_input(self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
+        """Whether a storage is one that the user gave to the model, which never moves."""
+        # A small part of plain data is a slice of a data set, wherever the model got it from.
+        is_slice = tensor.grad_fn is None and not tensor.requires_grad and 4 * tensor.nbytes < storage.nbytes()
+        return is_slice or storage._cdata in run.inputs
+
+    def save(self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
+        """Takes charge of a storage that was not saved before."""
+        nbytes, ordinal = storage.nbytes(), -1
+        if run.in_step:
+            ordinal = run.num_saved
+            run.num_saved += 1
+        is_input = self.is_input(run, storage, tensor)
+        movable = not is_input and nbytes >= TINY_BYTES
+        number, num_together = -1, 0
+        tier = self._residency.default_tier if movable else KEEP
+        value = run.tape.value_of(storage, tensor._version) if run.tape is not None else None
+        if value is not None and run.probe is not None and run.recorder is not None:
+            with run.recorder.aside():
+                run.probe.see(value, storage)
+        if run.plan is not None:
+            number = run.plan.trace.storages[ordinal].parcel if movable else -1
+            tier = run.plan.placements[number].tier if number >= 0 else KEEP
+            num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
+            call = value.call if value is not None else None
+            if tier == RECOMPUTE and (call is None or run.plan.maker(ordinal) != (call.number, call.signature)):
+                self._leave_plan()
+                number, num_together, tier = -1, 0, self._residency.default_tier
+        block = run.blocks[-1] if run.blocks else ""
+        if run.plan is not None:
+            block = block or run.plan.trace.storages[ordinal].block
+        is_small = nbytes < min(SMALL_BYTES, self._slab_bytes // 2 + 1)
+        fingerprint = None
+        if tier == RECOMPUTE:
+            parcel, offset = self._residency.new_absent_parcel(nbytes, block), 0
+            parcel.number = number
+            run.numbered[number] = parcel
+            fingerprint = self._residency.fingerprint_of(storage)
+        elif tier != KEEP and (num_together > 1 if run.plan is not None else is_small):
+            parcel = self._slab_for(run, nbytes, number, block)
+            offset = parcel.filled
+            parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            assert parcel.buffer is not None
+            with torch.no_grad():
+                parcel.buffer[offset : offset + nbytes].copy_(flat_bytes(storage))
+        else:
+            if self._cuda and run.plan is None:  # pragma: gpu
+                self._residency.make_room_on_cuda(0)
+            # Of an input only what was saved counts: a slice of a whole data set does not count as all of it.
+            counted = min(nbytes, tensor.nbytes) if is_input else nbytes
+            parcel, offset = self._residency.new_parcel(counted, block, movable=movable), 0
+            parcel.buffer = flat_bytes(storage)
+            parcel.hold = tensor.detach()
+        saved = Saved(
+            parcel,
+            nbytes,
+            offset,
+            tensor._version,
+            version_counter(tensor) if parcel.hold is None else None,
+            storage._cdata,
+            weak_reference(storage),
+            storage.data_ptr(),
+            block,
+            ordinal=ordinal,
+            value=value,
+            fingerprint=fingerprint,
+        )
+        if value is not None:
+            value.saved = saved
+        self._residency.add(saved)
+        if tier not in (KEEP, RECOMPUTE) and not parcel.shared:
+            if number >= 0:
+                parcel.number = number
+                run.numbered[number] = parcel
+            self._residency.put(parcel, tier)
+        if run.recorder is not None and run.plan is None:
+            run.recorder.saved(saved, movable=movable, is_input=is_input)
+        return saved
+
+    def _slab_for(self, run: Running, nbytes: int, number: int, block: str) -> Parcel:
+        """The shared buffer that takes the next small storage."""
+        slab = run.open
+        if slab is not None and not slab.sealed:
+            full = slab.filled + nbytes > slab.nbytes
+            if not (slab.number != number if run.plan is not None else full):
+                return slab
+            self.seal(run, move=True)
+        if run.plan is not None:
+            size = run.plan.trace.parcels[number].nbytes
+        else:
+            size = max(self._residency.room_bytes(self._slab_bytes), -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+            if self._cuda:  # pragma: gpu
+                self._residency.make_room_on_cuda(size)
+        slab = self._residency.new_shared_parcel(size, block)
+        if run.plan is not None:
+            slab.number = number
+            run.numbered[number] = slab
+        run.open = slab
+        return slab
+
+    def is_full(self, run: Running, parcel: Parcel) -> bool:
+        """Whether no further storage fits into a shared buffer."""
+        if run.plan is not None and parcel.number >= 0:
+            return parcel.filled >= parcel.nbytes
+        return parcel.nbytes - parcel.filled < TINY_BYTES
+
+    def seal(self, run: Running, *, move: bool) -> None:
+        """No further storage joins the open buffer; with `move` it begins to leave."""
+        parcel, run.open = run.open, None
+        if parcel is None or parcel.sealed:  # it had to be pushed out already
+            return
+        parcel.sealed = True
+        if not parcel.members:
+            self._residency.discard(parcel)
+        elif move:
+            tier = self._residency.default_tier
+            if run.plan is not None and parcel.number >= 0:
+                tier = run.plan.placements[parcel.number].tier
+            self._residency.put(parcel, tier)

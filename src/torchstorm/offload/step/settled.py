@@ -1,0 +1,195 @@
+"""The short way through a settled step: its moments come from a list, and what stays is looked up there.
+
+Everything else, a tensor that moves as well as a step that turns out to be another one, takes the long way in `hooks`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from torchstorm.offload.recompute.tape import has_bytes
+from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.packed import Untouched, is_of_parameter
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.views import share_a_counter
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.trace import PACK, UNPACK
+
+_MOST_TABLES = 16
+
+
+class Progress(Protocol):
+    """How far a step is; see `Running`."""
+
+    moment: int
+    num_saved: int
+
+
+class Table:
+    """A plan as lists, by moment and by storage.
+
+    Args:
+        plan: the plan.
+
+    Attributes:
+        signatures: of the moments, `num_moments` of them.
+        stays: whether a storage stays.
+        counted_bytes, movable, blocks: of the storages.
+        busy: moments at which something is dropped or fetched.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        storages = plan.trace.storages
+        self.signatures = [moment.signature for moment in plan.trace.moments]
+        self.num_moments = len(self.signatures)
+        self.movable = [storage.parcel >= 0 for storage in storages]
+        self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
+        self.counted_bytes = [storage.nbytes for storage in storages]
+        self.blocks = [storage.block for storage in storages]
+        self.busy = {*plan.drops, *plan.fetches}
+
+
+class Tables:
+    """The tables of the plans that were followed last."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[Plan, Table]] = {}
+
+    def of(self, plan: Plan) -> Table:
+        """The table of a plan."""
+        found = self._tables.get(id(plan))
+        if found is None:
+            if len(self._tables) >= _MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            found = self._tables[id(plan)] = plan, Table(plan)
+        return found[1]
+
+
+class Settled:
+    """A step that follows a plan, or keeps everything, and of which nothing is measured or recorded.
+
+    Each saved tensor passes here twice, so the code is flat.
+
+    Args:
+        residency: what is where.
+        lock: held while anything is looked up.
+        progress: of the step.
+        fixed: addresses of storages that never move.
+        table: of the plan; None where everything stays.
+        act: drops and fetches what is due at the moment that has just come.
+        is_input: whether a storage, saved as a tensor, is an input of the model.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        lock: threading.Lock,
+        progress: Progress,
+        fixed: set[int],
+        table: Table | None,
+        *,
+        act: Callable[[], None],
+        is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
+    ) -> None:
+        self._residency = residency
+        self._kept = residency.kept
+        self._device = residency.device
+        self._lock = lock
+        self._progress = progress
+        self._fixed = fixed
+        self._table = table
+        self._act = act
+        self._is_input = is_input
+
+    def pack(self, tensor: torch.Tensor) -> Kept | Untouched | None:
+        """What autograd gets for a tensor that stays; None where the long way must be taken."""
+        if type(tensor) is not torch.Tensor or not has_bytes(tensor) or tensor.device != self._device:
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._fixed or is_of_parameter(tensor):
+            return Untouched(tensor)
+        with self._lock:
+            if self._kept.released:
+                self._kept.settle()
+            if torch._C._len_torch_dispatch_stack():
+                return None  # a mode of the user's must not see what is done here
+            if self._table is None:
+                return self._pack_unplanned(tensor, storage)
+            return self._pack_planned(self._table, tensor, storage)
+
+    def _pack_planned(self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        progress = self._progress
+        moment, nbytes = progress.moment + 1, storage.nbytes()
+        if moment >= table.num_moments:
+            return None
+        kind, ordinal, expected_bytes = table.signatures[moment]
+        if kind != PACK or expected_bytes != nbytes or not table.stays[ordinal]:
+            return None
+        by_ordinal = self._kept.by_ordinal
+        if ordinal == progress.num_saved:
+            counted_bytes = table.counted_bytes[ordinal]
+            if not self._count(counted_bytes):
+                return None
+            progress.num_saved += 1
+            found = by_ordinal[ordinal] = KeptStorage(
+                storage._cdata, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
+            )
+        else:
+            known = by_ordinal.get(ordinal)
+            if known is None or known.address != storage._cdata or not known.num_live:
+                return None
+            found = known
+        progress.moment = moment
+        if moment in table.busy:
+            self._act()
+        return self._kept.keep(tensor, found)
+
+    def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        """Without a plan everything stays, and is only counted."""
+        address = storage._cdata
+        found = self._kept.by_address.get(address)
+        if found is None:
+            nbytes = storage.nbytes()
+            if not nbytes or self._residency.is_saved(address) or self._is_input(storage, tensor):
+                return None  # of an input only what was saved counts
+            if not self._count(nbytes):
+                return None
+            ordinal = self._progress.num_saved
+            self._progress.num_saved += 1
+            found = KeptStorage(address, ordinal, nbytes, nbytes, True, "")
+            self._kept.by_ordinal[ordinal] = self._kept.by_address[address] = found
+        elif not any(kept.tensor is not None and share_a_counter(kept.tensor, tensor) for kept in found.alive()[:1]):
+            return None  # parts with a version counter each count as one storage each, as they do where they move
+        return self._kept.keep(tensor, found)
+
+    def _count(self, nbytes: int) -> bool:
+        """Counts bytes that become resident, if they fit."""
+        residency = self._residency
+        resident_bytes = residency.resident_bytes + nbytes
+        if resident_bytes > residency.limit_bytes:
+            return False
+        residency.resident_bytes = resident_bytes
+        if resident_bytes > residency.peak_bytes:
+            residency.peak_bytes = resident_bytes
+        return True
+
+    def arrive(self, storage: KeptStorage) -> bool:
+        """Backward asks for a tensor of this storage; False where the step is not the planned one."""
+        table = self._table
+        if table is None:
+            return True
+        with self._lock:
+            moment = self._progress.moment + 1
+            if moment >= table.num_moments:
+                return False
+            if table.signatures[moment] != (UNPACK, storage.ordinal, storage.nbytes):
+                return False
+            self._progress.moment = moment
+            if moment in table.busy:
+                self._act()
+        return True

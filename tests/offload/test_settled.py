@@ -1,0 +1,241 @@
+"""The short way through a settled step: the same bits, checks and bytes as the long way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchstorm.errors import OutOfVRAMError, UnsupportedError
+from torchstorm.offload.run.shortage import drop_step
+from torchstorm.offload.session import Session
+from torchstorm.offload.step.kept import Kept
+
+WIDTH, ROWS, NUM_LAYERS = 64, 512, 8
+LAYER_BYTES = 4 * WIDTH * ROWS
+
+
+class Chain(nn.Module):
+    """`middle` runs between its halves, on what these have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.middle: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+        self.num_again = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == NUM_LAYERS // 2:
+                x = self.middle(x)
+                for _ in range(self.num_again):
+                    x = layer(x).sigmoid()
+        return x
+
+
+def chain() -> Chain:
+    torch.manual_seed(0)
+    return Chain()
+
+
+def data(index: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def session_on(model: nn.Module, way: str, folder: Path) -> Session:
+    """In which everything is kept without a plan, or by a plan, or half of it moves to the disk."""
+    if way == "unlimited":
+        return Session(model, unlimited=True)
+    ram = 40 * LAYER_BYTES if way == "roomy" else 5 * LAYER_BYTES
+    return Session(model, ram=ram, disk=str(folder), recompute=False)
+
+
+def settle(model: Chain, session: Session, num_steps: int = 5) -> None:
+    for index in range(num_steps):
+        with session.step():
+            model(data(index)).square().mean().backward()
+    model.zero_grad()
+
+
+@pytest.fixture(params=["unlimited", "roomy", "tight"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def packed_in(session: Session, step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What autograd gets in a step."""
+    hooks, found = session._shared.saved, list[object]()
+    pack = hooks.pack
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "pack", lambda tensor: found.append(type(packed := pack(tensor))) or packed)
+        step()
+    return found
+
+
+def test_what_stays_in_a_settled_step_takes_the_short_way(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    types = packed_in(session, lambda: settle(model, session, 1), monkeypatch)
+    num_kept = types.count(Kept)
+    assert num_kept >= (NUM_LAYERS - 2 if way != "tight" else 2), types
+    if way == "tight":
+        assert session.usage().disk_bytes > 0
+
+
+def test_gradients_and_bytes_are_those_without_it(way: str, tmp_path: Path) -> None:
+    plain, model = chain(), chain()
+    session = session_on(model, way, tmp_path)
+    for index in range(8):
+        plain(data(index)).square().mean().backward()
+        with session.step():
+            model(data(index)).square().mean().backward()
+        assert all(map(torch.equal, gradients(plain), gradients(model))), index
+    peak = session.usage().ram_bytes
+    assert peak <= session.report().highest.ram_bytes  # type: ignore[union-attr]
+    if way == "tight":
+        assert peak <= 5 * LAYER_BYTES
+    else:
+        assert peak >= NUM_LAYERS * LAYER_BYTES
+    residency = session._shared.residency
+    with session._shared.saved._locked:
+        assert residency.resident_bytes == residency.staging_bytes
+
+
+def test_a_step_that_leaves_the_plan_keeps_bits_and_budget(tmp_path: Path) -> None:
+    plain, model = chain(), chain()
+    session = session_on(model, "tight", tmp_path)
+    settle(model, session)
+    for num_again in (3, 0, 2):
+        for one in (plain, model):
+            one.num_again = num_again
+        plain(data(9)).square().mean().backward()
+        with session.step():
+            model(data(9)).square().mean().backward()
+        assert all(map(torch.equal, gradients(plain), gradients(model))), num_again
+        assert session.usage().ram_bytes <= 5 * LAYER_BYTES
+
+
+def test_a_backward_that_leaves_the_plan_has_the_same_bits(way: str, tmp_path: Path) -> None:
+    """The half of the layers whose backward would come first is not asked for."""
+    model, plain = chain(), chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    found: dict[Chain, list[torch.Tensor]] = {}
+
+    for one in (plain, model):
+        halves: list[torch.Tensor] = []
+        one.middle = lambda x, halves=halves: halves.append(x) or x  # type: ignore[misc]
+
+        def step(one: Chain = one, halves: list[torch.Tensor] = halves) -> None:
+            one(data(7))
+            halves[0].square().mean().backward()
+
+        if one is model:
+            with session.step():
+                step()
+        else:
+            step()
+        found[one] = gradients(one)
+    assert all(map(torch.equal, found[plain], found[model]))
+
+
+@pytest.mark.parametrize("way", ["unlimited", "roomy"])  # what has moved away is as it was
+def test_a_change_in_place_is_the_error_that_autograd_raises(way: str, tmp_path: Path) -> None:
+    model = chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    seen: list[torch.Tensor] = []
+    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+
+    def step() -> None:
+        with session.step():
+            loss = model(data(7)).square().mean()
+            with torch.no_grad():
+                seen[0].add_(1)
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step()
+
+
+@pytest.mark.parametrize("refill", [False, True], ids=["freed", "refilled"])
+def test_a_storage_that_is_resized_is_refused(way: str, refill: bool, tmp_path: Path) -> None:
+    model = chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    seen: list[torch.Tensor] = []
+    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+
+    def step() -> None:
+        with session.step():
+            loss = model(data(7)).square().mean()
+            storage = seen[0].untyped_storage()
+            content = seen[0].detach().clone()
+            storage.resize_(0)
+            if refill:
+                storage.resize_(content.nbytes)
+                seen[0].data.copy_(content)
+            loss.backward()
+
+    with pytest.raises(UnsupportedError, match="freed or replaced before backward"):
+        step()
+
+
+def test_a_backward_after_the_step_and_after_the_next_one_is_exact(way: str, tmp_path: Path) -> None:
+    model, plain = chain(), chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    with session.step():
+        first = model(data(1)).square().mean()
+    with session.step():
+        model(data(2)).square().mean().backward()
+    model.zero_grad()
+    first.backward()
+    plain(data(1)).square().mean().backward()
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Path) -> None:
+    model = chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    shared = session._shared
+    with session.step():
+        loss = model(data(1)).square().mean()
+        drop_step(shared.saved, RuntimeError())
+        assert shared.residency.resident_bytes == shared.residency.staging_bytes
+        with pytest.raises(OutOfVRAMError, match="ran out of memory and was dropped"):
+            loss.backward()
+    del loss
+    settle(model, session, 2)
+
+
+def test_under_a_mode_of_the_users_gradients_are_the_same(way: str, tmp_path: Path) -> None:
+    class Double(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is torch.ops.aten.tanh.default else out
+
+    plain, model = chain(), chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    for _ in range(2):
+        with Double():
+            plain(data(1)).square().mean().backward()
+            with session.step():
+                model(data(1)).square().mean().backward()
+        assert all(map(torch.equal, gradients(plain), gradients(model)))
