@@ -273,10 +273,10 @@ class SavedTensors:
         self._drop(plan)
 
     def _settle_in(self) -> Settled | None:
-        """The short way through a step; None where something is measured, recorded or decided on the spot."""
-        if self._run.recorder is not None or self._run.tape is not None:
+        """The short way through a step; None where something is measured or decided on the spot."""
+        if self._run.recorder is not None:
             return None
-        if self._run.plan is None and self.residency.default_tier != KEEP:
+        if self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP):
             return None
         table = self._tables.of(self._run.plan) if self._run.plan is not None else None
         is_input = functools.partial(self._saver.is_input, self._run)

@@ -18,6 +18,7 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.views import share_a_counter
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
+from torchstorm.plan.recompute import replays
 from torchstorm.plan.trace import PACK, UNPACK
 
 _MOST_TABLES = 16
@@ -38,7 +39,7 @@ class Table:
 
     Attributes:
         signatures: of the moments, `num_moments` of them.
-        stays: whether a storage stays.
+        stays: whether a storage stays, and nothing is computed again from it.
         counted_bytes, movable, blocks: of the storages.
         busy: moments at which something is dropped or fetched.
     """
@@ -49,6 +50,14 @@ class Table:
         self.num_moments = len(self.signatures)
         self.movable = [storage.parcel >= 0 for storage in storages]
         self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
+        if plan.recomputes:
+            # What others are computed again from must be found by its value.
+            again = replays(plan.trace, plan.placements) or {}
+            sources = {parcel for replay in again.values() for parcel in replay.sources}
+            self.stays = [
+                stays and one.parcel >= 0 and one.parcel not in sources
+                for stays, one in zip(self.stays, storages, strict=True)
+            ]
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
