@@ -140,6 +140,7 @@ def test_the_json_has_what_was_measured(tmp_path: Path) -> None:
     assert content["bit_identical"] is True
     assert content["val_losses"] == [[3, 1.5]]
     assert content["config"]["ram"] == "50MiB"
+    assert "json" not in content["config"]  # where a document lies is not what it is of
     assert set(content["versions"]) == {"torchstorm", "torch", "python"}
     assert content["step_seconds"] == {"steps": 4, "min": 2.0, "median": 2.5, "max": 9.0}
     assert content["unlimited_step_seconds"] == {}

@@ -82,7 +82,7 @@ class TrainResult:
             "unlimited_train_seconds": unlimited and unlimited.train_seconds,
             "tokens": self.config.tokens_per_step * self.config.steps,
             "checkpoint_dir": str(self.checkpoint_dir),
-            "config": self.config.to_json(),
+            "config": {name: value for name, value in self.config.to_json().items() if name != "json"},
             "machine": {"device": self.device, "platform": platform.platform(), "num_cpus": os.cpu_count()},
             "versions": {
                 "torchstorm": _own_version(),

@@ -126,10 +126,14 @@ class Settled:
             if self._kept.released:
                 self._kept.settle()
             if torch._C._len_torch_dispatch_stack():
-                return None  # a mode of the user's must not see what is done here
-            if self._table is None:
-                return self._pack_unplanned(tensor, storage)
-            return self._pack_planned(self._table, tensor, storage)
+                with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
+                    return self._pack(tensor, storage)
+            return self._pack(tensor, storage)
+
+    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        if self._table is None:
+            return self._pack_unplanned(tensor, storage)
+        return self._pack_planned(self._table, tensor, storage)
 
     def _pack_planned(self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
         progress = self._progress
