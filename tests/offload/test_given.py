@@ -128,8 +128,8 @@ def test_a_plan_for_another_batch_is_refused_in_the_first_step_with_both_shapes(
                 step(session, model, rows=128)
         step(session, model)
         assert session.report().num_planned == 1
-        step(session, model, rows=128)  # of another shape than the plan's, once that one has its plan
-        assert session.report().num_planned == 1
+        step(session, model, rows=128)  # a smaller one follows it, too, once the given one has been taken over
+        assert session.report().num_planned == 2
 
 
 def test_a_plan_of_another_step_that_says_nothing_of_its_model_gives_way_and_is_reported(tmp_path: Path) -> None:

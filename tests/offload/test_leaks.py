@@ -244,7 +244,7 @@ def test_a_session_that_is_dropped_without_closing_takes_its_spill_files_along(t
     deadline = time.monotonic() + 5
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)  # idle threads of a pool end a moment after it
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of tests before may have ended meanwhile
     assert len(os.listdir("/proc/self/fd")) == fds
 
 

@@ -226,6 +226,15 @@ def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Pa
             loss.backward()
     del loss
     settle(model, session, 2)
+    # Now with a part of it let go by backward.
+    seen: list[torch.Tensor] = []
+    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+    settle(model, session)
+    with session.step():
+        loss = model(data(1)).square().mean()
+        torch.autograd.grad(loss, seen[-1])
+        drop_step(shared.saved, RuntimeError())
+        assert shared.residency.resident_bytes == shared.residency.staging_bytes
 
 
 def test_under_a_mode_of_the_users_gradients_are_the_same(way: str, tmp_path: Path) -> None:

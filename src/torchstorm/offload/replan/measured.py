@@ -35,8 +35,8 @@ class Measured:
         self._unread.clear()
         self._unread_vram = 0
 
-    def count(self, figures: Figures, marks: Marks, *, followed: bool) -> None:
-        """A step has ended, having followed the plan in force or not."""
+    def count(self, figures: Figures, marks: Marks, *, followed: bool, borrowed: bool = False) -> None:
+        """A step has ended, having followed the plan in force, or one that was made for larger steps, or none."""
         self.num_steps += 1
         self.last = figures
         self._highest = highest_of(self._highest, figures)
@@ -48,6 +48,7 @@ class Measured:
             self._planned_highest = highest_of(self._planned_highest, figures)
             self._unread.append(marks)
             self._unread_vram = max(self._unread_vram, figures.vram_bytes)
+        self.num_planned += borrowed
         self._times.append(marks)
 
     def new_times_s(self) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,6 +83,7 @@ class Plans:
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._by_key: dict[Key, Planned] = {}
         self._unrecorded: set[Key] = set()
+        self._own: set[Key] = set()  # steps that a plan for larger ones was not for
         self._state: int | None = None  # of the model, in which these plans were made
         self._state_now: int | None = None
         self.given = given  # until the first step asks for a plan
@@ -103,6 +105,7 @@ class Plans:
         if self._are_others:
             self._by_key.clear()
             self._unrecorded.clear()
+            self._own.clear()
         self._state = self._state_now
         if self.given is not None and self.in_force is not None:
             self.given, self._by_key[key] = None, self.in_force
@@ -110,6 +113,25 @@ class Plans:
         if planned is not None:
             self._by_key[key] = self._by_key.pop(key)  # the last one used is the last one forgotten
         return planned
+
+    def covering(self, key: Key) -> Planned | None:
+        """The plan for the smallest larger steps: with as many dimensions, none of them smaller. None where there is
+        none, or where such a plan was not for steps of this kind."""
+        if key in self._own:
+            return None
+        found = [other for other in self._by_key if _covers(other, key) and self._is_settled(self._by_key[other])]
+        if not found:
+            return None
+        nearest = min(found, key=lambda other: math.prod(other[0]))
+        planned = self._by_key[nearest] = self._by_key.pop(nearest)
+        return planned
+
+    def _is_settled(self, planned: Planned) -> bool:
+        return planned.plan is not None and not self.is_measured_again(planned)
+
+    def note_own(self, key: Key) -> None:
+        """Steps of this kind are others than larger ones: they need a plan of their own."""
+        self._own.add(key)
 
     def put(self, key: Key, planned: Planned) -> None:
         """Steps of a kind follow this plan from now on."""
@@ -168,6 +190,14 @@ class Plans:
             return False
         self._unrecorded.remove(key)
         return True
+
+
+def _covers(larger: Key, key: Key) -> bool:
+    """Whether a step's first saved tensor is no larger than another's, and else alike."""
+    if len(larger) != len(key) or not key or larger[1:] != key[1:]:
+        return False
+    ours, others = key[0], larger[0]
+    return len(ours) == len(others) and all(one <= other for one, other in zip(ours, others, strict=True))
 
 
 class Planner:

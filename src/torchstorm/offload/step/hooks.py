@@ -247,7 +247,7 @@ class SavedTensors:
         self._run.moment += 1
         if self._run.choose is not None:
             choose, self._run.choose = self._run.choose, None
-            self._run.plan, self._run.recorder = choose(
+            self._run.plan, self._run.recorder, self._run.is_exact = choose(
                 (tuple(tensor.shape), tensor.dtype) if tensor is not None else ()
             )
             if self._run.recorder is not None:
@@ -260,17 +260,24 @@ class SavedTensors:
             self._run.recorder.name(kind, ordinal, nbytes)
             self._run.recorder.watch(self._run.moment)
         plan = self._run.plan
-        moments = plan.trace.moments if plan is not None else ()
-        if plan is not None and (
-            self._run.moment >= len(moments) or moments[self._run.moment].signature != (kind, ordinal, nbytes)
-        ):
+        if plan is not None and not self._is_planned(plan, kind, ordinal, nbytes):
             self._leave_plan()
             return
         if self._run.recorder is not None:
             self._run.recorder.lie_still(self.residency.resident.values())
         if plan is None:
             return
-        self._drop(plan)
+        self._drop(self._run.moment)
+
+    def _is_planned(self, plan: Plan, kind: str, ordinal: int, nbytes: int) -> bool:
+        """Whether the moment that has just come is the plan's."""
+        moments, moment = plan.trace.moments, self._run.moment
+        if moment >= len(moments):
+            return False
+        expected_bytes = moments[moment].nbytes
+        if nbytes != expected_bytes and (self._run.is_exact or nbytes > expected_bytes):
+            return False
+        return (moments[moment].kind, moments[moment].storage) == (kind, ordinal)
 
     def _settle_in(self) -> Settled | None:
         """The short way through a step; None where something is measured or decided on the spot."""
@@ -281,7 +288,11 @@ class SavedTensors:
         table = self._tables.of(self._run.plan) if self._run.plan is not None else None
         is_input = functools.partial(self._saver.is_input, self._run)
         return Settled(
-            *(self.residency, self._lock, self._run, self._run.fixed, table), act=self._act, is_input=is_input
+            *(self.residency, self._lock, self._run, self._run.fixed, table),
+            is_exact=self._run.is_exact,
+            drop=self._drop,
+            fetch=self._fetch,
+            is_input=is_input,
         )
 
     def _give_up_kept(self) -> None:
@@ -289,17 +300,21 @@ class SavedTensors:
         for storage, alive in self.residency.kept.give_up():
             self._saver.make_parcels(self, storage, alive)
 
-    def _act(self) -> None:
-        """Does what the plan has for this moment of the short way."""
-        self._settle()
-        if self._run.plan is not None:
-            self._drop(self._run.plan)
-            self._depart(look_ahead=False)
-
-    def _drop(self, plan: Plan) -> None:
-        for number in plan.drops.get(self._run.moment, ()):
+    def _drop(self, moment: int) -> None:
+        """Gives back what the plan drops at a moment."""
+        assert self._run.plan is not None
+        for number in self._run.plan.drops.get(moment, ()):
             if number in self._run.numbered:
                 self.residency.drop(self._run.numbered[number])
+
+    def _fetch(self, moment: int) -> None:
+        """Begins to bring back what the plan fetches at a moment."""
+        assert self._run.plan is not None
+        self._settle()
+        for number in self._run.plan.fetches.get(moment, ()):
+            parcel = self._run.numbered.get(number)
+            if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
+                self.residency.fetch(parcel)
 
     def _set_up_tape(self) -> None:
         """The step's plan is known now, or that it is traced: so is what its operations are recorded for."""
@@ -320,10 +335,7 @@ class SavedTensors:
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
         if self._run.plan is not None:
-            for number in self._run.plan.fetches.get(self._run.moment, ()):
-                parcel = self._run.numbered.get(number)
-                if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
-                    self.residency.fetch(parcel)
+            self._fetch(self._run.moment)
         elif look_ahead and self._run.in_step:
             self.residency.look_ahead()
         if self._run.recorder is not None:

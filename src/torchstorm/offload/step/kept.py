@@ -127,6 +127,7 @@ class KeptTensors:
             storage.num_live -= 1
             if not storage.num_live:
                 self._count(-storage.counted_bytes)
+                storage.counted_bytes = 0
                 if self.by_address and self.by_address.get(storage.address) is storage:
                     del self.by_address[storage.address]
 

@@ -29,6 +29,7 @@ class Parcel:
         hold: for a single storage, an alias that shares the version counter of what was saved.
         shared: whether the buffer is the Session's own, with copies of several small storages in it.
         filled: bytes of a shared buffer in use.
+        num_joined: how many storages it took.
         sealed: whether no further storage joins.
         tier, handle: where its bytes also lie, once a copy out was begun.
         back: the copy into `buffer` that has not been waited for yet.
@@ -46,6 +47,7 @@ class Parcel:
     hold: torch.Tensor | None = None
     shared: bool = False
     filled: int = 0
+    num_joined: int = 0
     sealed: bool = True
     tier: Tier | None = None
     handle: Handle | None = None

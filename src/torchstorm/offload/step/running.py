@@ -15,7 +15,8 @@ from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.plan import Plan
 
-Choice = tuple[Plan | None, Recorder | None]
+Choice = tuple[Plan | None, Recorder | None, bool]
+"""The plan to follow, or None; who measures the step, or None; whether the plan is for steps of just these sizes."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -31,6 +32,7 @@ class Running:
         num_saved: storages saved so far.
         call_begins: the number of the first storage that the running autograd.Function saves.
         plan: the plan that is followed; None where it is decided on the spot.
+        is_exact: whether it is for steps of just these sizes; else none may be larger.
         left_plan: whether the step turned out to be another one than its plan is for.
         numbered: parcels by their number in the plan.
         settled: the short way; None where the long one is taken.
@@ -49,6 +51,7 @@ class Running:
     num_saved: int = 0
     call_begins: int = 0
     plan: Plan | None = None
+    is_exact: bool = True
     left_plan: bool = False
     numbered: dict[int, Parcel] = field(default_factory=dict)
     settled: Settled | None = None

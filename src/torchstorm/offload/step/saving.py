@@ -104,6 +104,7 @@ class Saver:
             parcel = self._slab_for(run, nbytes, number, block)
             offset = parcel.filled
             parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            parcel.num_joined += 1
             assert parcel.buffer is not None
             with torch.no_grad():
                 parcel.buffer[offset : offset + nbytes].copy_(flat_bytes(storage))
@@ -165,7 +166,7 @@ class Saver:
     def is_full(self, run: Running, parcel: Parcel) -> bool:
         """Whether no further storage fits into a shared buffer."""
         if run.plan is not None and parcel.number >= 0:
-            return parcel.filled >= parcel.nbytes
+            return parcel.num_joined >= run.plan.trace.parcels[parcel.number].num_storages
         return parcel.nbytes - parcel.filled < TINY_BYTES
 
     def seal(self, run: Running, *, move: bool) -> None:

@@ -90,7 +90,8 @@ class Settled:
         progress: of the step.
         fixed: addresses of storages that never move.
         table: of the plan; None where everything stays.
-        act: drops and fetches what is due at the moment that has just come.
+        is_exact: whether the plan is for steps of just these sizes; else none may be larger.
+        drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
     """
 
@@ -102,7 +103,9 @@ class Settled:
         fixed: set[int],
         table: Table | None,
         *,
-        act: Callable[[], None],
+        is_exact: bool,
+        drop: Callable[[int], None],
+        fetch: Callable[[int], None],
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
     ) -> None:
         self._residency = residency
@@ -112,7 +115,8 @@ class Settled:
         self._progress = progress
         self._fixed = fixed
         self._table = table
-        self._act = act
+        self._is_exact = is_exact
+        self._drop, self._fetch = drop, fetch
         self._is_input = is_input
 
     def pack(self, tensor: torch.Tensor) -> Kept | Untouched | None:
@@ -141,11 +145,16 @@ class Settled:
         if moment >= table.num_moments:
             return None
         kind, ordinal, expected_bytes = table.signatures[moment]
-        if kind != PACK or expected_bytes != nbytes or not table.stays[ordinal]:
+        if kind != PACK or not table.stays[ordinal]:
             return None
+        if nbytes != expected_bytes and (self._is_exact or nbytes > expected_bytes):
+            return None
+        is_busy = moment in table.busy
+        if is_busy:
+            self._drop(moment)
         by_ordinal = self._kept.by_ordinal
         if ordinal == progress.num_saved:
-            counted_bytes = table.counted_bytes[ordinal]
+            counted_bytes = min(nbytes, table.counted_bytes[ordinal])
             if not self._count(counted_bytes):
                 return None
             progress.num_saved += 1
@@ -158,9 +167,10 @@ class Settled:
                 return None
             found = known
         progress.moment = moment
-        if moment in table.busy:
-            self._act()
-        return self._kept.keep(tensor, found)
+        kept = self._kept.keep(tensor, found)
+        if is_busy:
+            self._fetch(moment)
+        return kept
 
     def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
         """Without a plan everything stays, and is only counted."""
@@ -200,9 +210,13 @@ class Settled:
             moment = self._progress.moment + 1
             if moment >= table.num_moments:
                 return False
-            if table.signatures[moment] != (UNPACK, storage.ordinal, storage.nbytes):
+            kind, ordinal, expected_bytes = table.signatures[moment]
+            if kind != UNPACK or ordinal != storage.ordinal:
+                return False
+            if storage.nbytes != expected_bytes and (self._is_exact or storage.nbytes > expected_bytes):
                 return False
             self._progress.moment = moment
             if moment in table.busy:
-                self._act()
+                self._drop(moment)
+                self._fetch(moment)
         return True

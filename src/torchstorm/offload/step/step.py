@@ -23,10 +23,10 @@ from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.garbage import rare_collections
 from torchstorm.offload.step.inputs import NoteInputs, storages_of, tensors_in
 from torchstorm.offload.step.naming import Naming
+from torchstorm.offload.step.running import Choice
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures
-from torchstorm.plan.plan import Plan
 
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
@@ -65,6 +65,7 @@ class Step:
         )
         self._inputs = NoteInputs(shared.saved)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
+        self._borrowed: Planned | None = None  # a plan that was made for larger steps
         self._naming: Naming | None = None
         self._start = shared.clock.mark()
         self._tape = self._make_tape()
@@ -97,7 +98,7 @@ class Step:
             if self._naming is not None:
                 self._naming.stop()
 
-    def _choose(self, key: tuple[Any, ...]) -> tuple[Plan | None, Recorder | None]:
+    def _choose(self, key: tuple[Any, ...]) -> Choice:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
         shared, plans, planner = self._shared, self._shared.plans, self._shared.planner
         if self._device.type == "cuda":  # pragma: gpu
@@ -106,7 +107,7 @@ class Step:
         self._key = key
         misuse.check_first_save(shared.model)
         if shared.unlimited:
-            return None, None
+            return None, None, True
         if self._tape is not None and plans.take_unrecorded(key):
             plans.drop(key)
         if plans.given is not None:
@@ -116,11 +117,16 @@ class Step:
             planned = planner.renewed(planned, self._base_bytes)
             plans.put(key, planned)
             shared.measured.plan_changed()
+        if planned is None:
+            self._borrowed = plans.covering(key)
+            if self._borrowed is not None and not planner.is_outdated(self._borrowed, self._base_bytes):
+                return self._borrowed.plan, None, False
+            self._borrowed = None
         if planned is not None and not plans.is_measured_again(planned):
-            return planned.plan, None
+            return planned.plan, None, True
         if planned is not None and planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
-            return planned.plan, None
+            return planned.plan, None, True
         recorder = Recorder(
             self._device,
             self._start,
@@ -131,7 +137,7 @@ class Step:
         if planned is None:
             shared.watch.is_new_kind = True
             self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
-        return planned.plan if planned else None, recorder
+        return planned.plan if planned else None, recorder, True
 
     # ------------------------------------------------------------------ its end
 
@@ -152,9 +158,12 @@ class Step:
         stop = shared.clock.mark()
         planned = plans.get(self._key) if self._key is not None else None
         followed = planned is not None and not left_plan and recorder is None
-        self._count(stop, recorder, planned if followed else None)
+        borrowed = self._borrowed is not None and not left_plan
+        self._count(stop, recorder, planned if followed else None, borrowed=borrowed)
         other_variants = shared.compiled is not None and shared.compiled.settle()
-        if left_plan and self._key is not None:
+        if left_plan and self._key is not None and self._borrowed is not None:
+            plans.note_own(self._key)
+        elif left_plan and self._key is not None:
             dropped = plans.drop(self._key)
             if dropped is not None and dropped.is_given:
                 shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
@@ -214,7 +223,7 @@ class Step:
             found.subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
         return found
 
-    def _count(self, stop: object, recorder: Recorder | None, followed: Planned | None) -> None:
+    def _count(self, stop: object, recorder: Recorder | None, followed: Planned | None, *, borrowed: bool) -> None:
         """Takes note of what the step took."""
         shared, vram = self._shared, 0
         if self._device.type == "cuda":  # pragma: gpu
@@ -231,7 +240,7 @@ class Step:
         if followed is not None and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
-        shared.measured.count(figures, (self._start, stop), followed=followed is not None)
+        shared.measured.count(figures, (self._start, stop), followed=followed is not None, borrowed=borrowed)
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""
@@ -240,10 +249,9 @@ class Step:
         held = shared.residency.resident_bytes
         shortage = Shortage.read(error, self._device, held_bytes=held, budget_bytes=budget)
         drop_step(shared.saved, error)
-        planned = shared.plans.get(self._key) if self._key is not None else None
+        planned = self._borrowed or (shared.plans.get(self._key) if self._key is not None else None)
         anew = shared.planner.plan_after(shortage, planned) if planned is not None else None
-        if anew is not None and self._key is not None:
-            shared.plans.put(self._key, anew)
+        if planned is not None and anew is not None and shared.plans.replace(planned, anew):
             shared.measured.plan_changed()
         if self._device.type == "cuda" and not shared.unlimited:  # pragma: gpu
             keep_more_free(shared.residency, shortage)

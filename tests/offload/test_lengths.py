@@ -1,0 +1,105 @@
+"""Steps whose sizes change: a plan serves all steps that are no larger, exactly and within the budget."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchstorm.offload.session import Session
+
+WIDTH, LONGEST = 32, 96
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        x = x + self.mix(y, y, y, need_weights=False)[0]
+        return x + self.down(self.dropout(nn.functional.gelu(self.up(x))))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(64, WIDTH), *(Block() for _ in range(4)))
+
+
+def gradients(model: nn.Module, length: int, session: Session | None) -> list[torch.Tensor]:
+    torch.manual_seed(length)
+    tokens = torch.randint(0, 64, (4, length))
+    if session is None:
+        model(tokens).square().mean().backward()
+    else:
+        with session.step():
+            model(tokens).square().mean().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def peak_bytes() -> int:
+    model = network()
+    session = Session(model, unlimited=True)
+    gradients(model, LONGEST, session)
+    return session.usage().ram_bytes
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["computed again", "moved"])
+def test_steps_no_longer_than_a_planned_one_follow_its_plan_exactly(recompute: bool, tmp_path: Path) -> None:
+    plain, model = network(), network()
+    budget = peak_bytes() * 6 // 10
+    options = {} if recompute else {"disk": str(tmp_path)}
+    session = Session(model, ram=budget, recompute=recompute, **options)  # type: ignore[arg-type]
+    for _ in range(3):
+        gradients(model, LONGEST, session)
+    num_before = session.report().num_planned
+    lengths = random.Random(0).choices(range(5, LONGEST), k=12)
+    for length in lengths:
+        assert all(map(torch.equal, gradients(plain, length, None), gradients(model, length, session))), length
+        assert session.usage().ram_bytes <= budget, length
+    assert session.report().num_planned == num_before + len(lengths)
+
+
+def test_a_longer_step_is_planned_anew_and_serves_the_others_from_then_on(tmp_path: Path) -> None:
+    plain, model = network(), network()
+    session = Session(model, ram=peak_bytes() * 6 // 10, disk=str(tmp_path))
+    for length in (40, 40, 40, LONGEST, LONGEST, LONGEST, 60, 41):
+        before = session.report().num_planned
+        assert all(map(torch.equal, gradients(plain, length, None), gradients(model, length, session))), length
+    assert session.report().num_planned == before + 1
+
+
+class Other(nn.Module):
+    """Runs something else on short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extra = network(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.net(tokens)
+        return self.extra(x).tanh() * x.sigmoid() if tokens.shape[1] < 30 else x
+
+
+def test_a_shorter_step_of_other_operations_gets_a_plan_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, model = Other(), Other()
+    plain.load_state_dict(model.state_dict())
+    session = Session(model, ram=peak_bytes() * 6 // 10, disk=str(tmp_path))
+    for length in (LONGEST, LONGEST, LONGEST, 20, 20, 20, 20, 50):
+        before = session.report().num_planned
+        expected, found = gradients(plain, length, None), gradients(model, length, session)
+        assert all(map(torch.equal, expected, found)), length
+        if length == 50:
+            assert session.report().num_planned == before + 1
+    num_planned = session.report().num_planned
+    gradients(model, 20, session)
+    assert session.report().num_planned == num_planned + 1
