@@ -70,6 +70,20 @@ def settle(model: Chain, session: Session, num_steps: int = 5) -> None:
     model.zero_grad()
 
 
+def settled(way: str, folder: Path) -> tuple[Chain, Session]:
+    model = chain()
+    session = session_on(model, way, folder)
+    settle(model, session)
+    return model, session
+
+
+def seen_in(model: Chain) -> list[torch.Tensor]:
+    """What comes through the model's middle from now on."""
+    seen: list[torch.Tensor] = []
+    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+    return seen
+
+
 @pytest.fixture(params=["unlimited", "roomy", "tight", "computed again"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -89,9 +103,7 @@ def packed_in(session: Session, step: Callable[[], None], monkeypatch: pytest.Mo
 def test_what_stays_in_a_settled_step_takes_the_short_way(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = chain()
-    session = session_on(model, way, tmp_path)
-    settle(model, session)
+    model, session = settled(way, tmp_path)
     types = packed_in(session, lambda: settle(model, session, 1), monkeypatch)
     num_kept = types.count(Kept)
     assert num_kept >= (2 if way == "tight" else NUM_LAYERS - 2), types
@@ -158,11 +170,8 @@ def test_a_backward_that_leaves_the_plan_has_the_same_bits(way: str, tmp_path: P
 
 @pytest.mark.parametrize("way", ["unlimited", "roomy"])  # what has moved away is as it was
 def test_a_change_in_place_is_the_error_that_autograd_raises(way: str, tmp_path: Path) -> None:
-    model = chain()
-    session = session_on(model, way, tmp_path)
-    settle(model, session)
-    seen: list[torch.Tensor] = []
-    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+    model, session = settled(way, tmp_path)
+    seen = seen_in(model)
 
     def step() -> None:
         with session.step():
@@ -177,11 +186,8 @@ def test_a_change_in_place_is_the_error_that_autograd_raises(way: str, tmp_path:
 
 @pytest.mark.parametrize("refill", [False, True], ids=["freed", "refilled"])
 def test_a_storage_that_is_resized_is_refused(way: str, refill: bool, tmp_path: Path) -> None:
-    model = chain()
-    session = session_on(model, way, tmp_path)
-    settle(model, session)
-    seen: list[torch.Tensor] = []
-    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+    model, session = settled(way, tmp_path)
+    seen = seen_in(model)
 
     def step() -> None:
         with session.step():
@@ -214,9 +220,7 @@ def test_a_backward_after_the_step_and_after_the_next_one_is_exact(way: str, tmp
 
 
 def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Path) -> None:
-    model = chain()
-    session = session_on(model, way, tmp_path)
-    settle(model, session)
+    model, session = settled(way, tmp_path)
     shared = session._shared
     with session.step():
         loss = model(data(1)).square().mean()
@@ -227,8 +231,7 @@ def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Pa
     del loss
     settle(model, session, 2)
     # Now with a part of it let go by backward.
-    seen: list[torch.Tensor] = []
-    model.middle = lambda x: seen.append(x) or x  # type: ignore[func-returns-value]
+    seen = seen_in(model)
     settle(model, session)
     with session.step():
         loss = model(data(1)).square().mean()

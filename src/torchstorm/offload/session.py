@@ -1,9 +1,9 @@
 """Session: trains an unmodified model within a memory budget.
 
-The first step is measured. From then on every step of the same shape follows a plan. The budget: `vram` is the peak of
-allocated device memory within a step, weights included. `ram` on CUDA is the pinned arena and staging; on CPU it is the
-bytes of saved-tensor storages (each once; weights and gradients not counted) from the time when autograd saves them
-until it releases them, with staging and prefetched ones. `disk` is the bytes in spill files.
+The first step is measured. From then on every step of the same shape, or a smaller one, follows a plan. The budget:
+`vram` is the peak of allocated device memory within a step, weights included. `ram` on CUDA is the pinned arena and
+staging; on CPU it is the bytes of saved-tensor storages (each once; weights and gradients not counted) from the time
+when autograd saves them until it releases them, with staging and prefetched ones. `disk` is the bytes in spill files.
 """
 
 from __future__ import annotations

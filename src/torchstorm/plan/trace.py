@@ -88,7 +88,7 @@ class Op:
         inputs: values that it reads, without weights and inputs of the model, which always exist.
         outputs: values that it creates.
         number: its index among all operations that the step recorded.
-        signature: checksum of the names and sizes of all operations up to this one. If it is equal in a later step,
+        signature: checksum of the names of all operations up to this one. If it is equal in a later step,
             that step ran the same operations.
     """
 

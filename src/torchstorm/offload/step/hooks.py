@@ -28,7 +28,7 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
 from torchstorm.offload.step.running import Choice, Running
 from torchstorm.offload.step.saving import Saver
-from torchstorm.offload.step.settled import Settled, Tables
+from torchstorm.offload.step.settled import Settled, Tables, fits
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.plan.forecast import KEEP
@@ -68,8 +68,7 @@ class SavedTensors:
 
         Args:
             fixed: addresses of storages that never move: parameters and buffers.
-            choose: called at the first save with what identifies it; gives the plan to follow, or None, and the
-                recorder to fill, or None.
+            choose: called at the first save with what identifies the step.
             tape: records the step's operations, so that saved tensors may be computed again.
         """
         with self._locked:
@@ -274,8 +273,7 @@ class SavedTensors:
         moments, moment = plan.trace.moments, self._run.moment
         if moment >= len(moments):
             return False
-        expected_bytes = moments[moment].nbytes
-        if nbytes != expected_bytes and (self._run.is_exact or nbytes > expected_bytes):
+        if not fits(nbytes, moments[moment].nbytes, is_exact=self._run.is_exact):
             return False
         return (moments[moment].kind, moments[moment].storage) == (kind, ordinal)
 

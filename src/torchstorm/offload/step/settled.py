@@ -31,6 +31,11 @@ class Progress(Protocol):
     num_saved: int
 
 
+def fits(nbytes: int, expected_bytes: int, *, is_exact: bool) -> bool:
+    """Whether a storage is as large as a plan has it; where the plan may be for larger steps, or smaller."""
+    return nbytes == expected_bytes or (not is_exact and nbytes < expected_bytes)
+
+
 class Table:
     """A plan as lists, by moment and by storage.
 
@@ -145,9 +150,7 @@ class Settled:
         if moment >= table.num_moments:
             return None
         kind, ordinal, expected_bytes = table.signatures[moment]
-        if kind != PACK or not table.stays[ordinal]:
-            return None
-        if nbytes != expected_bytes and (self._is_exact or nbytes > expected_bytes):
+        if kind != PACK or not table.stays[ordinal] or not fits(nbytes, expected_bytes, is_exact=self._is_exact):
             return None
         is_busy = moment in table.busy
         if is_busy:
@@ -213,7 +216,7 @@ class Settled:
             kind, ordinal, expected_bytes = table.signatures[moment]
             if kind != UNPACK or ordinal != storage.ordinal:
                 return False
-            if storage.nbytes != expected_bytes and (self._is_exact or storage.nbytes > expected_bytes):
+            if not fits(storage.nbytes, expected_bytes, is_exact=self._is_exact):
                 return False
             self._progress.moment = moment
             if moment in table.busy:
