@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch._C import _pop_torch_dispatch_stack, _push_on_torch_dispatch_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
@@ -129,8 +131,9 @@ def allow_recompiles(num_more: int) -> None:
 
 def num_compiled() -> int:
     """How many graphs Dynamo has captured so far: a call that changes it was compiled."""
-    from torch._dynamo.utils import counters
-
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    if counters is None:
+        return 0
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -177,15 +180,50 @@ def pause_in_backward(kind: type[TorchDispatchMode]) -> None:
     @functools.wraps(run_backward)
     def paused(*args: Any, **kwargs: Any) -> Any:
         mode = _get_current_dispatch_mode()
-        if not isinstance(mode, kind):
-            return run_backward(*args, **kwargs)
-        mode.__exit__(None, None, None)
-        try:
-            return run_backward(*args, **kwargs)
-        finally:
-            mode.__enter__()
+        return _without(mode, run_backward, args, kwargs) if isinstance(mode, kind) else run_backward(*args, **kwargs)
 
     torch.autograd._engine_run_backward = paused  # type: ignore[attr-defined]
+
+
+@functools.cache
+def leave_in_backward(kind: type[TorchFunctionMode]) -> None:
+    """The same for modes of a kind that see the calls of PyTorch's functions."""
+    run_backward = getattr(torch.autograd, "_engine_run_backward", None)
+    if run_backward is None:
+        return
+
+    @functools.wraps(run_backward)
+    def left(*args: Any, **kwargs: Any) -> Any:
+        mode = torch.overrides._get_current_function_mode()
+        return _without(mode, run_backward, args, kwargs) if isinstance(mode, kind) else run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = left  # type: ignore[attr-defined]
+
+
+def _without(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    mode.__exit__(None, None, None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        mode.__enter__()
+
+
+def see_operations(mode: TorchDispatchMode) -> None:
+    """Enters a dispatch mode for a single call, without what PyTorch does for those that compiled code may meet."""
+    _push_on_torch_dispatch_stack(mode)
+
+
+def see_no_more_operations() -> None:
+    """Leaves it."""
+    _pop_torch_dispatch_stack(None)
+
+
+def asks_for_function_modes(module: torch.nn.Module) -> bool:
+    """Whether a module computes in another way where a function mode is active."""
+    return isinstance(module, _ASKING)
+
+
+_ASKING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -81,10 +81,10 @@ class Plan:
             if placement.tier == tier
         )
 
-    def maker(self, ordinal: int) -> tuple[int, int]:
-        """Number and signature of the operation that creates a storage; equal in steps with the same operations."""
+    def maker(self, ordinal: int) -> tuple[int, str]:
+        """Number and name of the operation that creates a storage; equal in steps with the same operations."""
         op = self.trace.ops[self.trace.values[self.trace.storages[ordinal].value].op]
-        return op.number, op.signature
+        return op.number, op.name
 
     @cached_property
     def drops(self) -> dict[int, list[int]]:

@@ -87,9 +87,7 @@ class Op:
         scratch_bytes: on CUDA, peak of allocated bytes besides its outputs; 0 on CPU.
         inputs: values that it reads, without weights and inputs of the model, which always exist.
         outputs: values that it creates.
-        number: its index among all operations that the step recorded.
-        signature: checksum of the names of all operations up to this one. If it is equal in a later step,
-            that step ran the same operations.
+        number: tells it from the step's other operations. The same operation of a later step has the same number.
     """
 
     name: str
@@ -98,7 +96,6 @@ class Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     number: int = 0
-    signature: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,7 +48,7 @@ def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]
     def has(one: Value) -> bool:
         if one in there or one in coming:
             return True
-        found = bytes_of(one.saved) if one.saved is not None else None
+        found = bytes_of(one.saved) if one.saved is not None else _held(one)
         if found is not None:
             there[one] = found
         return found is not None
@@ -71,6 +71,14 @@ def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]
         calls.append(call)
         coming.update(made for reference in call.outputs if (made := reference()) is not None)
     return calls
+
+
+def _held(value: Value) -> torch.Tensor | None:
+    """(nbytes,) uint8 over the bytes of what autograd has not saved; None where they are not there any more."""
+    if value.held is None:
+        return None
+    tensor, version = value.held
+    return flat_bytes(tensor.untyped_storage()) if tensor._version == version else None
 
 
 def _run_into(there: dict[Value, torch.Tensor], call: Call, arrived: Callable[[Saved, torch.Tensor], None]) -> None:

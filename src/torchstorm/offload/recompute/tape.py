@@ -11,8 +11,7 @@ their bytes' origin, a `Value`.
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +57,10 @@ class Tape(TorchDispatchMode):
         self.mark = mark
         self.probe: Probe | None = None  # sees every operation of a step that is traced
         self.calls: list[Call] = []  # those whose times were taken
+        self.number = 0  # of the next operation that is no view
         self.num_calls = 0
-        self._signature = 0
+        self.wanted: Collection[int] | None = None  # numbers of the operations to record; None for all
+        self.is_within_call = True  # outside of the calls that a `Watch` sees, nothing is recorded
         self._device = device
         self._is_leaf = is_leaf
         self._known: dict[int, _Known] = {}
@@ -73,7 +74,7 @@ class Tape(TorchDispatchMode):
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """What PyTorch calls in place of every operation."""
         kwargs = kwargs or {}
-        if self.idle or torch._C._current_graph_task_id() != -1:
+        if self.idle or not self.is_within_call or torch._C._current_graph_task_id() != -1:
             return func(*args, **kwargs)
         if forward_ad._current_level >= 0:
             # PyTorch computes some tangents in another order where operations are watched.
@@ -84,21 +85,31 @@ class Tape(TorchDispatchMode):
         what = operator(func)
         if what.is_view:
             return func(*args, **kwargs)
+        number = self.number
+        self.number = number + 1
         if what.writes or what.write_names:
             self._protect_leaves(what, args, kwargs)
         # Without gradients runs what is inside a custom function, whose kernels may write where nobody sees it. An
         # operator of ours that has a backward formula is a custom function, too, with nothing else inside.
         recordable = what.repeatable and (torch.is_grad_enabled() or what.own)
-        if not recordable:
+        if not recordable or (self.wanted is not None and number not in self.wanted):
             out = func(*args, **kwargs)
             self._forget_written(what, args, kwargs)
             return out
-        return self._record(func, what, args, kwargs)
+        return self._record(func, what, number, args, kwargs)
 
     def value_of(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage, None where that is not known."""
         known = self._known.get(storage._cdata)
         return known.value if known is not None and known.version == version else None
+
+    def value_to_save(self, storage: torch.UntypedStorage, version: int) -> Value | None:
+        """What lies in a storage that autograd saves. Where not everything is recorded, it gets a name now, by which
+        operations that read it later know it."""
+        found = self.value_of(storage, version)
+        if found is None and self.wanted is not None and not self.idle:
+            found = self._remember(storage, version, Value(storage.nbytes(), None)).value
+        return found
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
@@ -118,7 +129,7 @@ class Tape(TorchDispatchMode):
 
     # ------------------------------------------------------------------ recording
 
-    def _record(self, func: Any, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, func: Any, what: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments: list[torch.Tensor] = []
         _collect(args, arguments)
         if kwargs:
@@ -132,7 +143,7 @@ class Tape(TorchDispatchMode):
             # Leaves nothing to compute again. DDP does so in its second forward alone, which is no other step for that.
             return func(*args, **kwargs)
         described_kwargs = {name: self._describe(arg, inputs) for name, arg in kwargs.items()}
-        call = Call(self._device, func, what, described, described_kwargs, inputs, [], [], None, self.num_calls, 0)
+        call = Call(self._device, func, what, described, described_kwargs, inputs, [], [], None, number, self.num_calls)
         if what.keeps_statistics:
             call.args = without_statistics(described)
         if what.in_place and what.overwrites and _covers_all(args[0]) and isinstance(described[0], Ref):
@@ -148,8 +159,6 @@ class Tape(TorchDispatchMode):
             self.calls.append(call)
         self.num_calls += 1
         tensors = tensors_of(out)
-        self._signature = zlib.crc32(what.name.encode(), self._signature)
-        call.signature = self._signature
         if what.in_place:
             self._written(call, args[0])
         else:
@@ -182,9 +191,14 @@ class Tape(TorchDispatchMode):
         elif known.version != tensor._version:
             # Changed by something that was not recorded, or a part with a version counter of its own.
             known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
-        if known.value not in inputs:
-            inputs.append(known.value)
-        return Ref(known.value, View.of(tensor))
+        value = known.value
+        if value not in inputs:
+            inputs.append(value)
+        if self.wanted is not None:
+            value.is_read = True
+            if not value.can_be_had:  # what made it was not recorded, and autograd saves it later, if at all
+                value.held = tensor, tensor._version
+        return Ref(value, View.of(tensor))
 
     def _leaf(self, tensor: torch.Tensor) -> Leaf:
         leaf = Leaf(tensor, tensor._version)  # itself: below autograd, an alias would count its own versions

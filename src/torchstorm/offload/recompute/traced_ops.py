@@ -66,13 +66,12 @@ class Origins:
                     if (made := reference()) is not None and made in self.numbers
                 ),
                 number=call.number,
-                signature=call.signature,
             )
             for call in self._ordered()
         )
 
     def _ordered(self) -> list[Call]:
-        return sorted(self._calls, key=lambda call: call.number)
+        return sorted(self._calls, key=lambda call: call.order)
 
 
 def call_seconds(call: Call) -> float:

@@ -8,7 +8,7 @@ The saved-tensor hooks stand where a Session's do, and operations are recorded b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchstorm.offload.recompute.tape import Probe, Tape, has_bytes
 from torchstorm.offload.recompute.traced_ops import Origins
+from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cuda
 from torchstorm.offload.simulated.gpu import META, SimulatedGPU
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.parcels import Call, Value
 from torchstorm.offload.step.saving import SMALL_BYTES, TINY_BYTES, slab_bytes
+from torchstorm.offload.torch_private import asks_for_function_modes
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
 
@@ -152,6 +154,9 @@ class _Step:
         self._gpu.reset_peak()
         self._base_bytes = self._stills[0] = self._gpu.live_bytes
         naming = Naming(model, self._blocks)
+        calls: AbstractContextManager[Any] = nullcontext()
+        if not any(asks_for_function_modes(module) for module in model.modules()):
+            calls = WatchedCalls(self._tape, moment=lambda: len(self._signatures) - 1, enters=False)
         inputs = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         try:
             with (
@@ -161,6 +166,7 @@ class _Step:
                 self._gpu,
                 self._tape,
                 CudaRules(),
+                calls,
             ):
                 loss_fn(model, batch).backward()
                 self._arrive()
@@ -211,6 +217,9 @@ class _Step:
     # ------------------------------------------------------------------ hooks
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if torch._C._is_torch_function_mode_enabled():  # no mode counts what is done here
+            with torch._C.DisableTorchFunction():
+                return self._pack(tensor)
         storage = tensor.untyped_storage() if has_bytes(tensor) and tensor.is_meta else None
         if storage is None or not storage.nbytes() or storage._cdata in self._fixed:
             with self._gpu.aside():
@@ -297,11 +306,12 @@ class _Step:
         return True
 
     def _note_inputs(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
-        if not self.given:
-            with self._gpu.aside():
-                self.given = [_like(tensor) for tensor in tensors]
-        self._inputs |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        with torch._C.DisableTorchFunction():  # no mode counts what is done here
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+            if not self.given:
+                with self._gpu.aside():
+                    self.given = [_like(tensor) for tensor in tensors]
+            self._inputs |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _is_leaf(self, address: int) -> bool:
         return address in self._fixed or address in self._inputs

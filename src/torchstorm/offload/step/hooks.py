@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from torchstorm.errors import StorageError
 from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.outside import Outside
 from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, storage_of
@@ -52,6 +54,7 @@ class SavedTensors:
         self._lock = threading.Lock()
         self._locked = Locked(self._lock, settle=self._settle, unlock=self._unlock)
         self._letting_go: deque[tuple[Saved, int]] = deque()
+        self._awaited: list[Saved] = []  # let go by autograd, but read by what is yet to be computed again
         self.closed = ""
         self.num_used = 0  # saved tensors that backward has asked for
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
@@ -63,18 +66,31 @@ class SavedTensors:
 
     # ------------------------------------------------------------------ a step
 
-    def begin(self, fixed: set[int], choose: Callable[[tuple[Any, ...]], Choice], *, tape: Tape | None = None) -> None:
+    def begin(
+        self,
+        fixed: set[int],
+        choose: Callable[[tuple[Any, ...]], Choice],
+        *,
+        tape: Tape | None = None,
+        watched: WatchedCalls | None = None,
+    ) -> None:
         """A step begins.
 
         Args:
             fixed: addresses of storages that never move: parameters and buffers.
             choose: called at the first save with what identifies the step.
             tape: records the step's operations, so that saved tensors may be computed again.
+            watched: within which calls it does so; None where it sees all of the step.
         """
         with self._locked:
             self._end()
-            self._run = Running(in_step=True, fixed=fixed, choose=choose, tape=tape)
+            self._run = Running(in_step=True, fixed=fixed, choose=choose, tape=tape, watched=watched)
             self.residency.begin_step()
+
+    @property
+    def moment(self) -> int:
+        """Number of the step's latest moment."""
+        return self._run.moment
 
     @property
     def left_plan(self) -> bool:
@@ -131,6 +147,9 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Called by autograd when it saves a tensor."""
+        if torch._C._is_torch_function_mode_enabled():  # no mode sees what is done here
+            with torch._C.DisableTorchFunction():
+                return self.pack(tensor)
         if self._run.settled is not None:
             kept = self._run.settled.pack(tensor)
             if kept is not None:
@@ -163,8 +182,10 @@ class SavedTensors:
     def _saved_by_the_same_call(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved | None:
         """A compiled graph saves q, k and v as views of one storage with a version counter each. What one call of an
         autograd.Function saves, which a graph is, it saves at once: the bytes are the same ones."""
-        caller = sys._getframe(2)
-        if caller.f_code is not _APPLY:
+        caller: types.FrameType | None = sys._getframe(2)
+        while caller is not None and caller.f_code is SavedTensors.pack.__code__:
+            caller = caller.f_back
+        if caller is None or caller.f_code is not _APPLY:
             return None
         if caller.f_trace_lines:  # true of every new frame, and of no use in this one: the call's first tensor
             caller.f_trace_lines = False
@@ -251,6 +272,8 @@ class SavedTensors:
             )
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
+            if self._run.plan is not None:
+                self._run.table = self._tables.of(self._run.plan, all_recorded=self._run.watched is None)
             self._set_up_tape()
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
@@ -283,7 +306,7 @@ class SavedTensors:
             return None
         if self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP):
             return None
-        table = self._tables.of(self._run.plan) if self._run.plan is not None else None
+        table = self._run.table
         is_input = functools.partial(self._saver.is_input, self._run)
         return Settled(
             *(self.residency, self._lock, self._run, self._run.fixed, table),
@@ -325,10 +348,17 @@ class SavedTensors:
                 self._run.probe = tape.probe = TracingProbe(
                     self.residency.device, aside=recorder.aside, room_bytes=self.residency.unused_bytes
                 )
-        elif self._run.plan is None or not self._run.plan.recomputes:
+        elif self._run.table is None or not self._run.table.operations:
             tape.clear()
         else:
             tape.mark = None
+            self._record_only(self._run.table.operations, self._run.table.calls)
+
+    def _record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
+        """From now on the tape records these operations, which run within these calls; where it sees all, it records
+        all."""
+        if self._run.tape is not None and self._run.watched is not None:
+            self._run.tape.wanted, self._run.watched.calls = operations, calls
 
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
@@ -345,10 +375,11 @@ class SavedTensors:
         self._give_up_kept()
         if self._run.open is not None:
             self._saver.seal(self._run, move=True)
-        self._run.plan = None
+        self._run.plan = self._run.table = None
         self._run.recorder = None
         self._run.numbered = {}
         self._run.left_plan = True
+        self._record_only((), ())
 
     # ------------------------------------------------------------------ locking
 
@@ -372,7 +403,28 @@ class SavedTensors:
                 continue
             if self._run.recorder is not None:
                 self._run.recorder.let_go(saved)
-            if saved.value is not None and saved.value.saved is saved:
-                saved.value.saved = None
-            saved.value = None
-            self.residency.remove(saved)
+            if self._is_read_later(saved):
+                self._awaited.append(saved)
+            else:
+                self._remove(saved)
+        if self._awaited and not self.residency.absent:
+            awaited, self._awaited = self._awaited, []
+            for saved in awaited:
+                self._remove(saved)
+
+    def _is_read_later(self, saved: Saved) -> bool:
+        """Whether something else is yet to be computed again from it, though autograd has let go of it: backward takes
+        another order than it did when the step was measured."""
+        if not self.residency.absent or saved.value is None or not saved.value.is_read:
+            return False
+        table = self._run.table
+        if table is None or saved.ordinal < 0:
+            return True
+        until = table.read_until.get(saved.ordinal)
+        return saved.value.call is None if until is None else self._run.moment < until
+
+    def _remove(self, saved: Saved) -> None:
+        if saved.value is not None and saved.value.saved is saved:
+            saved.value.saved = None
+        saved.value = None
+        self.residency.remove(saved)

@@ -11,22 +11,25 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.offload.replan.workload import shape_of
 from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.torch_private import asks_for_function_modes
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-    """A model's parameters and buffers, each once. Every step begins with it, so it makes no names, as PyTorch's own
-    `parameters()` and `buffers()` do."""
+def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], bool]:
+    """A model's parameters and buffers, each once, and whether one of its modules computes in another way where a
+    function mode is active. Every step begins with it, so it makes no names, as PyTorch's own `parameters()` and
+    `buffers()` do."""
     parameters: dict[int, torch.nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-    modules = [model]
+    modules, asks_for_modes = [model], False
     while modules:
         module = modules.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
+        asks_for_modes = asks_for_modes or asks_for_function_modes(module)
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameters[id(parameter)] = parameter
@@ -34,7 +37,7 @@ def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[t
             if buffer is not None:
                 buffers[id(buffer)] = buffer
         modules.extend(child for child in module._modules.values() if child is not None)
-    return list(parameters.values()), list(buffers.values())
+    return list(parameters.values()), list(buffers.values()), asks_for_modes
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
@@ -59,7 +62,9 @@ class NoteInputs:
         if torch.compiler.is_compiling():
             return  # compiled with a function of the user's: what it does would be, too
         saved = self._saved() if self._saved is not None else None
-        if saved is not None:
+        if saved is None:
+            return
+        with torch._C.DisableTorchFunction():  # no mode counts what is done here
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             saved.add_inputs(tensors)
             if self.shapes is None:

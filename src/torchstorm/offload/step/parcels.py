@@ -123,14 +123,24 @@ class Value:
         nbytes: of the storage.
         call: the operation that made them; None where that is not known or cannot run again.
         saved: the record of the same bytes saved by autograd, as long as it holds them.
+        held: a tensor with these bytes and its version, where a recorded operation reads them, and nothing else tells
+            where they are to be had.
+        is_read: whether an operation reads them that only those that a plan needs were recorded with.
     """
 
-    __slots__ = ("__weakref__", "call", "nbytes", "saved")
+    __slots__ = ("__weakref__", "call", "held", "is_read", "nbytes", "saved")
 
     def __init__(self, nbytes: int, call: Call | None) -> None:
         self.nbytes = nbytes
         self.call = call
         self.saved: Saved | None = None
+        self.held: tuple[torch.Tensor, int] | None = None
+        self.is_read = False
+
+    @property
+    def can_be_had(self) -> bool:
+        """Whether it is somewhere, or can be made."""
+        return self.call is not None or self.saved is not None or self.held is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -162,7 +172,8 @@ class Call:
         outputs: the values it made; dead where nobody has a use for one any more.
         places: which of its output tensors holds each of those.
         state: random state that it drew from, None for an operation that draws none.
-        number, signature: as in `plan.trace.Op`.
+        number: as in `plan.trace.Op`.
+        order: its place among the operations that were recorded.
         scratch_bytes: as in `plan.trace.Op`.
         marks: when it began and ended, where times are measured.
     """
@@ -177,7 +188,7 @@ class Call:
     places: list[int]
     state: torch.Tensor | None
     number: int
-    signature: int
+    order: int
     scratch_bytes: int = 0
     marks: tuple[object, object] | None = None
 

@@ -60,6 +60,7 @@ class Residency:
         self._empty = empty
         self._check = check
         self._away: dict[int, Parcel] = {}  # by order of making
+        self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
         self._order = 0
         self._first_order = 0
         self._at: dict[int, list[Saved]] = {}  # by the address of the storage that holds the bytes, first or returned
@@ -185,6 +186,7 @@ class Residency:
         """A parcel whose bytes are let go at once, and computed again when they are needed."""
         parcel = Parcel(nbytes, block, True, self._order, recomputed=True)
         self._order += 1
+        self.absent.add(parcel)
         return parcel
 
     def put(self, parcel: Parcel, tier: str) -> None:
@@ -304,6 +306,7 @@ class Residency:
             )
         self.make_room(parcel.nbytes, parcel.block)
         parcel.buffer = row
+        self.absent.discard(parcel)
         self._hold(parcel)
 
     def discard(self, parcel: Parcel) -> None:
@@ -318,6 +321,7 @@ class Residency:
             assert parcel.buffer is not None
             parcel.buffer.fill_(0xFF)
         self._release(parcel)
+        self.absent.discard(parcel)
         self._away.pop(parcel.order, None)
         if parcel.handle is not None and parcel.tier is not None:
             parcel.tier.free(parcel.handle)

@@ -10,8 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.parcels import Parcel
-from torchstorm.offload.step.settled import Settled
+from torchstorm.offload.step.settled import Settled, Table
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.plan import Plan
 
@@ -38,6 +39,8 @@ class Running:
         settled: the short way; None where the long one is taken.
         recorder: measures the step.
         tape: records its operations.
+        watched: within which calls it does so; None where it sees all of the step.
+        table: of the plan that is followed.
         probe: finds out what of them can run again.
         open: the buffer that takes the next small storage.
         blocks: names of the modules that run, innermost last.
@@ -57,6 +60,8 @@ class Running:
     settled: Settled | None = None
     recorder: Recorder | None = None
     tape: Tape | None = None
+    watched: WatchedCalls | None = None
+    table: Table | None = None
     probe: TracingProbe | None = None
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)

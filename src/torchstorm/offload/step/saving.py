@@ -78,7 +78,7 @@ class Saver:
         movable = not is_input and nbytes >= TINY_BYTES
         number, num_together = -1, 0
         tier = self._residency.default_tier if movable else KEEP
-        value = run.tape.value_of(storage, tensor._version) if run.tape is not None else None
+        value = run.tape.value_to_save(storage, tensor._version) if run.tape is not None else None
         if value is not None and run.probe is not None and run.recorder is not None:
             with run.recorder.aside():
                 run.probe.see(value, storage)
@@ -87,7 +87,7 @@ class Saver:
             tier = run.plan.placements[number].tier if number >= 0 else KEEP
             num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
             call = value.call if value is not None else None
-            if tier == RECOMPUTE and (call is None or run.plan.maker(ordinal) != (call.number, call.signature)):
+            if tier == RECOMPUTE and (call is None or run.plan.maker(ordinal) != (call.number, call.operator.name)):
                 self._leave_plan()
                 number, num_together, tier = -1, 0, self._residency.default_tier
         block = run.blocks[-1] if run.blocks else ""
@@ -131,7 +131,7 @@ class Saver:
             fingerprint=fingerprint,
         )
         if value is not None:
-            value.saved = saved
+            value.saved, value.held = saved, None
         self._residency.add(saved)
         if tier not in (KEEP, RECOMPUTE) and not parcel.shared:
             if number >= 0:

@@ -12,13 +12,14 @@ from typing import Protocol
 import torch
 
 from torchstorm.offload.recompute.tape import has_bytes
+from torchstorm.offload.recompute.watched import call_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Untouched, is_of_parameter
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.views import share_a_counter
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
-from torchstorm.plan.recompute import replays
+from torchstorm.plan.recompute import RECOMPUTE, replays
 from torchstorm.plan.trace import PACK, UNPACK
 
 _MOST_TABLES = 16
@@ -41,28 +42,41 @@ class Table:
 
     Args:
         plan: the plan.
+        all_recorded: whether all operations of its steps are, so that even what is tiny must be found by its value.
 
     Attributes:
         signatures: of the moments, `num_moments` of them.
         stays: whether a storage stays, and nothing is computed again from it.
         counted_bytes, movable, blocks: of the storages.
         busy: moments at which something is dropped or fetched.
+        operations: numbers of those that run again.
+        calls: numbers of the calls within which they run.
+        read_until: storage -> the last moment at which something is computed again from it.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
         storages = plan.trace.storages
         self.signatures = [moment.signature for moment in plan.trace.moments]
         self.num_moments = len(self.signatures)
         self.movable = [storage.parcel >= 0 for storage in storages]
         self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
+        again = (replays(plan.trace, plan.placements) or {}) if plan.recomputes else {}
+        # What others are computed again from must be found by its value.
+        until = {parcel: moment for moment, replay in sorted(again.items()) for parcel in replay.sources}
+        self.read_until = {number: until[one.parcel] for number, one in enumerate(storages) if one.parcel in until}
         if plan.recomputes:
-            # What others are computed again from must be found by its value.
-            again = replays(plan.trace, plan.placements) or {}
-            sources = {parcel for replay in again.values() for parcel in replay.sources}
             self.stays = [
-                stays and one.parcel >= 0 and one.parcel not in sources
+                stays and (one.parcel >= 0 or not all_recorded) and one.parcel not in until
                 for stays, one in zip(self.stays, storages, strict=True)
             ]
+        # Those whose results this step has no use for, too: another one may have.
+        makers = {
+            plan.maker(number)[0]
+            for number, one in enumerate(storages)
+            if one.parcel >= 0 and plan.placements[one.parcel].tier == RECOMPUTE
+        }
+        self.operations = makers | {plan.trace.ops[op].number for replay in again.values() for op in replay.ops}
+        self.calls = {call_of(number) for number in self.operations}
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
@@ -72,15 +86,16 @@ class Tables:
     """The tables of the plans that were followed last."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, tuple[Plan, Table]] = {}
+        self._tables: dict[tuple[int, bool], tuple[Plan, Table]] = {}
 
-    def of(self, plan: Plan) -> Table:
+    def of(self, plan: Plan, *, all_recorded: bool) -> Table:
         """The table of a plan."""
-        found = self._tables.get(id(plan))
+        key = id(plan), all_recorded
+        found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= _MOST_TABLES:
                 del self._tables[next(iter(self._tables))]
-            found = self._tables[id(plan)] = plan, Table(plan)
+            found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
         return found[1]
 
 

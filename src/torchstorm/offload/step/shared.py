@@ -36,6 +36,7 @@ class Shared:
         watch: notices misuse.
         measured: what steps took.
         compiled: the model's compiled blocks; None for none.
+        runs_compiled: whether Dynamo has compiled something that steps run.
         base_bytes: device memory that was not the Session's when the last step began.
     """
 
@@ -52,6 +53,7 @@ class Shared:
     watch: Watch
     measured: Measured = field(default_factory=Measured)
     compiled: CompiledBlocks | None = None
+    runs_compiled: bool = False
     base_bytes: int = 0
 
     @property

@@ -13,7 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchstorm.errors import BudgetError, OutOfVRAMError, UnsupportedError
 from torchstorm.offload import misuse
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.plans import Planned
 from torchstorm.offload.replan.workload import state_of, subject_of
@@ -54,7 +56,7 @@ class Step:
         for tier in shared.stack.tiers.values():
             tier.reset_peak()
         shared.learn()
-        parameters, buffers = tensors_in(shared.model)
+        parameters, buffers, asks_for_modes = tensors_in(shared.model)
         misuse.check_unmoved(shared.model, parameters, self._device)
         shared.plans.begin(state_of(shared.model, parameters))
         fixed = storages_of([*parameters, *buffers])
@@ -69,7 +71,10 @@ class Step:
         self._naming: Naming | None = None
         self._start = shared.clock.mark()
         self._tape = self._make_tape()
-        shared.saved.begin(fixed, self._choose, tape=self._tape)
+        self._watched: WatchedCalls | None = None
+        if self._tape is not None and not (asks_for_modes or shared.compiled is not None or shared.runs_compiled):
+            self._watched = WatchedCalls(self._tape, moment=lambda: shared.saved.moment)
+        shared.saved.begin(fixed, self._choose, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)
 
@@ -85,18 +90,21 @@ class Step:
     def watching(self) -> Iterator[None]:
         """Sees what the model's forward and backward do."""
         saved = self._shared.saved
-        tape: AbstractContextManager[Any] = self._tape or nullcontext()
+        mode: AbstractContextManager[Any] = self._watched or self._tape or nullcontext()
+        num_compiled = private.num_compiled()
         try:
             with (
                 self._shared.model.register_forward_pre_hook(self._inputs, with_kwargs=True),
                 rare_collections(),
-                tape,
+                mode,
                 saved_tensors_hooks(saved.pack, saved.unpack),
             ):
                 yield
         finally:
             if self._naming is not None:
                 self._naming.stop()
+            # Dynamo would compile a function once with the mode and once without it.
+            self._shared.runs_compiled |= private.num_compiled() != num_compiled
 
     def _choose(self, key: tuple[Any, ...]) -> Choice:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""

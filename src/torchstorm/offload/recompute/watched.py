@@ -1,0 +1,115 @@
+"""Has a step's operations recorded within the calls that a plan needs, and within no others.
+
+A mode that sees every operation costs the host more than most operations take. This one sees the calls of PyTorch's
+functions in Python, each of which is one operation or a few, and that costs a fifth. It numbers them, so that the same
+call of a later step has the same number, and lets the tape see what happens within those that were asked for.
+
+A call's number says which function it calls, for the how manieth time since which moment of the step. So a few calls
+more, as of a step that logs something, change no other call's number.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torchstorm.offload.recompute.operators import operator
+from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.torch_private import leave_in_backward, see_no_more_operations, see_operations
+
+_PLACES = 1 << 10  # of operations in a call, and of calls of a function after a moment
+_NAMES = 1 << 20  # of functions
+
+_GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class WatchedCalls(TorchFunctionMode):
+    """Active while a step runs; in backward it only passes calls on.
+
+    Args:
+        tape: records.
+        moment: gives the number of the latest moment of the step.
+        enters: whether the tape is to be entered for every call; else it is active all the time, and only numbered.
+
+    Attributes:
+        calls: numbers of the calls within which operations are recorded; None for all.
+    """
+
+    def __init__(self, tape: Tape, *, moment: Callable[[], int], enters: bool = True) -> None:
+        super().__init__()
+        leave_in_backward(WatchedCalls)
+        self.calls: Collection[int] | None = None
+        self._tape = tape
+        self._moment_now = moment
+        self._enters = enters
+        self._moment = -1
+        self._counts: dict[int, int] = {}  # calls of every function since that moment
+        tape.is_within_call = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What PyTorch calls in place of every function of its own."""
+        if type(func) is _GETTER or torch.compiler.is_compiling() or self._tape.idle:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        moment, counts = self._moment_now(), self._counts
+        if moment != self._moment:
+            self._moment = moment
+            counts.clear()
+        name, writes = _known.get(func) or _get_to_know(func)
+        count = counts[name] = counts.get(name, 0) + 1
+        number = (moment * _PLACES + count) * _NAMES + name
+        if self.calls is None or number in self.calls or writes or (kwargs and _is_to_write(kwargs)):
+            return self._record(number, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _record(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape = self._tape
+        if func in _BACKWARD or tape.is_within_call:
+            return func(*args, **kwargs)
+        tape.number = number * _PLACES
+        tape.is_within_call = True
+        if self._enters:
+            see_operations(tape)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            tape.is_within_call = False
+            if self._enters:
+                see_no_more_operations()
+
+
+def call_of(number: int) -> int:
+    """The number of the call within which an operation of that number runs."""
+    return number // _PLACES
+
+
+_known: dict[Any, tuple[int, bool]] = {}
+
+
+def _get_to_know(func: Any) -> tuple[int, bool]:
+    """A number for a function's name, and whether it may change a tensor that records of the tape refer to."""
+    name = getattr(func, "__qualname__", "") or str(func)
+    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, _is_writing(func)
+    return found
+
+
+def _is_writing(func: Any) -> bool:
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return any(_is_writing(getattr(func, name)) for name in func.overloads())
+    if isinstance(func, torch._ops.OpOverload):
+        return bool(operator(func).writes or operator(func).write_names)
+    name = getattr(func, "__name__", "_")
+    if name.startswith("__"):
+        return name.startswith("__i") or name in ("__setitem__", "__set__")
+    return bool(name.endswith("_"))
+
+
+def _is_to_write(kwargs: dict[str, Any]) -> bool:
+    """Whether what a function is given says that it changes a tensor."""
+    return "out" in kwargs or bool(kwargs.get("inplace")) or kwargs.get("max_norm") is not None
