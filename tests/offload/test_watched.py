@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import at_random, force_recompute
+from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.session import Session
 
@@ -376,3 +377,28 @@ def test_the_step_leaves_no_mode_behind(tmp_path: Path) -> None:
             model(torch.zeros(ROWS, WIDTH))
         assert torch._C._len_torch_function_stack() == 0
         assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_what_is_computed_from_memory_that_was_freed_says_so(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Freeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                seen.append(x)
+                x = (x + 1).sin()  # saves the sum, which can be computed again from what the layer before made
+            return x
+
+    model = Freeing()
+    with Session(model, ram="1MiB", disk=str(tmp_path)) as session:
+        for index in range(6):
+            seen.clear()
+            with session.step():
+                take_step(model, index)
+        with pytest.raises(UnsupportedError, match="freed or replaced before backward"), session.step():
+            take_step(model, 7, backward=lambda loss: (seen[-1].untyped_storage().resize_(0), loss.backward()))

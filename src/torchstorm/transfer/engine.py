@@ -7,7 +7,8 @@ allocated memory follows from program order, however far the host runs ahead. Po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,16 +27,57 @@ class StreamCopy(Protocol):
         """Whether the copy has ended."""
 
 
+class _Streams:  # pragma: gpu
+    """The current stream of one device, without the time that `torch.cuda.current_stream` and `torch.cuda.stream` take
+    the host at every call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+    def current(self) -> torch.cuda.Stream:
+        """The stream that work on the device is queued on now."""
+        key = torch._C._cuda_getCurrentStream(self._index)
+        stream = self._known.get(key)
+        if stream is None:
+            stream_id, index, kind = key
+            stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+            self._known[key] = stream
+        return stream
+
+    @contextlib.contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Queues work on one of the device's streams."""
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.stream(stream):
+                yield
+            return
+        before = self.current()
+        _set_stream(stream)
+        try:
+            yield
+        finally:
+            _set_stream(before)
+
+
+def _set_stream(stream: torch.cuda.Stream) -> None:  # pragma: gpu
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+
+
 class CudaCopy:  # pragma: gpu
     """A copy queued on a copy stream."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
-        self._device = device
+    __slots__ = ("_event", "_streams")
+
+    def __init__(self, streams: _Streams, event: torch.cuda.Event) -> None:
+        self._streams = streams
         self._event = event
 
     def wait(self) -> None:
         """Makes the device's current stream wait for the copy. Does not block the host."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._streams.current().wait_event(self._event)
 
     def synchronize(self) -> None:
         """Makes the host wait for the copy."""
@@ -57,11 +99,12 @@ class Engine:  # pragma: gpu
         self.device = device
         self._to_host = torch.cuda.Stream(device)
         self._to_device = torch.cuda.Stream(device)
+        self._streams = _Streams(device)
 
     def mark(self) -> torch.cuda.Event:
         """Records an event on the current stream, for copies that another thread queues."""
         ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
+        ready.record(self._streams.current())
         return ready
 
     def copy_out(
@@ -98,13 +141,13 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None,
     ) -> CudaCopy:
         stream.wait_event(ready or self.mark())
-        with torch.cuda.stream(stream):
+        with self._streams.on(stream):
             for copy in after:
                 copy.wait()
             target.copy_(source, non_blocking=True)
             finished = torch.cuda.Event()
             finished.record(stream)
-        return CudaCopy(self.device, finished)
+        return CudaCopy(self._streams, finished)
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies."""
@@ -116,10 +159,10 @@ class StreamClock:  # pragma: gpu
     """Timing events on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._streams = _Streams(device)
 
     def mark(self) -> torch.cuda.Event:
         """Records a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(self._streams.current())
         return event

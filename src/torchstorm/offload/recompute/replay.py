@@ -59,6 +59,8 @@ def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]
             wanted.pop()
             continue
         call = wanted[-1].call
+        if call is None and wanted[-1].lost is not None:
+            raise wanted[-1].lost()
         if call is None:
             raise UnsupportedError(
                 f"A saved tensor of {value.nbytes} bytes cannot be computed again as planned: what made its origin of "

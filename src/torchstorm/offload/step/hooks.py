@@ -137,7 +137,7 @@ class SavedTensors:
             self._saver.seal(self._run, move=False)
         for parcel in self._run.numbered.values():
             parcel.number = -1
-        for saved in self.residency.all_saved():
+        for saved in self.residency.known.all():
             saved.ordinal = -1
         if self._run.tape is not None:
             self._run.tape.clear()
@@ -161,7 +161,7 @@ class SavedTensors:
         with self._locked, torch._C._DisableTorchDispatch():
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
-            saved, base = self.residency.find(storage, tensor)
+            saved, base = self.residency.known.find(storage, tensor)
             if saved is None:
                 saved = self._saved_by_the_same_call(storage, tensor)
             if saved is None:
@@ -190,7 +190,7 @@ class SavedTensors:
         if caller.f_trace_lines:  # true of every new frame, and of no use in this one: the call's first tensor
             caller.f_trace_lines = False
             self._run.call_begins = self._run.num_saved
-        return self.residency.find_unchanged(storage, self._run.call_begins) if tensor._version == 0 else None
+        return self.residency.known.find_unchanged(storage, self._run.call_begins) if tensor._version == 0 else None
 
     def unpack(self, packed: object) -> torch.Tensor:
         """Called by autograd when backward needs a saved tensor."""
@@ -395,6 +395,7 @@ class SavedTensors:
 
     def _settle(self) -> None:
         self.residency.kept.settle()
+        is_new = False
         while self._letting_go:
             saved, ticket_id = self._letting_go.popleft()
             saved.kept.pop(ticket_id, None)
@@ -407,10 +408,15 @@ class SavedTensors:
                 self._awaited.append(saved)
             else:
                 self._remove(saved)
-        if self._awaited and not self.residency.absent:
+            is_new = True
+        if is_new and self._awaited:
+            read = self.residency.values_read_later()
             awaited, self._awaited = self._awaited, []
             for saved in awaited:
-                self._remove(saved)
+                if saved.value in read:
+                    self._awaited.append(saved)
+                else:
+                    self._remove(saved)
 
     def _is_read_later(self, saved: Saved) -> bool:
         """Whether something else is yet to be computed again from it, though autograd has let go of it: backward takes

@@ -85,7 +85,7 @@ class Outside:
                 if known is None:
                     if storage.device != self._residency.device or self._is_leaf(address):
                         continue
-                    if self._residency.is_saved(address) or self._residency.kept.holds(address):
+                    if self._residency.known.holds(address) or self._residency.kept.holds(address):
                         continue
                     known = self._held[address] = _Held(name, storage.nbytes())
                     self._bytes[name] += known.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -125,16 +125,18 @@ class Value:
         saved: the record of the same bytes saved by autograd, as long as it holds them.
         held: a tensor with these bytes and its version, where a recorded operation reads them, and nothing else tells
             where they are to be had.
+        lost: makes the error to raise where nothing can make its bytes, which were let go; None where they were not.
         is_read: whether an operation reads them that only those that a plan needs were recorded with.
     """
 
-    __slots__ = ("__weakref__", "call", "held", "is_read", "nbytes", "saved")
+    __slots__ = ("__weakref__", "call", "held", "is_read", "lost", "nbytes", "saved")
 
     def __init__(self, nbytes: int, call: Call | None) -> None:
         self.nbytes = nbytes
         self.call = call
         self.saved: Saved | None = None
         self.held: tuple[torch.Tensor, int] | None = None
+        self.lost: Callable[[], TorchstormError] | None = None
         self.is_read = False
 
     @property
@@ -151,8 +153,7 @@ class Leaf:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """An argument that an earlier operation made."""
 
     value: Value

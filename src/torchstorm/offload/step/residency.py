@@ -14,13 +14,14 @@ from torchstorm.memory.tier import Tier
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
-from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, resized_error
-from torchstorm.offload.step.views import View, flat_bytes, held_only_here, share_a_counter, version_counter
+from torchstorm.offload.step.known import SavedStorages
+from torchstorm.offload.step.parcels import Parcel, Saved, Value, dropped_error, resized_error
+from torchstorm.offload.step.views import View, flat_bytes, held_only_here, version_counter
 from torchstorm.plan.forecast import KEEP
 
 
 class Residency:
-    """Moves parcels, and knows a saved storage when it sees it again.
+    """Moves parcels.
 
     Not thread-safe: `SavedTensors` holds its lock around every call.
 
@@ -63,7 +64,7 @@ class Residency:
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
         self._order = 0
         self._first_order = 0
-        self._at: dict[int, list[Saved]] = {}  # by the address of the storage that holds the bytes, first or returned
+        self.known = SavedStorages()
         self.kept = KeptTensors(self._count)
 
     def begin_step(self) -> None:
@@ -73,43 +74,9 @@ class Residency:
         self.moved_bytes = 0
         self.shortfall = None
 
-    # ------------------------------------------------------------------ knowing storages again
-
-    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> tuple[Saved | None, int]:
-        """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
-        for saved in self._at.get(storage._cdata, ()):
-            came_back = saved.base is not None and saved.address != storage._cdata
-            token, version = (saved.base, saved.base_version) if came_back else (saved.token, saved.version)
-            assert token is not None
-            if tensor._version == version and share_a_counter(token, tensor):
-                return saved, saved.offset if came_back else 0
-        return None, 0
-
-    def find_unchanged(self, storage: torch.UntypedStorage, first: int) -> Saved | None:
-        """The record of a storage that this step saved as number `first` or later, and that nothing has changed since
-        it was made, by whatever version counter."""
-        for saved in self._at.get(storage._cdata, ()):
-            if saved.ordinal >= first and saved.version == 0 and saved.token._version == 0:
-                return saved
-        return None
-
-    def is_saved(self, address: int) -> bool:
-        """Whether the storage at an address is one that was saved, and so within the budget."""
-        return address in self._at
-
-    def add(self, saved: Saved) -> None:
-        """Remembers a storage that has just been saved."""
-        saved.parcel.members.add(saved)
-        self._at.setdefault(saved.address, []).append(saved)
-
-    def all_saved(self) -> list[Saved]:
-        """Everything that autograd still holds."""
-        return [saved for group in self._at.values() for saved in group]
-
     def remove(self, saved: Saved) -> None:
         """Autograd has let go of a storage; the last one of a parcel takes the parcel with it."""
-        self._forget_base(saved)
-        self._forget(saved, saved.address)
+        self.known.remove(saved)
         saved.parcel.members.discard(saved)
         if not saved.parcel.members and saved.parcel.sealed:
             self.discard(saved.parcel)
@@ -117,17 +84,30 @@ class Residency:
     def abandon_step(self) -> None:
         """Lets go of all bytes that the running step saved, though autograd still refers to them."""
         self.kept.lose(lambda block: dropped_error())
-        for saved in self.all_saved():
+        for saved in self.known.all():
             if saved.parcel.order >= self._first_order:
                 self._lose(saved, dropped_error)
         for parcel in [*self.resident.values(), *self._away.values()]:
             if parcel.order >= self._first_order:
                 self.discard(parcel)
 
+    def values_read_later(self) -> set[Value]:
+        """What is read when all that is absent is computed again."""
+        wanted = [saved.value for parcel in self.absent for saved in parcel.members]
+        read: set[Value] = set()
+        while wanted:
+            value = wanted.pop()
+            if value is None or value.call is None:
+                continue
+            new = [one for one in value.call.inputs if one not in read]
+            read.update(new)
+            wanted += [one for one in new if one.saved is None or one.saved.parcel in self.absent]
+        return read
+
     def note_resized(self, address: int) -> None:
         """The storage at an address has other memory, or is about to: lets go of what was saved of it."""
         self.kept.lose(resized_error, address=address)
-        for saved in list(self._at.get(address, ())):
+        for saved in self.known.at(address):
             parcel = saved.parcel
             if parcel.handle is not None and parcel.hold is not None and self.device.type == "cpu":
                 with contextlib.suppress(StorageError):
@@ -147,22 +127,9 @@ class Residency:
         """Autograd still refers to it, but its bytes cannot be had any more; what saves the same tensor is new."""
         saved.lost = why
         if saved.value is not None and saved.value.saved is saved:
-            saved.value.saved = None
+            saved.value.saved, saved.value.lost = None, why
         saved.value = None
-        self._forget_base(saved)
-        self._forget(saved, saved.address)
-
-    def _forget(self, saved: Saved, address: int) -> None:
-        group = self._at.get(address, [])
-        if saved in group:
-            group.remove(saved)
-        if not group:
-            self._at.pop(address, None)
-
-    def _forget_base(self, saved: Saved) -> None:
-        if saved.base is not None:
-            self._forget(saved, saved.base.untyped_storage()._cdata)
-            saved.base = None
+        self.known.remove(saved)
 
     # ------------------------------------------------------------------ coming and going
 
@@ -263,7 +230,7 @@ class Residency:
             saved.base = flat_bytes(storage, saved.offset, saved.nbytes)
             saved.base_version = saved.base._version
             if storage._cdata != saved.address:
-                self._at.setdefault(storage._cdata, []).append(saved)
+                self.known.add(saved, storage._cdata)
         return view.over(saved.base)
 
     def _is_stale(self, saved: Saved) -> bool:
@@ -340,7 +307,7 @@ class Residency:
     def _release(self, parcel: Parcel) -> None:
         for saved in parcel.members:
             _forget_kept(saved)
-            self._forget_base(saved)
+            self.known.remove_base(saved)
         parcel.buffer = None
         if parcel.hold is not None:
             for saved in parcel.members:

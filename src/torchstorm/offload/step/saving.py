@@ -54,7 +54,8 @@ class Saver:
                 *(memory.data_ptr(), storage.block),
                 ordinal=storage.ordinal,
             )
-            self._residency.add(saved)
+            parcel.members.add(saved)
+            self._residency.known.add(saved, saved.address)
             for kept in same:
                 assert kept.tensor is not None
                 kept.ticket = Ticket(owner, saved, View.of(kept.tensor))
@@ -132,7 +133,8 @@ class Saver:
         )
         if value is not None:
             value.saved, value.held = saved, None
-        self._residency.add(saved)
+        parcel.members.add(saved)
+        self._residency.known.add(saved, saved.address)
         if tier not in (KEEP, RECOMPUTE) and not parcel.shared:
             if number >= 0:
                 parcel.number = number

@@ -64,22 +64,36 @@ class Table:
         # What others are computed again from must be found by its value.
         until = {parcel: moment for moment, replay in sorted(again.items()) for parcel in replay.sources}
         self.read_until = {number: until[one.parcel] for number, one in enumerate(storages) if one.parcel in until}
+        operations, sources = _makers(plan)
         if plan.recomputes:
             self.stays = [
-                stays and (one.parcel >= 0 or not all_recorded) and one.parcel not in until
-                for stays, one in zip(self.stays, storages, strict=True)
+                stays and (one.parcel >= 0 or not all_recorded) and one.parcel not in until and number not in sources
+                for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
             ]
-        # Those whose results this step has no use for, too: another one may have.
-        makers = {
-            plan.maker(number)[0]
-            for number, one in enumerate(storages)
-            if one.parcel >= 0 and plan.placements[one.parcel].tier == RECOMPUTE
-        }
-        self.operations = makers | {plan.trace.ops[op].number for replay in again.values() for op in replay.ops}
+        operations.update(op for replay in again.values() for op in replay.ops)
+        self.operations = {plan.trace.ops[op].number for op in operations}
         self.calls = {call_of(number) for number in self.operations}
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
+
+
+def _makers(plan: Plan) -> tuple[set[int], set[int]]:
+    """The operations that make what is to be computed again, and the storages that are not and from which they do: also
+    where the step itself has no use for it, since a later one may have."""
+    trace = plan.trace
+    again = [one.parcel >= 0 and plan.placements[one.parcel].tier == RECOMPUTE for one in trace.storages]
+    wanted = [one.value for one, is_made in zip(trace.storages, again, strict=True) if is_made]
+    operations: set[int] = set()
+    sources: set[int] = set()
+    while wanted:
+        value = trace.values[wanted.pop()]
+        if value.storage >= 0 and not again[value.storage]:
+            sources.add(value.storage)
+        elif value.op >= 0 and value.op not in operations:
+            operations.add(value.op)
+            wanted += trace.ops[value.op].inputs
+    return operations, sources
 
 
 class Tables:
@@ -196,7 +210,7 @@ class Settled:
         found = self._kept.by_address.get(address)
         if found is None:
             nbytes = storage.nbytes()
-            if not nbytes or self._residency.is_saved(address) or self._is_input(storage, tensor):
+            if not nbytes or self._residency.known.holds(address) or self._is_input(storage, tensor):
                 return None  # of an input only what was saved counts
             if not self._count(nbytes):
                 return None

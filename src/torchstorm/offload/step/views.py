@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """How a tensor looks at its storage: everything but the bytes."""
 
     dtype: torch.dtype
@@ -39,8 +38,8 @@ class View:
                 return self.over(base)
         itemsize = self.dtype.itemsize
         offset = (int(base.storage_offset()) + self.offset_bytes) // itemsize
-        tensor = base[: base.nbytes // itemsize * itemsize].view(self.dtype)
-        tensor = tensor.as_strided(self.size, self.stride, offset)
+        rest = base.nbytes % itemsize
+        tensor = (base[:-rest] if rest else base).view(self.dtype).as_strided(self.size, self.stride, offset)
         if self.conjugate:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.negative else tensor
@@ -49,7 +48,7 @@ class View:
 def flat_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """A 1-D uint8 tensor over a storage or a part of it; no copy, and a version counter of its own."""
     size = storage.nbytes() if nbytes is None else nbytes
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (size,), (1,))
+    return _nothing(torch.uint8, storage.device).data.set_(storage, start, (size,), (1,))
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
@@ -65,8 +64,13 @@ def has_expired(watch: StorageWeakRef) -> bool:
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that shares another's version counter, and none of its memory."""
     token = tensor.detach()
-    token.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    token.data = _nothing(tensor.dtype, tensor.device)
     return token
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def share_a_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
