@@ -121,6 +121,20 @@ def models(
         )
 
 
+@bench_app.command(epilog="Example: torchstorm bench host --json host.json")
+def host(
+    device: BenchDevice = None,
+    steps: BenchSteps = 20,
+    model: Annotated[str | None, typer.Option(help="Only these, as in llama-1.1b (default: all).")] = None,
+    json: BenchJson = None,
+) -> None:
+    """Time steps of 64 tokens, which wait for the host alone: what a Session costs it, and where that goes."""
+    from torchstorm.bench.host import bench_host
+
+    with told():
+        bench_host(device, steps=steps, json_path=json, console=console_beside(json), model_names=model)
+
+
 @bench_app.command(epilog="Example: torchstorm bench xlstm --json xlstm.json")
 def xlstm(
     device: BenchDevice = None,

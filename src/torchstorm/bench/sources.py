@@ -35,6 +35,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "wall": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/wall.py"),
     "models": (*_SIDE_BY_SIDE, "bench/peers.py", "bench/model_cases.py", "bench/models.py"),
     "xlstm": (*_SIDE_BY_SIDE, "bench/trainings.py", "bench/xlstm.py"),
+    "host": (*_STEPS, "bench/model_cases.py", "bench/host.py"),
     "chunks": (*_STEPS, "bench/chunks.py"),
     "learn": (*TRAINING, "train", "bench/learn.py"),
     "storage": ("errors.py", "sizes.py", "transfer", "storage", "bench/loading.py", "bench/storage.py"),
