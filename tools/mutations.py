@@ -68,7 +68,7 @@ FAULTS = (
     Fault("small tensors overlap in the buffer that they share", "offload/step/saving.py",
           "parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT", "parcel.filled += nbytes // 2", EXACT),
     Fault("a random operation is computed again from another state", "offload/recompute/replay.py",
-          "            generator.set_state(call.state)\n", "", "offload/test_recompute.py"),
+          "        generator.set_state(call.state)\n", "", "offload/test_recompute.py"),
     Fault("bytes that were computed again are not compared", "offload/step/residency.py",
           "if saved.fingerprint is not None and not torch.equal(fingerprint(row), saved.fingerprint):", "if False:",
           "offload/test_recompute.py"),

@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-import torchstorm
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.measure import Context, Meter, Subject, clean
 from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
@@ -49,7 +48,7 @@ CAUSES = {
     "copies": ("transfer", "memory", "storage"),
     "planner": ("plan", "offload/replan"),
 }
-_OURS = Path(torchstorm.__file__).parent
+_OURS = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)

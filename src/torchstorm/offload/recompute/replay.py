@@ -110,8 +110,7 @@ def run(call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> list[torch.Ten
     """
     target: torch.Tensor | None = None
     device = call.device
-    # As it was dispatched: below autograd, with gradients on, which some operators look at, and autocast has been.
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _without_autocast(device):
+    with torch._C._AutoDispatchBelowAutograd():
         rest = [_argument(item, call, bytes_of) for item in call.args[call.operator.in_place :]]
         kwargs = {name: _argument(item, call, bytes_of) for name, item in call.kwargs.items()}
         if call.operator.in_place:
@@ -124,16 +123,7 @@ def run(call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> list[torch.Ten
                 else torch.empty(first.value.nbytes, dtype=torch.uint8, device=device)
             )
             rest.insert(0, first.view.over(target))
-        if call.state is None:
-            out = call.func(*rest, **kwargs)
-        else:
-            generator = call.kwargs.get("generator") or default_generator(device)
-            now = generator.get_state()
-            generator.set_state(call.state)
-            try:
-                out = call.func(*rest, **kwargs)
-            finally:
-                generator.set_state(now)
+        out = _call(call, rest, kwargs)
     if target is not None:
         return [target]
     tensors = tensors_of(out)
@@ -142,6 +132,20 @@ def run(call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> list[torch.Ten
             f"{call.operator.name} gave {max(call.places) + 1} tensors or more in forward and {len(tensors)} now."
         )
     return [flat_bytes(tensors[place].untyped_storage()) for place in call.places]
+
+
+def _call(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator as it was dispatched: with gradients on, which some look at, and autocast has been."""
+    with torch.enable_grad(), _without_autocast(call.device):
+        if call.state is None:
+            return call.func(*args, **kwargs)
+        generator = call.kwargs.get("generator") or default_generator(call.device)
+        now = generator.get_state()
+        generator.set_state(call.state)
+        try:
+            return call.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
 
 
 def _argument(item: Any, call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> Any:

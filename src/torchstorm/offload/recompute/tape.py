@@ -26,7 +26,8 @@ from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
-_TINY_BYTES = 4096  # what no record knows and is no larger is kept for the records that use it
+TINY_BYTES = 4096
+"""What no record knows and is no larger is kept for the records that use it."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -115,7 +116,7 @@ class Tape(TorchDispatchMode):
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
         self._known.pop(storage._cdata, None)
         for leaf in self._leaves.pop(storage._cdata, ()):
-            if storage.nbytes() <= _TINY_BYTES:
+            if storage.nbytes() <= TINY_BYTES:
                 _keep_a_copy(leaf)
             else:
                 leaf.version = -1
@@ -185,7 +186,7 @@ class Tape(TorchDispatchMode):
             return self._leaf(tensor)
         known = self._known.get(address)
         if known is None:
-            if self._is_leaf(address) or storage.nbytes() <= _TINY_BYTES:
+            if self._is_leaf(address) or storage.nbytes() <= TINY_BYTES:
                 return self._leaf(tensor)
             known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
         elif known.version != tensor._version:

@@ -30,11 +30,10 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
 from torchstorm.offload.step.running import Choice, Running
 from torchstorm.offload.step.saving import Saver
-from torchstorm.offload.step.settled import Settled, Tables, fits
+from torchstorm.offload.step.settled import Settled, Tables
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.plan.forecast import KEEP
-from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK
 
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
@@ -262,7 +261,15 @@ class SavedTensors:
 
     def _arrive(self, kind: str, ordinal: int, nbytes: int, tensor: torch.Tensor | None) -> None:
         """Counts the moment, compares it with the plan and does what the plan has for it."""
-        if not self._run.in_step:
+        run = self._run
+        if run.settled is not None and run.table is not None:
+            run.moment = moment = run.moment + 1
+            if not run.table.has(moment, kind, ordinal, nbytes, is_exact=run.is_exact):
+                self._leave_plan()
+            elif moment in run.table.busy:
+                self._drop(moment)
+            return
+        if not run.in_step:
             return
         self._run.moment += 1
         if self._run.choose is not None:
@@ -281,8 +288,8 @@ class SavedTensors:
         if self._run.recorder is not None:
             self._run.recorder.name(kind, ordinal, nbytes)
             self._run.recorder.watch(self._run.moment)
-        plan = self._run.plan
-        if plan is not None and not self._is_planned(plan, kind, ordinal, nbytes):
+        plan, table = self._run.plan, self._run.table
+        if table is not None and not table.has(self._run.moment, kind, ordinal, nbytes, is_exact=self._run.is_exact):
             self._leave_plan()
             return
         if self._run.recorder is not None:
@@ -290,15 +297,6 @@ class SavedTensors:
         if plan is None:
             return
         self._drop(self._run.moment)
-
-    def _is_planned(self, plan: Plan, kind: str, ordinal: int, nbytes: int) -> bool:
-        """Whether the moment that has just come is the plan's."""
-        moments, moment = plan.trace.moments, self._run.moment
-        if moment >= len(moments):
-            return False
-        if not fits(nbytes, moments[moment].nbytes, is_exact=self._run.is_exact):
-            return False
-        return (moments[moment].kind, moments[moment].storage) == (kind, ordinal)
 
     def _settle_in(self) -> Settled | None:
         """The short way through a step; None where something is measured or decided on the spot."""
@@ -362,6 +360,11 @@ class SavedTensors:
 
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
+        run = self._run
+        if run.settled is not None and run.table is not None:
+            if run.moment in run.table.busy:
+                self._fetch(run.moment)
+            return
         if self._run.plan is not None:
             self._fetch(self._run.moment)
         elif look_ahead and self._run.in_step:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from torchstorm.offload.recompute.tape import has_bytes
+from torchstorm.offload.recompute.tape import TINY_BYTES, has_bytes
 from torchstorm.offload.recompute.watched import call_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Untouched, is_of_parameter
@@ -61,13 +61,20 @@ class Table:
         self.movable = [storage.parcel >= 0 for storage in storages]
         self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
         again = (replays(plan.trace, plan.placements) or {}) if plan.recomputes else {}
-        # What others are computed again from must be found by its value.
-        until = {parcel: moment for moment, replay in sorted(again.items()) for parcel in replay.sources}
-        self.read_until = {number: until[one.parcel] for number, one in enumerate(storages) if one.parcel in until}
+        self.read_until = {
+            plan.trace.values[value].storage: moment
+            for moment, replay in sorted(again.items())
+            for op in replay.ops
+            for value in plan.trace.ops[op].inputs
+        }
         operations, sources = _makers(plan)
+        # What others are computed again from must be found by its value; records hold what is tiny themselves.
         if plan.recomputes:
             self.stays = [
-                stays and (one.parcel >= 0 or not all_recorded) and one.parcel not in until and number not in sources
+                stays
+                and (one.parcel >= 0 or not all_recorded)
+                and (number not in self.read_until or (one.parcel < 0 and one.nbytes <= TINY_BYTES))
+                and (number not in sources or (one.parcel < 0 and one.nbytes <= TINY_BYTES))
                 for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
             ]
         operations.update(op for replay in again.values() for op in replay.ops)
@@ -76,6 +83,15 @@ class Table:
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
+
+    def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
+        """Whether a moment that has come is the plan's."""
+        if moment >= self.num_moments:
+            return False
+        planned_kind, planned_ordinal, planned_bytes = self.signatures[moment]
+        if planned_kind != kind or planned_ordinal != ordinal:
+            return False
+        return fits(nbytes, planned_bytes, is_exact=is_exact)
 
 
 def _makers(plan: Plan) -> tuple[set[int], set[int]]:
