@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from record_tables import checks, kernels, steps, storage, training
+from record_tables import checks, host, kernels, steps, storage, training
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("**/*.md"))]
@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "mlstm": kernels.mlstm,
     "models": steps.models,
     "mutations": checks.mutations,
+    "small-steps": host.small_steps,
     "speeds": steps.speeds,
     "steps": steps.steps,
     "trained": training.trained,
