@@ -157,6 +157,8 @@ class HostTier:
 
 
 def _split(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+    if len(pieces) == 1:
+        return [tensor]
     stops = list(accumulate(piece.nbytes for piece in pieces))
     return [tensor[stop - piece.nbytes : stop] for piece, stop in zip(pieces, stops, strict=True)]
 

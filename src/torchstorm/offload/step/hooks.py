@@ -397,8 +397,10 @@ class SavedTensors:
                 return
 
     def _settle(self) -> None:
-        self.residency.kept.settle()
-        is_new = False
+        if self.residency.kept.released:
+            self.residency.kept.settle()
+        if not self._letting_go:
+            return
         while self._letting_go:
             saved, ticket_id = self._letting_go.popleft()
             saved.kept.pop(ticket_id, None)
@@ -411,8 +413,7 @@ class SavedTensors:
                 self._awaited.append(saved)
             else:
                 self._remove(saved)
-            is_new = True
-        if is_new and self._awaited:
+        if self._awaited:
             read = self.residency.values_read_later()
             awaited, self._awaited = self._awaited, []
             for saved in awaited:

@@ -168,28 +168,25 @@ class Settled:
         self._is_exact = is_exact
         self._drop, self._fetch = drop, fetch
         self._is_input = is_input
+        self._pack = self._pack_unplanned if table is None else self._pack_planned
 
     def pack(self, tensor: torch.Tensor) -> Kept | Untouched | None:
         """What autograd gets for a tensor that stays; None where the long way must be taken."""
         if type(tensor) is not torch.Tensor or not has_bytes(tensor) or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._fixed or is_of_parameter(tensor):
+        if storage._cdata in self._fixed or (tensor._base is not None and is_of_parameter(tensor)):
             return Untouched(tensor)
         with self._lock:
             if self._kept.released:
                 self._kept.settle()
             if torch._C._len_torch_dispatch_stack():
                 with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
-                    return self._pack(tensor, storage)
-            return self._pack(tensor, storage)
+                    return self._pack(self._table, tensor, storage)
+            return self._pack(self._table, tensor, storage)
 
-    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
-        if self._table is None:
-            return self._pack_unplanned(tensor, storage)
-        return self._pack_planned(self._table, tensor, storage)
-
-    def _pack_planned(self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+    def _pack_planned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+        assert table is not None
         progress = self._progress
         moment, nbytes = progress.moment + 1, storage.nbytes()
         if moment >= table.num_moments:
@@ -220,7 +217,7 @@ class Settled:
             self._fetch(moment)
         return kept
 
-    def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+    def _pack_unplanned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
         """Without a plan everything stays, and is only counted."""
         address = storage._cdata
         found = self._kept.by_address.get(address)
