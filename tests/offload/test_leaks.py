@@ -69,7 +69,13 @@ def anonymous_bytes() -> int:
 def held(session: Session, spill: Path) -> Held:
     gc.collect()
     saved, residency = session._shared.saved, session._shared.saved.residency
-    records = (saved._letting_go, saved._run.inputs, saved._run.numbered, residency.kept.by_ordinal)
+    records = (
+        saved._let_go._dropped,
+        saved._let_go._awaited,
+        saved._run.inputs,
+        saved._run.numbered,
+        residency.kept.by_ordinal,
+    )
     parcels = (residency.resident, residency._away, residency.known._at, residency.absent, residency.kept.released)
     return Held(
         resident_bytes=residency.resident_bytes - residency.staging_bytes,

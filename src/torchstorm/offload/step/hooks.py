@@ -12,7 +12,6 @@ import functools
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -23,6 +22,7 @@ from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
 from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, storage_of
 from torchstorm.offload.step.parcels import Saved, in_place_error
@@ -51,9 +51,8 @@ class SavedTensors:
         self.residency = residency
         self._cuda = residency.device.type == "cuda"
         self._lock = threading.Lock()
-        self._locked = Locked(self._lock, settle=self._settle, unlock=self._unlock)
-        self._letting_go: deque[tuple[Saved, int]] = deque()
-        self._awaited: list[Saved] = []  # let go by autograd, but read by what is yet to be computed again
+        self._let_go = LetGo(residency, running=lambda: self._run)
+        self._locked = Locked(self._lock, settle=self._let_go.settle, unlock=self._unlock)
         self.closed = ""
         self.num_used = 0  # saved tensors that backward has asked for
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
@@ -245,7 +244,7 @@ class SavedTensors:
 
     def let_go(self, saved: Saved, ticket_id: int) -> None:
         """Called when autograd drops a saved tensor, from any thread and even from within our own work."""
-        self._letting_go.append((saved, ticket_id))
+        self._let_go.add(saved, ticket_id)
         # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
         if not threading.current_thread().name.startswith(_OWN_THREADS) and self._lock.acquire(blocking=False):
             self._unlock()
@@ -329,7 +328,7 @@ class SavedTensors:
     def _fetch(self, moment: int) -> None:
         """Begins to bring back what the plan fetches at a moment."""
         assert self._run.plan is not None
-        self._settle()
+        self._let_go.settle()
         for number in self._run.plan.fetches.get(moment, ()):
             parcel = self._run.numbered.get(number)
             if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
@@ -390,51 +389,8 @@ class SavedTensors:
         """Frees what was let go while the lock was held, then releases it."""
         while True:
             try:
-                self._settle()
+                self._let_go.settle()
             finally:
                 self._lock.release()
-            if not self._letting_go or not self._lock.acquire(blocking=False):
+            if not self._let_go.is_waiting or not self._lock.acquire(blocking=False):
                 return
-
-    def _settle(self) -> None:
-        if self.residency.kept.released:
-            self.residency.kept.settle()
-        if not self._letting_go:
-            return
-        while self._letting_go:
-            saved, ticket_id = self._letting_go.popleft()
-            saved.kept.pop(ticket_id, None)
-            saved.live -= 1
-            if saved.live:
-                continue
-            if self._run.recorder is not None:
-                self._run.recorder.let_go(saved)
-            if self._is_read_later(saved):
-                self._awaited.append(saved)
-            else:
-                self._remove(saved)
-        if self._awaited:
-            read = self.residency.values_read_later()
-            awaited, self._awaited = self._awaited, []
-            for saved in awaited:
-                if saved.value in read:
-                    self._awaited.append(saved)
-                else:
-                    self._remove(saved)
-
-    def _is_read_later(self, saved: Saved) -> bool:
-        """Whether something else is yet to be computed again from it, though autograd has let go of it: backward takes
-        another order than it did when the step was measured."""
-        if not self.residency.absent or saved.value is None or not saved.value.is_read:
-            return False
-        table = self._run.table
-        if table is None or saved.ordinal < 0:
-            return True
-        until = table.read_until.get(saved.ordinal)
-        return saved.value.call is None if until is None else self._run.moment < until
-
-    def _remove(self, saved: Saved) -> None:
-        if saved.value is not None and saved.value.saved is saved:
-            saved.value.saved = None
-        saved.value = None
-        self.residency.remove(saved)

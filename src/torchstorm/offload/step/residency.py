@@ -15,7 +15,7 @@ from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.known import SavedStorages
-from torchstorm.offload.step.parcels import Parcel, Saved, Value, dropped_error, resized_error
+from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, resized_error
 from torchstorm.offload.step.views import View, flat_bytes, held_only_here, version_counter
 from torchstorm.plan.forecast import KEEP
 
@@ -90,19 +90,6 @@ class Residency:
         for parcel in [*self.resident.values(), *self._away.values()]:
             if parcel.order >= self._first_order:
                 self.discard(parcel)
-
-    def values_read_later(self) -> set[Value]:
-        """What is read when all that is absent is computed again."""
-        wanted = [saved.value for parcel in self.absent for saved in parcel.members]
-        read: set[Value] = set()
-        while wanted:
-            value = wanted.pop()
-            if value is None or value.call is None:
-                continue
-            new = [one for one in value.call.inputs if one not in read]
-            read.update(new)
-            wanted += [one for one in new if one.saved is None or one.saved.parcel in self.absent]
-        return read
 
     def note_resized(self, address: int) -> None:
         """The storage at an address has other memory, or is about to: lets go of what was saved of it."""

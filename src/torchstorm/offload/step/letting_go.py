@@ -1,0 +1,92 @@
+"""What autograd has let go of: it leaves every tier, but not before all has been computed again that needs it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torchstorm.offload.step.parcels import Parcel, Saved, Value
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.running import Running
+
+
+class LetGo:
+    """Saved tensors that autograd has dropped, from any thread and even from within the Session's own work.
+
+    Args:
+        residency: what is where.
+        running: the step that runs.
+    """
+
+    def __init__(self, residency: Residency, *, running: Callable[[], Running]) -> None:
+        self._residency = residency
+        self._running = running
+        self._dropped: deque[tuple[Saved, int]] = deque()
+        self._awaited: list[Saved] = []  # read by what is yet to be computed again
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to settle."""
+        return bool(self._dropped)
+
+    def add(self, saved: Saved, ticket_id: int) -> None:
+        """Autograd has dropped a ticket. Needs no lock."""
+        self._dropped.append((saved, ticket_id))
+
+    def settle(self) -> None:
+        """Forgets what nobody needs any more; under the lock of the hooks."""
+        if self._residency.kept.released:
+            self._residency.kept.settle()
+        if not self._dropped:
+            return
+        run = self._running()
+        while self._dropped:
+            saved, ticket_id = self._dropped.popleft()
+            saved.kept.pop(ticket_id, None)
+            saved.live -= 1
+            if saved.live:
+                continue
+            if run.recorder is not None:
+                run.recorder.let_go(saved)
+            if self._is_read_later(run, saved):
+                self._awaited.append(saved)
+            else:
+                self._remove(saved)
+        if self._awaited:
+            read = _read_later(self._residency.absent)
+            awaited, self._awaited = self._awaited, []
+            for saved in awaited:
+                if saved.value in read:
+                    self._awaited.append(saved)
+                else:
+                    self._remove(saved)
+
+    def _is_read_later(self, run: Running, saved: Saved) -> bool:
+        """Whether something else may yet be computed again from it, because backward takes another order than it did
+        when the step was measured."""
+        if not self._residency.absent or saved.value is None or not saved.value.is_read:
+            return False
+        if run.table is None or saved.ordinal < 0:
+            return True
+        until = run.table.read_until.get(saved.ordinal)
+        return saved.value.call is None if until is None else run.moment < until
+
+    def _remove(self, saved: Saved) -> None:
+        if saved.value is not None and saved.value.saved is saved:
+            saved.value.saved = None
+        saved.value = None
+        self._residency.remove(saved)
+
+
+def _read_later(absent: set[Parcel]) -> set[Value]:
+    """What is read when all that is absent is computed again."""
+    wanted = [saved.value for parcel in absent for saved in parcel.members]
+    read: set[Value] = set()
+    while wanted:
+        value = wanted.pop()
+        if value is None or value.call is None:
+            continue
+        new = [one for one in value.call.inputs if one not in read]
+        read.update(new)
+        wanted += [one for one in new if one.saved is None or one.saved.parcel in absent]
+    return read
