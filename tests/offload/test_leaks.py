@@ -14,12 +14,15 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from offload.steps import saved_bytes
+from torchstorm.offload import session as session_module
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.session import Session
 
 WIDTH, ROWS = 32, 512
@@ -365,3 +368,28 @@ def test_a_process_that_ends_without_closing_leaves_no_spill_files(tmp_path: Pat
     assert done.stdout.split("\n")[:-1] == ["ends 0", "raises 1", "exits 3"], done.stderr
     assert "Exception ignored" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
+def test_a_session_that_ended_with_any_step_needs_no_collector_to_give_its_model_back(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the collector is counted as memory of others by the next Session."""
+    monkeypatch.setattr(session_module, "Plans", lambda given, _: Plans(given, 4))  # as on a GPU
+
+    def train() -> list[weakref.ref[Any]]:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        with Session(model, ram="64MiB") as session:
+            for _ in range(num_steps):
+                with session.step():
+                    model(torch.randn(256, 64)).square().mean().backward()
+                model.zero_grad()
+            return [weakref.ref(model), weakref.ref(session), weakref.ref(session._shared)]
+
+    train()  # what is imported and cached at the first use makes cycles of its own
+    gc.collect()
+    gc.disable()
+    try:
+        assert [found() for found in train()] == [None, None, None]
+    finally:
+        gc.enable()

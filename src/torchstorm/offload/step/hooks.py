@@ -139,6 +139,8 @@ class SavedTensors:
             saved.ordinal = -1
         if self._run.tape is not None:
             self._run.tape.clear()
+        # These refer back to it: without that, its end need not wait for the garbage collector.
+        self._run.settled = self._run.watched = None
         self._run = Running()
 
     # ------------------------------------------------------------------ hooks

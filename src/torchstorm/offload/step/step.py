@@ -73,7 +73,8 @@ class Step:
         self._tape = self._make_tape()
         self._watched: WatchedCalls | None = None
         if self._tape is not None and not (asks_for_modes or shared.compiled is not None or shared.runs_compiled):
-            self._watched = WatchedCalls(self._tape, moment=lambda: shared.saved.moment)
+            saved = shared.saved
+            self._watched = WatchedCalls(self._tape, moment=lambda: saved.moment)
         shared.saved.begin(fixed, self._choose, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)
