@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchstorm.offload.replan import plans
+from torchstorm.offload.replan import planner
 from torchstorm.plan.forecast import KEEP, Placement
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, can_recompute, replays
@@ -31,7 +31,7 @@ def force_recompute(monkeypatch: pytest.MonkeyPatch, wanted: Choose = lambda _: 
         made.append(found)
         return found
 
-    monkeypatch.setattr(plans, "solve", forced)
+    monkeypatch.setattr(planner, "solve", forced)
     return made
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import torchstorm
 from torchstorm.offload.replan.measured import Measured
-from torchstorm.offload.replan.plans import Planned, Planner, Plans
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget, Plan
 

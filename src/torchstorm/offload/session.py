@@ -21,7 +21,8 @@ from torchstorm.offload import misuse
 from torchstorm.offload.budget import Stack, build_stack
 from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
 from torchstorm.offload.replan.given import Sizes, check_budget, read_plan
-from torchstorm.offload.replan.plans import Planner, Plans
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.report import Report
 from torchstorm.offload.run.runner import RunMemory, Runner
 from torchstorm.offload.run.shortage import is_out_of_memory

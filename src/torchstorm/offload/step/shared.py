@@ -10,7 +10,8 @@ from torchstorm.offload.budget import Stack
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.measured import Measured
-from torchstorm.offload.replan.plans import Planner, Plans
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import CpuClock
 from torchstorm.offload.step.hooks import SavedTensors

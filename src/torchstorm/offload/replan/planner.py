@@ -1,0 +1,251 @@
+"""Makes a Session's plans, and learns from steps that come out otherwise than planned."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import suppress
+from dataclasses import replace
+
+from torchstorm.errors import BudgetError
+from torchstorm.offload.budget import Stack, bounce_buffers
+from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.run.shortage import Shortage, plan_with_slack
+from torchstorm.offload.step.saving import slab_bytes
+from torchstorm.plan.forecast import SLOT_BYTES, forecast_s
+from torchstorm.plan.machine import Machine
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.solve import shift_base, solve
+from torchstorm.plan.trace import Trace
+from torchstorm.sizes import format_size
+
+# A step's time is judged by the median of so many that followed the plan.
+_NUM_JUDGED = 3
+# Below this a miss is noise; above the second, the plan itself may be wrong and is made anew.
+_NOISE, _MISS = 0.02, 0.08
+_MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
+_MARGIN_BYTES = 2**20
+_LINK_SHARES = tuple(1 - step / 20 for step in range(15))
+
+
+class Planner:
+    """Plans steps within a Session's budget.
+
+    Args:
+        stack: tiers and budget.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
+        self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
+        self.lessons: list[str] = []
+
+    def machine(self) -> Machine:
+        """Speeds as measured, and as steps have shown them since."""
+        return _slowed(self._stack.machine(), self._link_share)
+
+    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
+        """Makes a plan that keeps the slack free, if any does so.
+
+        Args:
+            trace, base_bytes, num_measured: as in `Planned`.
+            before: the plan that such steps followed, which may have taught something of their memory.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        found = None
+        if self.slack_bytes:
+            with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
+                found = self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
+        if found is None:
+            found = self.plan_within(0, trace, base_bytes, num_measured)
+        if before is not None:
+            found.is_over, found.is_least = before.is_over, before.is_least
+        return found
+
+    def plan_within(
+        self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int, *, time_limit_s: float = 10.0
+    ) -> Planned:
+        """Makes a plan that keeps so much of the budget free.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        shifted = shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace
+        spare = self._stack.spare_with(slack_bytes)
+        plan = solve(
+            shifted,
+            self.machine(),
+            self._stack.budget,
+            spare=spare,
+            own_bytes=self._own_bytes,
+            # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
+            slow_own_bytes=max((parcel.nbytes for parcel in trace.parcels), default=0) + SLOT_BYTES,
+            time_limit_s=time_limit_s,
+        )
+        return Planned(plan, trace, plan.forecast, base_bytes, num_measured)
+
+    def plan_after(self, shortage: Shortage, planned: Planned) -> Planned | None:
+        """A plan for the step that ran out of memory, which keeps more free, as all do from now on; None for none."""
+        if planned.plan is None:
+            return None
+        anew, self.slack_bytes = plan_with_slack(
+            lambda slack: self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured),
+            shortage,
+            slack_bytes=self.slack_bytes,
+            tier=self._stack.fast_tier,
+        )
+        return anew
+
+    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan | None:
+        """A plan that need not be the best, to compare many steps by.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        return self.plan_within(self.slack_bytes, trace, base_bytes, 1, time_limit_s=0.3).plan
+
+    def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
+        """Whether memory that is not the Session's differs from what the plan takes for granted."""
+        if self._stack.device.type == "cpu" or planned.plan is None:
+            return False
+        delta, limit = base_bytes - planned.base_bytes, self._stack.budget.vram  # pragma: gpu
+        is_less = delta < -limit // 20 and not planned.is_given  # pragma: gpu
+        return delta > self._stack.spare.vram // 2 or is_less  # pragma: gpu
+
+    def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
+        """A plan for the same step beside so much memory that is not the Session's.
+
+        Raises:
+            BudgetError: as `solve` does.
+        """
+        if planned.is_given:
+            self.lessons.append(
+                f"The plan that was given takes {format_size(planned.base_bytes)} of other memory for granted, and "
+                f"there are {format_size(base_bytes)}: such steps are planned anew."
+            )
+        return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
+
+    def learn(self, plans: Plans, times_s: list[float], vram_bytes: int) -> bool:
+        """Compares what steps that followed the plan in force took with its forecast.
+
+        Args:
+            plans: of the Session.
+            times_s: of such steps.
+            vram_bytes: their highest peak of device memory; 0 where it does not count.
+
+        Returns:
+            Whether another plan is in force now.
+        """
+        if plans.in_force is not None and vram_bytes > self._stack.budget.vram:
+            better = self.judge_peak(plans.in_force, vram_bytes)
+            if better is not plans.in_force and plans.replace(plans.in_force, better):
+                return True
+        for step_s in times_s:
+            planned = plans.in_force
+            better = self.judge(planned, step_s) if planned is not None else None
+            if planned is None or better is None or not plans.replace(planned, better):
+                continue
+            if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
+                return True
+        return False
+
+    def judge_peak(self, planned: Planned, vram_bytes: int) -> Planned | None:
+        """Decides what becomes of a plan whose steps took more than the budget.
+
+        First what was missing is kept free. Where that does not help, something takes room at a moment when it did not
+        before, and only measuring tells which.
+
+        Returns:
+            What replaces the plan: itself where nothing does, None where such steps must be measured anew.
+        """
+        budget = self._stack.budget.vram
+        said = (
+            f"Steps took {format_size(vram_bytes)} of device memory, where {format_size(planned.forecast.vram_bytes)} "
+            f"were forecast and {format_size(budget)} allowed: "
+        )
+        if planned.plan is None or planned.is_least:
+            return planned
+        if planned.is_over:
+            self.lessons.append(said + "such steps are measured anew.")
+            return None
+        # What was not forecast, and not only what was over: the next plan may use room that this one left.
+        missed = max(self.slack_bytes + (vram_bytes - budget), vram_bytes - planned.forecast.vram_bytes)
+        slack = missed + _MARGIN_BYTES
+        try:
+            anew = self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured)
+        except BudgetError:
+            planned.is_least = True
+            self.lessons.append(said + f"with {format_size(slack)} kept free no plan fits, so they go on as they are.")
+            return planned
+        self.slack_bytes = slack
+        anew.is_over = True
+        anew.num_lessons = planned.num_lessons + 1
+        self.lessons.append(said + f"such steps were planned anew, with {format_size(slack)} kept free.")
+        return anew
+
+    def judge(self, planned: Planned, step_s: float) -> Planned | None:
+        """Takes note of the time of a step that followed the plan.
+
+        Returns:
+            What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
+        """
+        planned.times_s.append(step_s)
+        plan = planned.plan
+        if plan is None or len(planned.times_s) != _NUM_JUDGED or planned.num_lessons >= _MOST_LESSONS:
+            return None
+        measured_s, expected_s = statistics.median(planned.times_s), planned.forecast.step_ms / 1e3
+        if abs(measured_s - expected_s) <= _NOISE * measured_s:
+            return None
+        said = f"Steps took {measured_s * 1e3:.1f} ms, where {expected_s * 1e3:.1f} ms were forecast: "
+        forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
+        corrected = replace(
+            planned, plan=replace(plan, forecast=forecast), forecast=forecast, num_lessons=planned.num_lessons + 1
+        )
+        corrected.times_s = []
+        if planned.is_given:
+            self.lessons.append(said + "the plan that was given is kept.")
+            return corrected
+        if abs(measured_s - expected_s) <= _MISS * measured_s:
+            self.lessons.append(said + "the forecast was corrected.")
+            return corrected
+        trace = self._explain(planned, plan, measured_s)
+        with suppress(BudgetError):
+            anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
+            anew.num_lessons = planned.num_lessons + 1
+            self.lessons.append(said + "such steps were planned anew.")
+            return anew
+        return corrected
+
+    def _own_bytes(self, fast_bytes: int) -> int:
+        """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
+        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._stack.fast_bytes))
+        threads, block = bounce_buffers(fast_bytes) if self._stack.device.type == "cpu" else (0, 0)
+        return threads * block + 2 * growth
+
+    def _explain(self, planned: Planned, plan: Plan, measured_s: float) -> Trace:
+        """Finds what makes the forecast come true: slower copies if those can, else slower compute."""
+        machine = self._stack.machine()
+
+        def miss(share: float) -> float:
+            return abs(forecast_s(plan.trace, plan.placements, _slowed(machine, share)) - measured_s)
+
+        share = min((one for one in _LINK_SHARES if one <= self._link_share), key=miss)
+        if miss(share) <= _MISS * measured_s:
+            self._link_share = share
+            return planned.trace
+        factor = measured_s / forecast_s(plan.trace, plan.placements, self.machine())
+        moments = tuple(replace(one, compute_s=one.compute_s * factor) for one in planned.trace.moments)
+        ops = tuple(replace(op, compute_s=op.compute_s * factor) for op in planned.trace.ops)
+        return replace(planned.trace, moments=moments, ops=ops)
+
+
+def _slowed(machine: Machine, share: float) -> Machine:
+    return replace(
+        machine,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s * share,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s * share,
+        disk_write_bytes_per_s=machine.disk_write_bytes_per_s * share,
+        disk_read_bytes_per_s=machine.disk_read_bytes_per_s * share,
+    )
