@@ -4,6 +4,7 @@ quick, or measured by coverage."""
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -13,6 +14,10 @@ import pytest
 import torch
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+# Plans are made at once, so that every run has the same ones; offload/test_planning_beside.py takes this back.
+os.environ["TORCHSTORM_PLAN_NOW"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -32,6 +32,7 @@ from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.step import Step
+from torchstorm.plan.beside import Beside, plans_now
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan
 from torchstorm.transfer.engine import StreamClock
@@ -112,7 +113,7 @@ class Session:
             saved=SavedTensors(residency),
             # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
             plans=Plans(given, 4 if on_cuda else 2),
-            planner=Planner(stack),
+            planner=Planner(stack, None if plans_now() else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
         self._running = threading.Lock()
@@ -252,9 +253,10 @@ class Session:
         )
 
     def close(self, *, reason: str = "closed by its user") -> None:
-        """Frees spill files, pinned memory and threads. A second call does nothing."""
+        """Frees spill files, pinned memory, threads and the planner's process. A second call does nothing."""
         if not self._shared.saved.closed:
             self._shared.saved.closed = reason
+            self._shared.planner.close()
             self._shared.stack.close()
 
     def __reduce__(self) -> str:

@@ -145,6 +145,8 @@ class Search:
                 tried = (found for choice in choices if (found := self.attempt(choice)))
                 best = min((best, *tried), key=lambda found: found.score)
         for choice in choices:
+            if self._late():
+                break
             if sum(code >= TO_RAM for code in choice) <= _POLISHED:
                 found = polish(self.scheduler, choice, self.limit, best.seconds)
                 if found is not None and found.score < best.score:
@@ -219,6 +221,8 @@ class Search:
             while improved and (best.over_bytes or best.slow_over_bytes or not self._late()):
                 improved = False
                 for changed in self._moves(best, step):
+                    if not (best.over_bytes or best.slow_over_bytes) and self._late():
+                        break
                     found = self.attempt(changed)
                     if found is not None and _is_better(found, best):
                         best, improved = found, True

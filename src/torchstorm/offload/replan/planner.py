@@ -1,7 +1,12 @@
-"""Makes a Session's plans, and learns from steps that come out otherwise than planned."""
+"""Makes a Session's plans, and learns from steps that come out otherwise than planned.
+
+A step waits for a quick plan only. Where more time might find a better one, a process beside training searches it, and
+it is taken over between two steps.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +16,7 @@ from torchstorm.offload.budget import Stack, bounce_buffers
 from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.saving import slab_bytes
+from torchstorm.plan.beside import Beside, Problem
 from torchstorm.plan.forecast import SLOT_BYTES, forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
@@ -25,6 +31,7 @@ _NOISE, _MISS = 0.02, 0.08
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
+_QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
 class Planner:
@@ -32,10 +39,12 @@ class Planner:
 
     Args:
         stack: tiers and budget.
+        beside: searches better plans while training goes on; without it, steps wait until the best plan is found.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, beside: Beside | None = None) -> None:
         self._stack = stack
+        self._beside = beside
         self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
         self.lessons: list[str] = []
@@ -64,27 +73,43 @@ class Planner:
             found.is_over, found.is_least = before.is_over, before.is_least
         return found
 
-    def plan_within(
-        self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int, *, time_limit_s: float = 10.0
-    ) -> Planned:
-        """Makes a plan that keeps so much of the budget free.
+    def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:
+        """Makes a plan that keeps so much of the budget free, and has a better one searched if there may be one.
 
         Raises:
-            BudgetError: as `solve` does.
+            BudgetError: as `solve` does, however quick: no time limit ends its search before a plan fits.
         """
-        shifted = shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace
-        spare = self._stack.spare_with(slack_bytes)
-        plan = solve(
-            shifted,
-            self.machine(),
-            self._stack.budget,
-            spare=spare,
+        problem = self._problem(
+            slack_bytes, trace, base_bytes, time_limit_s=_FULL_S if self._beside is None else _QUICK_S
+        )
+        plan = self._solve(problem)
+        planned = Planned(plan, trace, plan.forecast, base_bytes, num_measured)
+        if self._beside is not None and plan.notes:  # the time was up
+            planned.asked = replace(problem, time_limit_s=_FULL_S, than_s=plan.forecast.step_ms / 1e3)
+            self._beside.ask(planned.asked)
+        return planned
+
+    def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
+        return Problem(
+            trace=shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace,
+            machine=self.machine(),
+            budget=self._stack.budget,
+            spare=self._stack.spare_with(slack_bytes),
+            time_limit_s=time_limit_s,
+            than_s=math.inf,
+        )
+
+    def _solve(self, problem: Problem) -> Plan:
+        return solve(
+            problem.trace,
+            problem.machine,
+            problem.budget,
+            spare=problem.spare,
             own_bytes=self._own_bytes,
             # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
-            slow_own_bytes=max((parcel.nbytes for parcel in trace.parcels), default=0) + SLOT_BYTES,
-            time_limit_s=time_limit_s,
+            slow_own_bytes=max((parcel.nbytes for parcel in problem.trace.parcels), default=0) + SLOT_BYTES,
+            time_limit_s=problem.time_limit_s,
         )
-        return Planned(plan, trace, plan.forecast, base_bytes, num_measured)
 
     def plan_after(self, shortage: Shortage, planned: Planned) -> Planned | None:
         """A plan for the step that ran out of memory, which keeps more free, as all do from now on; None for none."""
@@ -98,13 +123,13 @@ class Planner:
         )
         return anew
 
-    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan | None:
+    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan:
         """A plan that need not be the best, to compare many steps by.
 
         Raises:
             BudgetError: as `solve` does.
         """
-        return self.plan_within(self.slack_bytes, trace, base_bytes, 1, time_limit_s=0.3).plan
+        return self._solve(self._problem(self.slack_bytes, trace, base_bytes, time_limit_s=_QUICK_S))
 
     def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
         """Whether memory that is not the Session's differs from what the plan takes for granted."""
@@ -149,7 +174,37 @@ class Planner:
                 continue
             if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
                 return True
-        return False
+        return self._take_better(plans)
+
+    def _take_better(self, plans: Plans) -> bool:
+        """Takes over a plan that was found beside training; returns whether there is one."""
+        if self._beside is None:
+            return False
+        answer = self._beside.answer(lambda problem: plans.waiting_for(problem) is not None)
+        if self._beside.failure:
+            self.lessons.append(
+                f"The process that searches better plans has failed: {self._beside.failure}. Steps wait for the best "
+                "plan from now on."
+            )
+            self._beside = None
+        if answer is None:
+            return False
+        problem, better = answer
+        planned = plans.waiting_for(problem)
+        assert planned is not None
+        assert planned.plan is not None
+        planned.asked = None
+        if better is None:
+            return False
+        if better.forecast.step_ms >= problem.than_s * 1e3:
+            planned.plan = replace(planned.plan, notes=better.notes)
+            return False
+        return plans.replace(planned, replace(planned, plan=better, forecast=better.forecast, times_s=[]))
+
+    def close(self) -> None:
+        """Ends the search for better plans."""
+        if self._beside is not None:
+            self._beside.close()
 
     def judge_peak(self, planned: Planned, vram_bytes: int) -> Planned | None:
         """Decides what becomes of a plan whose steps took more than the budget.
@@ -191,6 +246,8 @@ class Planner:
         Returns:
             What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
         """
+        if self._beside is not None and planned.asked is not None:
+            return None  # it may soon be replaced, and its steps share the processor with the search
         planned.times_s.append(step_s)
         plan = planned.plan
         if plan is None or len(planned.times_s) != _NUM_JUDGED or planned.num_lessons >= _MOST_LESSONS:
@@ -211,6 +268,14 @@ class Planner:
             self.lessons.append(said + "the forecast was corrected.")
             return corrected
         trace = self._explain(planned, plan, measured_s)
+        if self._beside is not None:
+            problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_FULL_S)
+            than_s = forecast_s(problem.trace, plan.placements, problem.machine)
+            corrected.trace, corrected.asked = trace, replace(problem, than_s=than_s)
+            corrected.plan = replace(plan, trace=problem.trace, forecast=forecast)
+            self._beside.ask(corrected.asked)
+            self.lessons.append(said + "the forecast was corrected, and a better plan is searched beside training.")
+            return corrected
         with suppress(BudgetError):
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
             anew.num_lessons = planned.num_lessons + 1

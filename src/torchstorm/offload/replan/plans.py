@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload
@@ -35,6 +36,7 @@ class Planned:
         times_s: of steps that followed it.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         subject: the model and batch of the step; None where that was not noted.
+        asked: what is solved beside training for a better plan; None for nothing.
     """
 
     plan: Plan | None
@@ -48,6 +50,7 @@ class Planned:
     times_s: list[float] = field(default_factory=list)
     is_given: bool = False
     subject: Workload | None = None
+    asked: Problem | None = None
 
     @property
     def recomputes(self) -> bool:
@@ -142,6 +145,10 @@ class Plans:
         else:
             self.put(key, new)
         return True
+
+    def waiting_for(self, problem: Problem) -> Planned | None:
+        """The plan in use that is to be replaced by a problem's answer."""
+        return next((one for one in self._by_key.values() if one.asked is problem), None)
 
     def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
         """The plan in force, with the machine whose speeds it has, and what it is for."""

@@ -1,0 +1,359 @@
+"""Planning does not stop training: a quick plan at once, and a better one from a process beside it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.offload.steps import train
+from torch import nn
+
+from torchstorm.errors import BudgetError
+from torchstorm.offload.replan import planner as planning
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.session import Session
+from torchstorm.plan import beside
+from torchstorm.plan.beside import PLAN_NOW, Beside, Problem
+from torchstorm.plan.plan import Budget, Plan
+
+NEVER = ("-c", "import time; time.sleep(600)")
+RAM = "1200KiB"
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(8)])
+
+
+def loss_of(model: nn.Module, index: int) -> torch.Tensor:
+    loss = model(torch.randn(256, 64)).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.fixture(autouse=True)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made beside training, and the quick ones are stopped so soon that there may always be a better one."""
+    monkeypatch.delenv(PLAN_NOW)
+    monkeypatch.setattr(planning, "_QUICK_S", 0.0)
+
+
+@pytest.fixture
+def poor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick plans leave a third of the budget free."""
+    solve = Planner._solve
+
+    def solve_poorly(self: Planner, problem: Problem) -> Plan:
+        return solve(self, replace(problem, spare=Budget(ram=problem.budget.ram // 3)))
+
+    monkeypatch.setattr(Planner, "_solve", solve_poorly)
+
+
+@pytest.fixture
+def storm() -> Iterator[Session]:
+    with Session(model_of(), ram=RAM) as session:
+        yield session
+
+
+def run_steps(storm: Session, num: int) -> None:
+    for index in range(num):
+        with storm.step():
+            loss_of(storm._shared.model, index)
+
+
+def searching(storm: Session) -> Beside:
+    found = storm._shared.planner._beside
+    assert found is not None
+    return found
+
+
+def process_of(storm: Session) -> subprocess.Popen[bytes]:
+    run = searching(storm)._running
+    assert run is not None
+    return run._process
+
+
+def wait_for_answer(storm: Session) -> None:
+    run = searching(storm)._running
+    assert run is not None
+    run.thread.join(60)
+    assert not run.thread.is_alive()
+
+
+def test_a_step_never_waits_for_the_search_and_keeps_its_budget(
+    monkeypatch: pytest.MonkeyPatch, storm: Session
+) -> None:
+    monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
+    begun = time.perf_counter()
+    run_steps(storm, 6)
+    assert time.perf_counter() - begun < 60
+    assert process_of(storm).poll() is None  # it searches still
+    report = storm.report()
+    assert report.num_planned == 4  # two are measured
+    assert report.measured is not None
+    assert report.measured.ram_bytes <= report.budget.ram
+
+
+@pytest.mark.usefixtures("poor")
+def test_a_better_plan_is_taken_over_between_two_steps(storm: Session) -> None:
+    run_steps(storm, 3)
+    quick = storm.plan()
+    wait_for_answer(storm)
+    assert storm.plan() is not None
+    with storm.step():
+        better = storm.plan()
+        loss_of(storm._shared.model, 0)
+    assert quick is not None
+    assert better is not None
+    assert better.forecast.step_ms < quick.forecast.step_ms
+    assert better.placements != quick.placements
+    assert storm.usage().ram_bytes <= better.budget.ram
+    assert storm.report().num_in_force == 1
+    assert searching(storm)._running is None
+    assert not searching(storm).failure
+
+
+@pytest.mark.usefixtures("poor")
+def test_gradients_are_the_same_to_the_bit_when_plans_are_replaced() -> None:
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        if index > 2 and sessions and searching(sessions[0])._running is not None:
+            wait_for_answer(sessions[0])
+        return loss_of(model, index)
+
+    sessions: list[Session] = []
+
+    def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Session:
+        sessions.append(Session(model, ram=RAM, check=True))
+        return sessions[0]
+
+    plain, _ = train(model_of, step, None, num_steps=7)
+    ours, session = train(model_of, step, session_of, num_steps=7)
+    assert session is not None
+    with session:
+        assert searching(session)._running is None
+        assert session.report().num_planned == 5
+    for one, other in zip(plain.gradients, ours.gradients, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)  # type: ignore[arg-type]
+
+
+def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_searched(storm: Session) -> None:
+    run_steps(storm, 3)
+    wait_for_answer(storm)
+    (planned,) = storm._shared.plans._by_key.values()
+    assert planned.plan is not None
+    assert planned.asked is not None
+    run = searching(storm)._running
+    assert run is not None
+    object.__setattr__(planned.asked, "than_s", 0.0)
+    run.plan = replace(planned.plan, notes=("searched",))
+    placements = planned.plan.placements
+    run_steps(storm, 1)
+    plan = storm.plan()
+    assert plan is not None
+    assert plan.placements == placements
+    assert plan.notes == ("searched",)
+    assert planned.asked is None
+
+
+def test_an_answer_for_a_plan_that_was_replaced_is_dropped(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
+    monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
+    run_steps(storm, 1)
+    first = process_of(storm)
+    run_steps(storm, 2)  # the second one was measured, and a plan made for its times
+    assert first.returncode is not None
+    assert process_of(storm) is not first
+    assert len(storm._shared.plans._by_key) == 1
+
+
+def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: Session) -> None:
+    run_steps(storm, 3)
+    wait_for_answer(storm)
+    run_steps(storm, 1)
+    plans, planner = storm._shared.plans, storm._shared.planner
+    before = plans.in_force
+    assert before is not None
+    assert before.plan is not None
+    assert before.asked is None
+    before.times_s, before.is_given = [], False
+    slow_s = before.forecast.step_ms / 1e3 * 3
+    assert not planner.learn(plans, [slow_s] * 3, 0)
+    now = plans.in_force
+    assert now is not None
+    assert now.plan is not None
+    assert now.asked is not None
+    assert now.plan.placements == before.plan.placements
+    assert now.forecast.step_ms == pytest.approx(slow_s * 1e3)
+    assert "a better plan is searched beside training" in planner.lessons[-1]
+    assert planner.judge(now, slow_s) is None
+    assert now.times_s == []  # steps are not judged while another plan is about to come
+    wait_for_answer(storm)
+    run_steps(storm, 1)
+    assert plans.in_force is not None
+    assert plans.in_force.asked is None
+
+
+def test_training_goes_on_when_the_process_is_killed_and_the_report_says_so(storm: Session) -> None:
+    run_steps(storm, 3)
+    process_of(storm).kill()
+    wait_for_answer(storm)
+    run_steps(storm, 3)
+    assert storm._shared.planner._beside is None
+    (note,) = [note for note in storm.report().notes if "process" in note]
+    assert "ended with status" in note
+    storm._shared.plans._by_key.clear()
+    run_steps(storm, 3)
+    plan = storm.plan()
+    assert plan is not None
+    assert plan.notes == ()  # found with all the time that it takes
+
+
+def test_training_goes_on_when_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    run_steps(storm, 4)
+    assert storm.report().num_planned == 2
+    (note,) = [note for note in storm.report().notes if "process" in note]
+    assert "cannot be started" in note
+
+
+def test_closing_a_session_ends_the_process_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
+    gc.collect()
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with Session(model_of(), ram=RAM) as storm:
+        run_steps(storm, 2)
+        process = process_of(storm)
+    assert process.returncode is not None  # waited for: no zombie
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
+    storm.close()
+
+
+def test_a_session_that_is_let_go_of_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
+    storm = Session(model_of(), ram=RAM)
+    run_steps(storm, 2)
+    process = process_of(storm)
+    del storm
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_two_sessions_plan_at_once() -> None:
+    with Session(model_of(), ram=RAM) as one, Session(model_of(), ram=RAM) as other:
+        for _ in range(3):
+            run_steps(one, 1)
+            run_steps(other, 1)
+        assert process_of(one).pid != process_of(other).pid
+        for storm in (one, other):
+            wait_for_answer(storm)
+            run_steps(storm, 1)
+            assert not searching(storm).failure
+            assert storm._shared.plans.in_force is not None
+            assert storm._shared.plans.in_force.asked is None
+
+
+def test_several_problems_are_solved_one_after_another(storm: Session) -> None:
+    run_steps(storm, 3)
+    asked = process_of(storm)
+    (planned,) = storm._shared.plans._by_key.values()
+    assert planned.asked is not None
+    ours, problems = searching(storm), [replace(planned.asked) for _ in range(3)]
+    for problem in problems:
+        ours.ask(problem)
+    assert process_of(storm) is asked
+    answers = []
+    wanted = {id(problems[0]), id(problems[2])}
+    while len(answers) < 2:
+        found = ours.answer(lambda problem: id(problem) in wanted)
+        if found is not None:
+            answers.append(found[0])
+        if ours._running is not None:
+            ours._running.thread.join(60)
+    assert answers == [problems[0], problems[2]]
+    assert asked.returncode is not None
+
+
+def test_with_plan_now_there_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLAN_NOW, "1")
+    with Session(model_of(), ram=RAM) as storm:
+        run_steps(storm, 3)
+        assert storm._shared.planner._beside is None
+        plan = storm.plan()
+    assert plan is not None
+    assert plan.notes == ()
+
+
+def test_where_nothing_fits_the_error_is_the_same_as_with_plan_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for now in ("0", "1"):
+        monkeypatch.setenv(PLAN_NOW, now)
+        with pytest.raises(BudgetError) as caught, Session(model_of(), ram="100KiB") as storm:
+            run_steps(storm, 1)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_the_process_imports_no_torch_and_ends_with_the_one_that_asked() -> None:
+    code = (
+        "import sys, torchstorm.plan.beside as beside\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.modules['torch'] = None  # importing it would raise\n"
+        "beside.main()"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    path = os.pathsep.join(part for part in sys.path if part)
+    with subprocess.Popen([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}, **pipes) as child:
+        _, told = child.communicate(b"", timeout=60)
+    assert b"EOFError" in told
+    assert b"AssertionError" not in told
+    waits = "import threading, torchstorm.plan.beside as beside; beside._end_with_parent()"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", waits], env={**os.environ, "PYTHONPATH": path}, **pipes
+    ) as child:
+        child.communicate(b"", timeout=60)
+    assert child.returncode == 1
+
+
+SCRIPT = """
+import os, sys
+with open(sys.argv[1], "a") as log:
+    print(__name__, file=log)
+import torch
+from torch import nn
+from torchstorm import Session
+from torchstorm.offload.replan import planner
+
+planner._QUICK_S = 0.0
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(8)])
+storm = Session(model, ram="1200KiB")
+for index in range(4):
+    with storm.step():
+        model(torch.randn(256, 64)).square().mean().backward()
+    run = storm._shared.planner._beside._running
+    if index < 3 and run is not None:
+        run.thread.join()
+        assert not run.failure, run.failure
+        assert run.plan is not None
+        print("answered")
+"""
+
+
+def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    command = [sys.executable, str(script), str(log)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "answered" in done.stdout
+    assert log.read_text().split() == ["__main__"]
