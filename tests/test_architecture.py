@@ -49,6 +49,7 @@ WITHOUT_TORCH = [
     "sizes",
     "paths",
     "memory.tier",
+    "plan.beside",
     "plan.forecast",
     "plan.machine",
     "plan.plan",

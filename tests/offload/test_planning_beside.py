@@ -192,7 +192,7 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     assert now.asked is not None
     assert now.plan.placements == before.plan.placements
     assert now.forecast.step_ms == pytest.approx(slow_s * 1e3)
-    assert "a better plan is searched beside training" in planner.lessons[-1]
+    assert "a better plan is searched for beside training" in planner.lessons[-1]
     assert planner.judge(now, slow_s) is None
     assert now.times_s == []  # steps are not judged while another plan is about to come
     wait_for_answer(storm)

@@ -43,6 +43,10 @@ Batch = TypeVar("Batch")
 class Session:
     """Keeps the saved tensors of a model's training steps within a budget.
 
+    A step waits for a plan that is made quickly. A process beside training, without torch, searches for a better one,
+    which is taken over between two steps. With the environment variable TORCHSTORM_PLAN_NOW=1, steps wait until the
+    search has ended.
+
     Args:
         model: any nn.Module; it is not modified.
         vram: budget for allocated device memory, int bytes or "24GiB". Default: 90 % of the free memory. Only on CUDA.

@@ -1,7 +1,7 @@
 """Makes a Session's plans, and learns from steps that come out otherwise than planned.
 
-A step waits for a quick plan only. Where more time might find a better one, a process beside training searches it, and
-it is taken over between two steps.
+A step waits for a quick plan only. Where more time might find a better one, a process beside training searches for it,
+and it is taken over between two steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Planner:
 
     Args:
         stack: tiers and budget.
-        beside: searches better plans while training goes on; without it, steps wait until the best plan is found.
+        beside: searches for better plans while training goes on; without it, steps wait until the search has ended.
     """
 
     def __init__(self, stack: Stack, beside: Beside | None = None) -> None:
@@ -74,7 +74,7 @@ class Planner:
         return found
 
     def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:
-        """Makes a plan that keeps so much of the budget free, and has a better one searched if there may be one.
+        """Makes a plan that keeps so much of the budget free, and has a better one searched for if there may be one.
 
         Raises:
             BudgetError: as `solve` does, however quick: no time limit ends its search before a plan fits.
@@ -183,8 +183,8 @@ class Planner:
         answer = self._beside.answer(lambda problem: plans.waiting_for(problem) is not None)
         if self._beside.failure:
             self.lessons.append(
-                f"The process that searches better plans has failed: {self._beside.failure}. Steps wait for the best "
-                "plan from now on."
+                f"The process that searches for better plans has failed: {self._beside.failure}. Steps wait for the "
+                "whole search from now on."
             )
             self._beside = None
         if answer is None:
@@ -274,7 +274,7 @@ class Planner:
             corrected.trace, corrected.asked = trace, replace(problem, than_s=than_s)
             corrected.plan = replace(plan, trace=problem.trace, forecast=forecast)
             self._beside.ask(corrected.asked)
-            self.lessons.append(said + "the forecast was corrected, and a better plan is searched beside training.")
+            self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
         with suppress(BudgetError):
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
