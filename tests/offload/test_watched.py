@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.forced import at_random, force_recompute
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.recompute.watched import WatchedCalls, call_of
 from torchstorm.offload.session import Session
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 256, 6
@@ -402,3 +404,14 @@ def test_what_is_computed_from_memory_that_was_freed_says_so(tmp_path: Path) -> 
                 take_step(model, index)
         with pytest.raises(UnsupportedError, match="freed or replaced before backward"), session.step():
             take_step(model, 7, backward=lambda loss: (seen[-1].untyped_storage().resize_(0), loss.backward()))
+
+
+def test_thousands_of_operations_of_one_call_are_numbered_as_of_that_call() -> None:
+    tape = Tape(torch.device("cpu"), is_leaf=lambda _: False, mark=lambda: None)
+    recurrent = nn.GRU(8, 8)
+    with WatchedCalls(tape, moment=lambda: 3):
+        recurrent(torch.randn(400, 2, 8) * 2)
+    found = Counter(call_of(call.number) for call in tape.calls)
+    assert sorted(found.values())[-1] > 1024
+    assert len(found) == 4, "what draws the input, the product, the first state, and the network"
+    assert len({call.number for call in tape.calls}) == len(tape.calls)

@@ -1,11 +1,11 @@
 """Has a step's operations recorded within the calls that a plan needs, and within no others.
 
 A mode that sees every operation costs the host more than most operations take. This one sees the calls of PyTorch's
-functions in Python, each of which is one operation or a few, and that costs a fifth. It numbers them, so that the same
-call of a later step has the same number, and lets the tape see what happens within those that were asked for.
+functions in Python, each of which is one operation or a few, and that costs a part of it. It numbers them, so that the
+same call of a later step has the same number, and lets the tape see what happens within those that were asked for.
 
-A call's number says which function it calls, for the how manieth time since which moment of the step. So a few calls
-more, as of a step that logs something, change no other call's number.
+A call's number is made of the moment of the step before it, the function, and how often that was called since. So a few
+calls more, as of a step that logs something, change no other call's number.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import leave_in_backward, see_no_more_operations, see_operations
 
-_PLACES = 1 << 10  # of operations in a call, and of calls of a function after a moment
 _NAMES = 1 << 20  # of functions
+_COUNTS = 1 << 10  # of a function's calls after a moment
+_PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with some ten operations a time step
 
 _GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -63,7 +64,7 @@ class WatchedCalls(TorchFunctionMode):
             counts.clear()
         name, writes = _known.get(func) or _get_to_know(func)
         count = counts[name] = counts.get(name, 0) + 1
-        number = (moment * _PLACES + count) * _NAMES + name
+        number = (moment * _COUNTS + count) * _NAMES + name
         if self.calls is None or number in self.calls or writes or (kwargs and _is_to_write(kwargs)):
             return self._record(number, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
