@@ -35,6 +35,15 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_of_other_tests() -> None:
+    """Sessions that other tests left to the collector end now, and their threads before anything is counted."""
+    gc.collect()
+    stop = time.monotonic() + 5
+    while threading.active_count() > 1 and time.monotonic() < stop:
+        time.sleep(0.02)
+
+
 def mlp() -> nn.Sequential:
     layers = [(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)]
     return nn.Sequential(*(layer for group in layers for layer in group))
