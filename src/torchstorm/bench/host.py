@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
-import importlib.util
 import pstats
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -22,9 +21,8 @@ from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
 from torchstorm.bench.measure import Context, Meter, Subject, clean
-from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
+from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, check_transformers, checkpointing_of, make_model
 from torchstorm.bench.record import Record, RecordRow
-from torchstorm.errors import ConfigError
 from torchstorm.offload.session import Session
 from torchstorm.plan.recompute import RECOMPUTE
 
@@ -98,10 +96,7 @@ def bench_host(
         TorchstormError: the device or transformers is not there, a name is not known, or the file cannot be written.
     """
     target = bench_device(device)
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            "transformers is not installed, and its models are what this times: pip install transformers."
-        )
+    check_transformers()
     cases = (ON_A_GPU[0], _GPT2) if target.type == "cuda" else (_NARROW,)
     names = tuple(case.name for case in cases)
     chosen = names if model_names is None else pick(model_names, names, option="--model")
@@ -117,7 +112,7 @@ def bench_host(
 def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, steps: int) -> None:
     """Times one model by every way; see `bench_host`."""
     subject = make_model(case, device)
-    small = small_of(case, subject)
+    small = _few_tokens_of(subject)
     checkpointing = checkpointing_of(subject.model)
     assert checkpointing is not None
     plain_s = 0.0
@@ -129,7 +124,6 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
         plain_s = plain_s or timing.median_s
         plan = session.plan() if session is not None else None
         tiers = Counter(placement.tier for placement in plan.placements) if plan is not None else Counter[str]()
-        num_recomputed = tiers[RECOMPUTE]
         record.add(
             HostRow(
                 model=case.name,
@@ -140,7 +134,7 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
                 slowest_s=max(timing.seconds),
                 ratio=timing.median_s / plain_s,
                 num_moved=tiers["ram"] + tiers["disk"],
-                num_recomputed=num_recomputed,
+                num_recomputed=tiers[RECOMPUTE],
                 causes=causes_of(lambda: meter.step(context)),
             )
         )
@@ -161,7 +155,7 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
     clean(device)
 
 
-def small_of(case: ModelCase, subject: Subject) -> Subject:
+def _few_tokens_of(subject: Subject) -> Subject:
     """The same model on a few tokens."""
     data = subject.data
 

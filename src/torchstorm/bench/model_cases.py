@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from torchstorm.bench.measure import Subject
 from torchstorm.bench.ways import Checkpointing, Contexts
+from torchstorm.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +247,18 @@ ON_A_CPU = (
         shares=_SHARES,
     ),
 )
+
+
+def check_transformers() -> None:
+    """Makes sure that the models are there.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "transformers is not installed, and its models are what this trains: pip install transformers."
+        )
 
 
 def make_model(case: ModelCase, device: torch.device) -> Subject:

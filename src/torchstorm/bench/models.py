@@ -5,7 +5,6 @@ All from Hugging Face's classes with random weights: nothing is downloaded. A st
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import tempfile
 from functools import partial
@@ -17,11 +16,10 @@ from rich.console import Console
 from torchstorm.bench import ways
 from torchstorm.bench.cases import bench_device, pick, pick_ways
 from torchstorm.bench.measure import Meter, clean
-from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
+from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, check_transformers, checkpointing_of, make_model
 from torchstorm.bench.peers import Budgets, Peers
 from torchstorm.bench.rows import HEADER, Results, Row
 from torchstorm.bench.side_by_side import failure
-from torchstorm.errors import ConfigError
 
 
 def bench_models(
@@ -49,10 +47,7 @@ def bench_models(
         TorchstormError: the device or transformers is not there, a name is not known, or the file cannot be written.
     """
     target = bench_device(device)
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            "transformers is not installed, and its models are what this trains: pip install transformers."
-        )
+    check_transformers()
     cases = ON_A_GPU if target.type == "cuda" else ON_A_CPU
     names = tuple(case.name for case in cases)
     chosen = names if model_names is None else pick(model_names, names, option="--model")

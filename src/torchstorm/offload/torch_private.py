@@ -167,45 +167,32 @@ def is_backward_compiled() -> bool:
 
 
 @functools.cache
-def pause_in_backward(kind: type[TorchDispatchMode]) -> None:
-    """From now on, dispatch modes of a kind are left when backward begins, and entered again when it has ended.
+def pause_in_backward(kind: type[TorchDispatchMode | TorchFunctionMode]) -> None:
+    """From now on, modes of a kind are left when backward begins, and entered again when it has ended.
 
-    A mode is otherwise called for every operation of backward, which costs more than many of them take. Where PyTorch
-    has another way into its engine, modes are called as before.
+    A dispatch mode is otherwise called for every operation of backward, which costs more than many of them take. Where
+    PyTorch has another way into its engine, modes are called as before.
     """
     run_backward = getattr(torch.autograd, "_engine_run_backward", None)
     if run_backward is None:
         return
+    current: Callable[[], Any] = _get_current_dispatch_mode
+    if issubclass(kind, TorchFunctionMode):
+        current = torch.overrides._get_current_function_mode
 
     @functools.wraps(run_backward)
     def paused(*args: Any, **kwargs: Any) -> Any:
-        mode = _get_current_dispatch_mode()
-        return _without(mode, run_backward, args, kwargs) if isinstance(mode, kind) else run_backward(*args, **kwargs)
+        found = current()
+        if not isinstance(found, kind):
+            return run_backward(*args, **kwargs)
+        mode: Any = found
+        mode.__exit__(None, None, None)
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            mode.__enter__()
 
     torch.autograd._engine_run_backward = paused  # type: ignore[attr-defined]
-
-
-@functools.cache
-def leave_in_backward(kind: type[TorchFunctionMode]) -> None:
-    """The same for modes of a kind that see the calls of PyTorch's functions."""
-    run_backward = getattr(torch.autograd, "_engine_run_backward", None)
-    if run_backward is None:
-        return
-
-    @functools.wraps(run_backward)
-    def left(*args: Any, **kwargs: Any) -> Any:
-        mode = torch.overrides._get_current_function_mode()
-        return _without(mode, run_backward, args, kwargs) if isinstance(mode, kind) else run_backward(*args, **kwargs)
-
-    torch.autograd._engine_run_backward = left  # type: ignore[attr-defined]
-
-
-def _without(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    mode.__exit__(None, None, None)
-    try:
-        return function(*args, **kwargs)
-    finally:
-        mode.__enter__()
 
 
 def see_operations(mode: TorchDispatchMode) -> None:

@@ -61,7 +61,7 @@ class Tape(TorchDispatchMode):
         self.number = 0  # of the next operation that is no view
         self.num_calls = 0
         self.wanted: Collection[int] | None = None  # numbers of the operations to record; None for all
-        self.is_within_call = True  # outside of the calls that a `Watch` sees, nothing is recorded
+        self.is_within_call = True  # outside of what `WatchedCalls` sees, nothing is recorded
         self._device = device
         self._is_leaf = is_leaf
         self._known: dict[int, _Known] = {}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import Tape
-from torchstorm.offload.torch_private import leave_in_backward, see_no_more_operations, see_operations
+from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
 _NAMES = 1 << 20  # of functions
 _COUNTS = 1 << 10  # of a function's calls after a moment
@@ -43,7 +43,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def __init__(self, tape: Tape, *, moment: Callable[[], int], enters: bool = True) -> None:
         super().__init__()
-        leave_in_backward(WatchedCalls)
+        pause_in_backward(WatchedCalls)
         self.calls: Collection[int] | None = None
         self._tape = tape
         self._moment_now = moment

@@ -68,12 +68,12 @@ class Table:
             for value in plan.trace.ops[op].inputs
         }
         operations, sources = _makers(plan)
+        sources.update(self.read_until)
         # What others are computed again from must be found by its value; records hold what is tiny themselves.
         if plan.recomputes:
             self.stays = [
                 stays
                 and (one.parcel >= 0 or not all_recorded)
-                and (number not in self.read_until or (one.parcel < 0 and one.nbytes <= TINY_BYTES))
                 and (number not in sources or (one.parcel < 0 and one.nbytes <= TINY_BYTES))
                 for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
             ]
