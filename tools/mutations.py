@@ -66,7 +66,7 @@ FAULTS = (
     Fault("a view comes back from the start of its storage", "offload/step/views.py",
           "int(tensor.storage_offset()) * tensor.element_size() - base_offset", "-base_offset", EXACT),
     Fault("small tensors overlap in the buffer that they share", "offload/step/saving.py",
-          "parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT", "parcel.filled += nbytes // 2", EXACT),
+          "slab.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT", "slab.filled += nbytes // 2", EXACT),
     Fault("a random operation is computed again from another state", "offload/recompute/replay.py",
           "        generator.set_state(call.state)\n", "", "offload/test_recompute.py"),
     Fault("bytes that were computed again are not compared", "offload/step/residency.py",

@@ -7,8 +7,7 @@ allocated memory follows from program order, however far the host runs ahead. Po
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -45,19 +44,28 @@ class _Streams:  # pragma: gpu
             self._known[key] = stream
         return stream
 
-    @contextlib.contextmanager
-    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Queues work on one of the device's streams."""
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[StreamCopy],
+    ) -> torch.cuda.Event:
+        """Queues a copy on one of the device's streams, and records an event behind it."""
         if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.stream(stream):
-                yield
-            return
+            with torch.cuda.device(self._index):
+                return self.copy(stream, target, source, after)
         before = self.current()
         _set_stream(stream)
         try:
-            yield
+            for copy in after:
+                copy.wait()
+            target.copy_(source, non_blocking=True)
         finally:
             _set_stream(before)
+        finished = torch.cuda.Event()
+        finished.record(stream)
+        return finished
 
 
 def _set_stream(stream: torch.cuda.Stream) -> None:  # pragma: gpu
@@ -141,13 +149,7 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None,
     ) -> CudaCopy:
         stream.wait_event(ready or self.mark())
-        with self._streams.on(stream):
-            for copy in after:
-                copy.wait()
-            target.copy_(source, non_blocking=True)
-            finished = torch.cuda.Event()
-            finished.record(stream)
-        return CudaCopy(self._streams, finished)
+        return CudaCopy(self._streams, self._streams.copy(stream, target, source, after))
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies."""

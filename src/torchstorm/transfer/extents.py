@@ -27,6 +27,8 @@ class Extents:
         size = self.rounded(nbytes)
         if size == 0:
             return 0
+        if size > self.capacity_bytes - self.used_bytes:
+            return None
         fits = [(stop - start, index) for index, (start, stop) in enumerate(self._free) if stop - start >= size]
         if not fits:
             return None

@@ -21,6 +21,8 @@ from torchstorm.sizes import format_size
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.extents import Extents
 
+_MANY = 64  # copies of one segment, before those that have ended are looked for: each costs the host a microsecond
+
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
 
@@ -101,8 +103,10 @@ class PinnedArena:
             for segment, start, size in extents:
                 pieces.append(segment.buffer[start : start + min(size, left)])
                 left -= pieces[-1].nbytes
-                segment.busy = [entry for entry in segment.busy if not entry[2].done()]
-                after += [copy for begin, end, copy in segment.busy if begin < start + size and start < end]
+                if len(segment.busy) > _MANY:
+                    segment.busy = [entry for entry in segment.busy if not entry[2].done()]
+                stop = start + size
+                after += [copy for begin, end, copy in segment.busy if begin < stop and start < end and not copy.done()]
                 self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             return Slot(pieces, after, extents)

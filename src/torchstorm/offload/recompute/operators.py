@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import types
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 # Their outputs are whatever lay in memory, or are filled by something that nobody sees.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -24,6 +26,10 @@ _OVERWRITING = frozenset(
 # They write the running statistics (arguments 3 and 4, in training) and their schemas do not say so.
 _BATCH_NORM = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 _TRAINING = 5
+# They run one operation, which makes their output, or return what they were given.
+_CONVERSIONS = frozenset({"bfloat16", "contiguous", "double", "float", "half", "to"})
+_MADE_OF_OTHERS = torch._C.DispatchKey.CompositeImplicitAutograd
+_IN_PYTHON: frozenset[Any] = frozenset({F.elu, F.leaky_relu, F.mish, F.relu, F.silu})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +47,7 @@ class Operator:
         overwrites: of those, whether it fills the argument, whatever was in it.
         draws: whether it draws random numbers.
         keeps_statistics: whether it is a batch norm with hidden writes.
+        is_function: whether it is no operator, but a function of PyTorch's that calls one.
     """
 
     name: str
@@ -53,6 +60,76 @@ class Operator:
     overwrites: bool = False
     draws: bool = False
     keeps_statistics: bool = False
+    is_function: bool = False
+
+
+_PRODUCT = Operator(name="aten.mm.default", repeatable=True, is_view=False, is_function=True)
+_SUM_AND_PRODUCT = Operator(name="aten.addmm.default", repeatable=True, is_view=False, is_function=True)
+
+
+@functools.cache
+def function(func: Any) -> Operator | None:
+    """How a step treats one of PyTorch's functions as a whole: one that runs a single operation, whatever it is given.
+    That operation draws no random numbers, writes to nothing and makes one tensor, which the function returns.
+
+    Args:
+        func: what `__torch_function__` was given.
+
+    Returns:
+        None for a function that may do more. So do those that PyTorch puts together of others, as `linear`.
+    """
+    name = getattr(func, "__name__", "")
+    if isinstance(func, types.FunctionType) and func not in _IN_PYTHON:
+        return None
+    if name not in _CONVERSIONS:
+        found = [one for one in _overloads(name) if _takes_tensors(one)]
+        if not found or not all(map(_is_single, found)):
+            return None
+    return Operator(name=f"torch.{name}", repeatable=True, is_view=False, is_function=True)
+
+
+def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Operator] | None:
+    """What `linear` comes to where its rows lie one behind another: a single product.
+
+    Args:
+        args, kwargs: of `linear`.
+
+    Returns:
+        What makes the same bytes from the same arguments, and the operator that it runs; None where PyTorch may
+        run another operation, or several.
+    """
+    if kwargs or len(args) not in (2, 3):
+        return None
+    rows, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
+    if rows.dim() not in (2, 3) or weight.dim() != 2 or not rows.is_contiguous() or not rows.numel():
+        return None
+    if bias is None:
+        return _product, _PRODUCT
+    return (_product, _SUM_AND_PRODUCT) if bias.dim() == 1 else None
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = rows.view(-1, rows.shape[-1])
+    return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    return [getattr(packet, one) for one in packet.overloads()] if packet is not None else []
+
+
+def _takes_tensors(overload: torch._ops.OpOverload) -> bool:
+    """Whether an overload is one for tensors without names, and writes to none that it is given for its result."""
+    arguments, name = overload._schema.arguments, overload._overloadname
+    takes = any("Tensor" in str(one.type) for one in arguments)
+    return takes and "name" not in name and not any(one.is_out for one in arguments)
+
+
+def _is_single(overload: torch._ops.OpOverload) -> bool:
+    what = operator(overload)
+    makes_one = [str(one.type) for one in overload._schema.returns] == ["Tensor"]
+    is_plain = what.repeatable and not (what.draws or what.writes or what.write_names or what.keeps_statistics)
+    return makes_one and is_plain and not overload.has_kernel_for_dispatch_key(_MADE_OF_OTHERS)
 
 
 @functools.cache

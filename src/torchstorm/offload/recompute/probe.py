@@ -18,7 +18,8 @@ import torch
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import run
-from torchstorm.offload.recompute.tape import Probe, tensors_of
+from torchstorm.offload.recompute.tape import Probe
+from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import flat_bytes
 

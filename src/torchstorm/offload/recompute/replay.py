@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.recompute.tape import default_generator, tensors_of
+from torchstorm.offload.recompute.tensors import default_generator, tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Saved, Value
 from torchstorm.offload.step.views import flat_bytes
 

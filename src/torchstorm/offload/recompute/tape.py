@@ -11,7 +11,7 @@ their bytes' origin, a `Value`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
+from torchstorm.offload.recompute.tensors import collect, covers_all, default_generator, has_bytes, tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
 TINY_BYTES = 4096
-"""What no record knows and is no larger is kept for the records that use it."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What no record knows and is smaller is kept for the records that use it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +66,7 @@ class Tape(TorchDispatchMode):
         self._is_leaf = is_leaf
         self._known: dict[int, _Known] = {}
         self._leaves: dict[int, list[Leaf]] = {}
+        self._unfinished: tuple[Call, list[torch.Tensor]] | None = None  # a function that runs, and its arguments
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -99,6 +100,20 @@ class Tape(TorchDispatchMode):
             return out
         return self._record(func, what, number, args, kwargs)
 
+    def takes_whole(self, number: int) -> bool:
+        """Whether what a function does, as a single operation of that number, is to be recorded now, and is no more
+        than it was told to do."""
+        return (
+            self.wanted is not None
+            and number in self.wanted
+            and not self.idle
+            and torch._C._current_graph_task_id() == -1
+            and forward_ad._current_level < 0
+            and torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(self._device.type)  # which converts arguments
+            and torch._C._functorch.maybe_current_level() is None  # whose tensors have no bytes of their own
+        )
+
     def value_of(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage, None where that is not known."""
         known = self._known.get(storage._cdata)
@@ -109,14 +124,26 @@ class Tape(TorchDispatchMode):
         operations that read it later know it."""
         found = self.value_of(storage, version)
         if found is None and self.wanted is not None and not self.idle:
+            call = self._made_now(storage)
+            if call is not None:
+                return self._add_output(call, storage, version, 0)
             found = self._remember(storage, version, Value(storage.nbytes(), None)).value
         return found
+
+    def _made_now(self, storage: torch.UntypedStorage) -> Call | None:
+        """The function that runs and has made a storage: autograd saves results before a function returns them. What is
+        tiny may be a number that it was given, as a tensor."""
+        if self._unfinished is None or storage.nbytes() < TINY_BYTES:
+            return None
+        call, arguments = self._unfinished
+        given = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in arguments)
+        return None if given else call
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
         self._known.pop(storage._cdata, None)
         for leaf in self._leaves.pop(storage._cdata, ()):
-            if storage.nbytes() <= TINY_BYTES:
+            if storage.nbytes() < TINY_BYTES:
                 _keep_a_copy(leaf)
             else:
                 leaf.version = -1
@@ -130,11 +157,50 @@ class Tape(TorchDispatchMode):
 
     # ------------------------------------------------------------------ recording
 
+    def record_function(
+        self, func: Any, again: Any, what: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs one of PyTorch's functions that is a single operation, and records it as that. Most of what is computed
+        again is recorded so, hence the flat code.
+
+        Args:
+            func: the function.
+            again: what makes the same bytes of the same arguments.
+            what: that as an operator.
+            number: of the operation.
+            args, kwargs: as it was called.
+        """
+        arguments: list[torch.Tensor] = []
+        collect(args, arguments)
+        if kwargs:
+            collect(kwargs.values(), arguments)
+        for tensor in arguments:
+            if not has_bytes(tensor):
+                return func(*args, **kwargs)
+        inputs: list[Value] = []
+        described = tuple(
+            [
+                self._describe_tensor(arg, inputs) if isinstance(arg, torch.Tensor) else self._describe(arg, inputs)
+                for arg in args
+            ]
+        )
+        named = {name: self._describe(arg, inputs) for name, arg in kwargs.items()} if kwargs else kwargs
+        call = Call(self._device, again, what, described, named, inputs, [], [], None, number, self.num_calls)
+        self.num_calls += 1
+        self._unfinished = call, arguments
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self._unfinished = None
+        if type(out) is torch.Tensor:
+            self._made(call, [out], arguments)
+        return out
+
     def _record(self, func: Any, what: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments: list[torch.Tensor] = []
-        _collect(args, arguments)
+        collect(args, arguments)
         if kwargs:
-            _collect(kwargs.values(), arguments)
+            collect(kwargs.values(), arguments)
         for tensor in arguments:
             if not has_bytes(tensor):
                 return func(*args, **kwargs)
@@ -147,7 +213,7 @@ class Tape(TorchDispatchMode):
         call = Call(self._device, func, what, described, described_kwargs, inputs, [], [], None, number, self.num_calls)
         if what.keeps_statistics:
             call.args = without_statistics(described)
-        if what.in_place and what.overwrites and _covers_all(args[0]) and isinstance(described[0], Ref):
+        if what.in_place and what.overwrites and covers_all(args[0]) and isinstance(described[0], Ref):
             call.inputs = [value for value in inputs if value is not described[0].value]
         if what.draws:
             call.state = self._generator(kwargs).get_state()
@@ -180,18 +246,15 @@ class Tape(TorchDispatchMode):
         if tensor.is_inference():  # it has no version counter, so nobody knows whether it will still be what it is
             inputs.append(Value(0, None))
             return Leaf(tensor, 0)
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if tensor.device != self._device:
+        storage, version = tensor.untyped_storage(), tensor._version
+        known = self._known.get(storage._cdata)
+        if known is None and (
+            tensor.device != self._device or self._is_leaf(storage._cdata) or storage.nbytes() < TINY_BYTES
+        ):
             return self._leaf(tensor)
-        known = self._known.get(address)
-        if known is None:
-            if self._is_leaf(address) or storage.nbytes() <= TINY_BYTES:
-                return self._leaf(tensor)
-            known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
-        elif known.version != tensor._version:
-            # Changed by something that was not recorded, or a part with a version counter of its own.
-            known = self._remember(storage, tensor._version, Value(storage.nbytes(), None))
+        if known is None or known.version != version:
+            # Or changed by something that was not recorded, or a part with a version counter of its own.
+            known = self._remember(storage, version, Value(storage.nbytes(), None))
         value = known.value
         if value not in inputs:
             inputs.append(value)
@@ -224,18 +287,20 @@ class Tape(TorchDispatchMode):
             if storage._cdata in seen or not storage.nbytes():
                 continue
             seen.add(storage._cdata)
-            self._add_output(call, storage, tensor._version, place)
+            if self.value_of(storage, tensor._version) is None:  # else autograd has saved it by now
+                self._add_output(call, storage, tensor._version, place)
 
     def _written(self, call: Call, tensor: torch.Tensor) -> None:
         """Names what an in-place operation left; autograd counts the change only after this."""
         if isinstance(call.args[0], Ref):
             self._add_output(call, tensor.untyped_storage(), tensor._version + 1, 0)
 
-    def _add_output(self, call: Call, storage: torch.UntypedStorage, version: int, place: int) -> None:
+    def _add_output(self, call: Call, storage: torch.UntypedStorage, version: int, place: int) -> Value:
         value = Value(storage.nbytes(), call)
         self._remember(storage, version, value)
         call.outputs.append(weakref.ref(value))
         call.places.append(place)
+        return value
 
     def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
         return kwargs.get("generator") or default_generator(self._device)
@@ -282,39 +347,6 @@ def _storages(described: Any, actual: Any) -> dict[Value, torch.UntypedStorage]:
     return found
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that operations on a device draw from unless they are given one."""
-    if device.type == "cuda":  # pragma: gpu
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
-
-
-def has_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is no more than plain numbers in a storage."""
-    plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or torch._is_zerotensor(tensor))
-
-
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors that an operation returned, in order."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    found: list[torch.Tensor] = []
-    if isinstance(out, list | tuple):
-        _collect(out, found)
-    return found
-
-
-def _collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
-    """Appends the tensors among the items, and in lists and tuples among them."""
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            _collect(item, found)
-
-
 def _keep_a_copy(leaf: Leaf) -> None:
     """Gives a record a tensor of its own in place of one that is about to change."""
     if leaf.tensor._version == leaf.version:
@@ -326,13 +358,7 @@ def _written_to(what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """The tensors that a call changes, wherever they stand among its arguments."""
     written = [args[index] for index in what.writes if index < len(args)]
     found: list[torch.Tensor] = []
-    _collect([*written, *(kwargs[name] for name in what.write_names if name in kwargs)], found)
+    collect([*written, *(kwargs[name] for name in what.write_names if name in kwargs)], found)
     for tensor in found:
         if has_bytes(tensor):
             yield tensor
-
-
-def _covers_all(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are all there is in its storage."""
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    return dense and tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchstorm.offload.recompute.operators import operator
+from torchstorm.offload.recompute.operators import Operator, function, operator, product
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
@@ -62,15 +63,23 @@ class WatchedCalls(TorchFunctionMode):
         if moment != self._moment:
             self._moment = moment
             counts.clear()
-        name, writes = _known.get(func) or _get_to_know(func)
+        name, writes, whole = _known.get(func) or _get_to_know(func)
         count = counts[name] = counts.get(name, 0) + 1
         number = (moment * _COUNTS + count) * _NAMES + name
-        if self.calls is None or number in self.calls or writes or (kwargs and _is_to_write(kwargs)):
-            return self._record(number, func, args, kwargs or {})
+        if kwargs and _is_to_write(kwargs):
+            return self._record(number, func, None, args, kwargs)
+        if self.calls is None or writes or number in self.calls:
+            return self._record(number, func, whole, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _record(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(
+        self, number: int, func: Any, whole: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         tape = self._tape
+        if (whole is not None or func is F.linear) and tape.takes_whole(number * _PLACES):
+            again = (func, whole) if whole is not None else product(args, kwargs)
+            if again is not None:
+                return tape.record_function(func, *again, number * _PLACES, args, kwargs)
         if func in _BACKWARD or tape.is_within_call:
             return func(*args, **kwargs)
         tape.number = number * _PLACES
@@ -90,13 +99,15 @@ def call_of(number: int) -> int:
     return number // _PLACES
 
 
-_known: dict[Any, tuple[int, bool]] = {}
+_known: dict[Any, tuple[int, bool, Operator | None]] = {}
 
 
-def _get_to_know(func: Any) -> tuple[int, bool]:
-    """A number for a function's name, and whether it may change a tensor that records of the tape refer to."""
+def _get_to_know(func: Any) -> tuple[int, bool, Operator | None]:
+    """A number for a function's name, whether it may change a tensor that records of the tape refer to, and how it is
+    recorded as a whole; None for one that runs several operations."""
     name = getattr(func, "__qualname__", "") or str(func)
-    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, _is_writing(func)
+    is_writing = _is_writing(func)
+    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, is_writing, None if is_writing else function(func)
     return found
 
 

@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchstorm.offload.recompute.tape import Probe, Tape, has_bytes
+from torchstorm.offload.recompute.tape import Probe, Tape
+from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.recompute.traced_ops import Origins
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cuda
 from torchstorm.offload.simulated.gpu import META, SimulatedGPU
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.parcels import Call, Value
-from torchstorm.offload.step.saving import SMALL_BYTES, TINY_BYTES, slab_bytes
+from torchstorm.offload.step.saving import SMALL_BYTES, least_moved_bytes, slab_bytes
 from torchstorm.offload.torch_private import asks_for_function_modes
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
@@ -56,7 +57,7 @@ def simulate(
     Raises:
         UnsupportedError: the step depends on numbers, not only on shapes; names the operation.
     """
-    step = _Step(machine, slab_bytes(limit_bytes))
+    step = _Step(machine, limit_bytes)
     with torch.random.fork_rng(devices=[]), _on_meta(model) as weights:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -116,9 +117,10 @@ class _Ticket:
 
 
 class _Step:
-    def __init__(self, machine: Machine, slab: int) -> None:
+    def __init__(self, machine: Machine, limit_bytes: int) -> None:
         self._machine = machine
-        self._slab_bytes = slab
+        self._slab_bytes = slab_bytes(limit_bytes)
+        self._least_moved = least_moved_bytes(limit_bytes)
         self._gpu = SimulatedGPU(machine, freed=self._storage_gone)
         self._tape = Tape(META, is_leaf=self._is_leaf, mark=self._gpu.now)
         self._tape.probe = _NoteScratch(self._gpu)
@@ -253,7 +255,7 @@ class _Step:
         is_slice = tensor.grad_fn is None and not tensor.requires_grad and 4 * tensor.nbytes < nbytes
         is_input = is_slice or storage._cdata in self._inputs
         parcel = -1
-        if not is_input and nbytes >= TINY_BYTES:
+        if not is_input and nbytes >= self._least_moved:
             parcel = self._parcel_for(nbytes)
         record = _Record(
             nbytes=min(nbytes, tensor.nbytes) if is_input else nbytes,

@@ -174,8 +174,7 @@ class SavedTensors:
             parcel = saved.parcel
             if parcel.hold is not None and parcel.handle is None and not parcel.shared:
                 saved.kept[id(ticket)] = tensor.detach()
-            if parcel is self._run.open and self._saver.is_full(self._run, parcel):
-                self._saver.seal(self._run, move=True)
+            self._saver.seal_if_full(self._run, parcel)
             self._depart(look_ahead=False)
             return ticket
 
@@ -306,13 +305,15 @@ class SavedTensors:
         if self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP):
             return None
         table = self._run.table
-        is_input = functools.partial(self._saver.is_input, self._run)
         return Settled(
             *(self.residency, self._lock, self._run, self._run.fixed, table),
             is_exact=self._run.is_exact,
+            owner=self,
             drop=self._drop,
             fetch=self._fetch,
-            is_input=is_input,
+            is_input=functools.partial(self._saver.is_input, self._run),
+            save=functools.partial(self._saver.save_as_planned, self._run),
+            seal_if_full=functools.partial(self._saver.seal_if_full, self._run),
         )
 
     def _give_up_kept(self) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from torchstorm.offload.recompute.tape import has_bytes
+from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.views import View
 

@@ -16,14 +16,14 @@ from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.step.views import View
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Parcel:
     """Storages that move together, and where they are now.
 
     Attributes:
         nbytes: as counted on the fast tier and copied to another.
         block: module that saved the first one, for messages.
-        movable: False for what must stay (inputs, storages below 4 KiB).
+        movable: False for what must stay (inputs, and what is too small to be worth a copy).
         order: place in the order of making, over all steps.
         buffer: (nbytes,) uint8 on the fast device while resident, else None.
         hold: for a single storage, an alias that shares the version counter of what was saved.
@@ -58,7 +58,7 @@ class Parcel:
     recomputed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Saved:
     """One storage at one version, saved by autograd at least once.
 

@@ -150,12 +150,12 @@ class Residency:
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
         label = f"a tensor saved in {parcel.block or 'the model'}"
-        for name in dict.fromkeys((tier, *self._tiers)):
+        for candidate in (self._tiers[tier], *self._tiers.values()):
             try:
-                parcel.handle = self._tiers[name].put(content, label=label)
+                parcel.handle = candidate.put(content, label=label)
             except BudgetError:
                 continue
-            parcel.tier = self._tiers[name]
+            parcel.tier = candidate
             break
         else:
             return  # it stays where it is; whether that is within the budget shows when the step ends

@@ -6,18 +6,26 @@ from collections.abc import Callable
 
 import torch
 
+from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
-from torchstorm.offload.step.parcels import Parcel, Saved
+from torchstorm.offload.step.parcels import Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
-TINY_BYTES = 4096  # below this it stays
+_FEW = 2**18  # of storages that a budget has room for, whatever each of them holds
 _ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
+
+
+def least_moved_bytes(limit_bytes: int) -> int:
+    """Size of the smallest storage that may move, for a budget on the fast tier: less costs the host more than it is
+    worth."""
+    return max(TINY_BYTES, min(limit_bytes // _FEW, SMALL_BYTES // 4))
 
 
 def slab_bytes(limit_bytes: int) -> int:
@@ -38,6 +46,7 @@ class Saver:
         self._leave_plan = leave_plan
         self._cuda = residency.device.type == "cuda"
         self._slab_bytes = slab_bytes(residency.limit_bytes)
+        self._least_moved = least_moved_bytes(residency.limit_bytes)
 
     def make_parcels(self, owner: Keeper, storage: KeptStorage, alive: list[Kept]) -> None:
         """What stayed may move from here on: gives its saved tensors tickets, which `owner` takes back."""
@@ -76,7 +85,9 @@ class Saver:
             ordinal = run.num_saved
             run.num_saved += 1
         is_input = self.is_input(run, storage, tensor)
-        movable = not is_input and nbytes >= TINY_BYTES
+        movable = not is_input and nbytes >= self._least_moved
+        if run.plan is not None:
+            movable = not is_input and run.plan.trace.storages[ordinal].parcel >= 0
         number, num_together = -1, 0
         tier = self._residency.default_tier if movable else KEEP
         value = run.tape.value_to_save(storage, tensor._version) if run.tape is not None else None
@@ -87,8 +98,7 @@ class Saver:
             number = run.plan.trace.storages[ordinal].parcel if movable else -1
             tier = run.plan.placements[number].tier if number >= 0 else KEEP
             num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
-            call = value.call if value is not None else None
-            if tier == RECOMPUTE and (call is None or run.plan.maker(ordinal) != (call.number, call.operator.name)):
+            if tier == RECOMPUTE and not _is_made_as_planned(value, run.plan, ordinal):
                 self._leave_plan()
                 number, num_together, tier = -1, 0, self._residency.default_tier
         block = run.blocks[-1] if run.blocks else ""
@@ -103,12 +113,7 @@ class Saver:
             fingerprint = self._residency.fingerprint_of(storage)
         elif tier != KEEP and (num_together > 1 if run.plan is not None else is_small):
             parcel = self._slab_for(run, nbytes, number, block)
-            offset = parcel.filled
-            parcel.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-            parcel.num_joined += 1
-            assert parcel.buffer is not None
-            with torch.no_grad():
-                parcel.buffer[offset : offset + nbytes].copy_(flat_bytes(storage))
+            offset = self._join(parcel, storage, nbytes)
         else:
             if self._cuda and run.plan is None:  # pragma: gpu
                 self._residency.make_room_on_cuda(0)
@@ -144,6 +149,71 @@ class Saver:
             run.recorder.saved(saved, movable=movable, is_input=is_input)
         return saved
 
+    def save_as_planned(
+        self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor, ordinal: int, *, is_source: bool
+    ) -> Saved | None:
+        """The same as `save` for what leaves in a settled step; None where the plan is for another one.
+
+        Args:
+            run: the step, which follows a plan.
+            storage: of the tensor; as large as the plan has it.
+            tensor: what autograd saves.
+            ordinal: the storage's number, which the plan has in a parcel.
+            is_source: whether something is computed again from it.
+        """
+        plan, residency = run.plan, self._residency
+        assert plan is not None
+        trace = plan.trace
+        number = trace.storages[ordinal].parcel
+        tier, version = plan.placements[number].tier, tensor._version
+        value = None
+        if run.tape is not None and (is_source or tier == RECOMPUTE):
+            value = run.tape.value_to_save(storage, version)
+        nbytes, offset = storage.nbytes(), 0
+        block = run.blocks[-1] if run.blocks else trace.storages[ordinal].block
+        counter = fingerprint = None
+        if tier == RECOMPUTE:
+            if not _is_made_as_planned(value, plan, ordinal):
+                return None
+            parcel = residency.new_absent_parcel(nbytes, block)
+            fingerprint = residency.fingerprint_of(storage)
+            counter = version_counter(tensor)
+        elif tier != KEEP and trace.parcels[number].num_storages > 1:
+            parcel = self._slab_for(run, nbytes, number, block)
+            offset = self._join(parcel, storage, nbytes)
+            counter = version_counter(tensor)
+        else:
+            parcel = residency.new_parcel(nbytes, block, movable=True)
+            parcel.buffer, parcel.hold = flat_bytes(storage), tensor.detach()
+        if tier != KEEP:
+            parcel.number = number
+            run.numbered[number] = parcel
+        address, watch, pointer = storage._cdata, weak_reference(storage), storage.data_ptr()
+        saved = Saved(parcel, nbytes, offset, version, counter, address, watch, pointer, block, 0, ordinal)
+        if value is not None:
+            saved.value, value.saved, value.held = value, saved, None
+        saved.fingerprint = fingerprint
+        parcel.members.add(saved)
+        residency.known.add(saved, address)
+        if parcel.hold is not None and tier != KEEP:
+            residency.put(parcel, tier)
+        return saved
+
+    def seal_if_full(self, run: Running, parcel: Parcel) -> None:
+        """A storage has joined a parcel, maybe the last one that the open buffer has room for."""
+        if parcel is run.open and self._is_full(run, parcel):
+            self.seal(run, move=True)
+
+    def _join(self, slab: Parcel, storage: torch.UntypedStorage, nbytes: int) -> int:
+        """Copies a storage into a shared buffer; returns where it begins there."""
+        offset = slab.filled
+        slab.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab.num_joined += 1
+        assert slab.buffer is not None
+        with torch.no_grad():
+            slab.buffer[offset : offset + nbytes].copy_(flat_bytes(storage))
+        return offset
+
     def _slab_for(self, run: Running, nbytes: int, number: int, block: str) -> Parcel:
         """The shared buffer that takes the next small storage."""
         slab = run.open
@@ -165,7 +235,7 @@ class Saver:
         run.open = slab
         return slab
 
-    def is_full(self, run: Running, parcel: Parcel) -> bool:
+    def _is_full(self, run: Running, parcel: Parcel) -> bool:
         """Whether no further storage fits into a shared buffer."""
         if run.plan is not None and parcel.number >= 0:
             return parcel.num_joined >= run.plan.trace.parcels[parcel.number].num_storages
@@ -184,3 +254,13 @@ class Saver:
             if run.plan is not None and parcel.number >= 0:
                 tier = run.plan.placements[parcel.number].tier
             self._residency.put(parcel, tier)
+
+
+def _is_made_as_planned(value: Value | None, plan: Plan, ordinal: int) -> bool:
+    """Whether what a plan has computed again was made by the operation that the plan names. A function that is recorded
+    as a whole, and is part of that number, runs no other."""
+    if value is None or value.call is None:
+        return False
+    number, name = plan.maker(ordinal)
+    what = value.call.operator
+    return value.call.number == number and (what.name == name or what.name.startswith("torch."))

@@ -11,12 +11,14 @@ from typing import Protocol
 
 import torch
 
-from torchstorm.offload.recompute.tape import TINY_BYTES, has_bytes
+from torchstorm.offload.recompute.tape import TINY_BYTES
+from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.recompute.watched import call_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
-from torchstorm.offload.step.packed import Untouched, is_of_parameter
+from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
+from torchstorm.offload.step.parcels import Parcel, Saved
 from torchstorm.offload.step.residency import Residency
-from torchstorm.offload.step.views import share_a_counter
+from torchstorm.offload.step.views import View, share_a_counter
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, replays
@@ -51,6 +53,7 @@ class Table:
         busy: moments at which something is dropped or fetched.
         operations: numbers of those that run again.
         calls: numbers of the calls within which they run.
+        is_source: whether something is computed again from a storage.
         read_until: storage -> the last moment at which something is computed again from it.
     """
 
@@ -74,12 +77,13 @@ class Table:
             self.stays = [
                 stays
                 and (one.parcel >= 0 or not all_recorded)
-                and (number not in sources or (one.parcel < 0 and one.nbytes <= TINY_BYTES))
+                and (number not in sources or (one.parcel < 0 and one.nbytes < TINY_BYTES))
                 for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
             ]
         operations.update(op for replay in again.values() for op in replay.ops)
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.calls = {call_of(number) for number in self.operations}
+        self.is_source = [number in sources for number in range(len(storages))]
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
@@ -141,8 +145,11 @@ class Settled:
         fixed: addresses of storages that never move.
         table: of the plan; None where everything stays.
         is_exact: whether the plan is for steps of just these sizes; else none may be larger.
+        owner: gets tickets back.
         drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
+        save: takes charge of what leaves, as `Saver.save_as_planned`.
+        seal_if_full: told that a storage has joined a parcel.
     """
 
     def __init__(
@@ -154,9 +161,12 @@ class Settled:
         table: Table | None,
         *,
         is_exact: bool,
+        owner: Keeper,
         drop: Callable[[int], None],
         fetch: Callable[[int], None],
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
+        save: Callable[..., Saved | None],
+        seal_if_full: Callable[[Parcel], None],
     ) -> None:
         self._residency = residency
         self._kept = residency.kept
@@ -167,11 +177,13 @@ class Settled:
         self._table = table
         self._is_exact = is_exact
         self._drop, self._fetch = drop, fetch
+        self._owner = owner
         self._is_input = is_input
+        self._save, self._seal_if_full = save, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Untouched | None:
-        """What autograd gets for a tensor that stays; None where the long way must be taken."""
+    def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
+        """What autograd gets for a tensor; None where the long way must be taken."""
         if type(tensor) is not torch.Tensor or not has_bytes(tensor) or tensor.device != self._device:
             return None
         storage = tensor.untyped_storage()
@@ -185,15 +197,19 @@ class Settled:
                     return self._pack(self._table, tensor, storage)
             return self._pack(self._table, tensor, storage)
 
-    def _pack_planned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+    def _pack_planned(
+        self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> Kept | Ticket | None:
         assert table is not None
         progress = self._progress
         moment, nbytes = progress.moment + 1, storage.nbytes()
         if moment >= table.num_moments:
             return None
         kind, ordinal, expected_bytes = table.signatures[moment]
-        if kind != PACK or not table.stays[ordinal] or not fits(nbytes, expected_bytes, is_exact=self._is_exact):
+        if kind != PACK or not fits(nbytes, expected_bytes, is_exact=self._is_exact):
             return None
+        if not table.stays[ordinal]:
+            return self._pack_away(table, tensor, storage, ordinal, moment)
         is_busy = moment in table.busy
         if is_busy:
             self._drop(moment)
@@ -216,6 +232,34 @@ class Settled:
         if is_busy:
             self._fetch(moment)
         return kept
+
+    def _pack_away(
+        self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
+    ) -> Ticket | None:
+        """What autograd gets for a tensor that leaves, or that something is computed again from."""
+        if not table.movable[ordinal] or self._is_input(storage, tensor):
+            return None
+        is_busy = moment in table.busy
+        if is_busy:
+            self._drop(moment)
+        progress = self._progress
+        saved, base = self._residency.known.find(storage, tensor)
+        if saved is None and ordinal == progress.num_saved:
+            saved = self._save(storage, tensor, ordinal, is_source=table.is_source[ordinal])
+            progress.num_saved += saved is not None
+        if saved is None or saved.ordinal != ordinal:
+            return None
+        progress.moment = moment
+        ticket = Ticket(self._owner, saved, View.of(tensor, base))
+        saved.live += 1
+        parcel = saved.parcel
+        if parcel.shared:
+            self._seal_if_full(parcel)
+        elif parcel.hold is not None and parcel.handle is None:
+            saved.kept[id(ticket)] = tensor.detach()
+        if is_busy:
+            self._fetch(moment)
+        return ticket
 
     def _pack_unplanned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
         """Without a plan everything stays, and is only counted."""

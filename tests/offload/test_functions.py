@@ -1,0 +1,253 @@
+"""Functions of PyTorch's that a settled step records as a whole run one operation, and nothing besides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.forced import at_random, force_recompute, recomputing
+from torchstorm.offload.recompute.operators import function, operator, product
+from torchstorm.offload.recompute.tape import Tape
+from torchstorm.offload.replan import planner
+from torchstorm.offload.session import Session
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.solve import solve
+
+WIDTH, ROWS, NUM_BLOCKS = 32, 512, 4
+
+Run = Callable[[torch.Tensor], Any]
+RUNS: dict[str, Run] = {
+    "mul": lambda x: x * x,
+    "mul by a number": lambda x: x * 0.5,
+    "add": lambda x: x + x,
+    "add, scaled": lambda x: torch.add(x, x, alpha=2),
+    "sub": lambda x: x - 1.0,
+    "div": lambda x: x / 3.0,
+    "div, rounded": lambda x: torch.div(x, x, rounding_mode="floor"),
+    "neg": lambda x: -x,
+    "pow": lambda x: x.pow(2),
+    "pow, of a number": lambda x: torch.pow(2.0, x),
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
+    "sqrt": torch.sqrt,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "tanh": lambda x: x.tanh(),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "mean of all": lambda x: x.mean(),
+    "sum": lambda x: x.sum(0),
+    "sum, wider": lambda x: x.sum(0, dtype=torch.float64),
+    "cat": lambda x: torch.cat((x, x), dim=-1),
+    "stack": lambda x: torch.stack([x, x]),
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "masked_fill": lambda x: x.masked_fill(x > 0, 1.0),
+    "clamp": lambda x: x.clamp(-1, 1),
+    "cumsum": lambda x: x.cumsum(0),
+    "index_select": lambda x: x.index_select(0, torch.tensor([0, 2])),
+    "mm": lambda x: torch.mm(x, x.t()),
+    "addmm": lambda x: torch.addmm(x[0, :ROWS].sum() * torch.ones(ROWS), x, x.t()),
+    "clone": lambda x: x.clone(),
+    "to": lambda x: x.to(torch.bfloat16),
+    "to, what it is": lambda x: x.to(torch.float32),
+    "float": lambda x: x.bfloat16().float(),
+    "contiguous": lambda x: x.t().contiguous(),
+    "contiguous already": lambda x: x.contiguous(),
+    "repeat": lambda x: x.repeat(2, 1),
+    "lerp": lambda x: torch.lerp(x, -x, 0.3),
+    "rsub": lambda x: torch.rsub(x, 1.0),
+    "addcmul": lambda x: torch.addcmul(x, x, x),
+}
+
+
+class SeenOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not operator(func).is_view:
+            shapes = [(one.shape, one.stride(), one.dtype) for one in args if isinstance(one, torch.Tensor)]
+            self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenFunctions(TorchFunctionMode):
+    """For each function that is recorded as a whole, the operations within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, SeenOperations, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with SeenOperations() as operations:
+            out = func(*args, **(kwargs or {}))
+        if function(func) is not None:
+            self.seen.append((func, operations, out))
+        return out
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=name) for name, run in RUNS.items()])
+def test_what_is_recorded_as_a_whole_runs_one_operation_that_makes_what_it_returns(run: Run) -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with SeenFunctions() as functions:
+        run(x)
+    assert functions.seen, "it is recorded as a whole"
+    for func, operations, out in functions.seen:
+        assert type(out) is torch.Tensor
+        is_nothing = out is x or (not operations.seen and func.__name__ in ("to", "contiguous"))
+        assert len(operations.seen) == (0 if is_nothing else 1), operations.seen
+
+
+MORE = (
+    *(F.linear, F.dropout, F.softmax, F.layer_norm, F.embedding, F.mse_loss, F.scaled_dot_product_attention),
+    *(torch.softmax, torch.dropout, torch.layer_norm, torch.matmul, torch.einsum, torch.split, torch.max),
+    *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.add_, torch.Tensor.uniform_, torch.rand_like),
+)
+
+
+@pytest.mark.parametrize("func", MORE)
+def test_what_may_do_more_is_not_recorded_as_a_whole(func: Any) -> None:
+    assert function(func) is None
+
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (4, 8, WIDTH), (1, 1, WIDTH), (3, 1, WIDTH), (1, WIDTH)], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_linear_is_the_product_that_is_recorded_for_it(
+    shape: tuple[int, ...], has_bias: bool, is_trained: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(16, WIDTH, generator=generator, dtype=dtype).requires_grad_(is_trained)
+    args = (rows, weight, torch.randn(16, generator=generator, dtype=dtype)) if has_bias else (rows, weight)
+    found = product(args, {})
+    assert found is not None
+    again, what = found
+    with SeenOperations() as expected:
+        out = F.linear(*args)
+    with SeenOperations() as replayed, torch._C._AutoDispatchBelowAutograd():
+        made = again(*(one.detach() for one in args))
+    seen = [one for one in expected.seen if one[0] != "aten._unsafe_view.default"]  # of what the product has made
+    assert seen == replayed.seen
+    assert [name for name, _ in seen] == [what.name]
+    assert torch.equal(out.flatten(), made.flatten())
+
+
+def test_linear_of_other_rows_is_not_taken_for_a_product() -> None:
+    weight, bias = torch.randn(16, WIDTH), torch.randn(16)
+    assert product((torch.randn(WIDTH), weight), {}) is None
+    assert product((torch.randn(2, 2, 2, WIDTH), weight, bias), {}) is None
+    assert product((torch.randn(WIDTH, ROWS).t(), weight), {}) is None
+    assert product((torch.randn(0, WIDTH), weight), {}) is None
+    assert product((torch.randn(ROWS, WIDTH), weight[0]), {}) is None
+    assert product((torch.randn(ROWS, WIDTH),), {"weight": weight}) is None
+
+
+class SavesResults(nn.Module):
+    """Autograd saves what these functions make before they have returned it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=index % 2 == 0) for index in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(x).tanh() * 0.5
+            x = x + torch.sigmoid(hidden).exp() * torch.rsqrt(hidden * hidden + 1.0)
+            x = x * torch.vmap(torch.tanh)(x)
+        return x
+
+
+def take_step(model: nn.Module, index: int) -> list[torch.Tensor]:
+    loss = model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))).square().mean()
+    loss.backward()
+    found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_functions_that_save_their_results_are_computed_again_as_planned(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch, at_random(random.Random(seed), 1.0 if seed == 0 else 0.6))
+    torch.manual_seed(0)
+    model = SavesResults()
+    recorded: list[str] = []
+    record = Tape.record_function
+
+    def noted(self: Tape, func: Any, *rest: Any) -> Any:
+        recorded.append(func.__name__)
+        return record(self, func, *rest)
+
+    monkeypatch.setattr(Tape, "record_function", noted)
+    with Session(model, ram="3MiB", disk=str(tmp_path), check=True) as session:
+        for index in range(7):
+            expected = take_step(model, index)
+            with session.step():
+                found = take_step(model, index)
+            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), index
+        plan = session.plan()
+        assert plan is not None
+        assert plan.recomputes
+        assert session.report().num_planned >= 5
+    assert {"tanh", "sigmoid", "exp", "mul"} <= set(recorded) if seed == 0 else recorded
+
+
+class Products(nn.Module):
+    """Under autocast, each product is of what was converted for it, which autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 6 for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.t().contiguous()
+        for weight in self.weights:
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = torch.mm(weight, x)  # converts its last argument first
+            x = x + hidden.float().sin()
+        return x
+
+
+def test_what_autocast_converts_within_a_function_is_computed_again_as_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forced(trace: Any, machine: Any, budget: Any, **options: Any) -> Plan:
+        makers = [trace.values[storage.value].op if storage.value >= 0 else -1 for storage in trace.storages]
+        converted = {
+            storage.parcel
+            for storage, op in zip(trace.storages, makers, strict=True)
+            if op >= 0 and trace.ops[op].name == "aten._to_copy.default" and storage.nbytes == 2 * ROWS * WIDTH
+        }
+        return recomputing(solve(trace, machine, budget, **options), lambda number: number in converted)
+
+    monkeypatch.setattr(planner, "solve", forced)
+    torch.manual_seed(0)
+    model = Products()
+    with Session(model, ram="1MiB", disk=str(tmp_path), check=True) as session:
+        for index in range(6):
+            expected = take_step(model, index)
+            with session.step():
+                found = take_step(model, index)
+            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), index
+        plan = session.plan()
+        assert plan is not None
+        assert sum(one.tier == "recompute" for one in plan.placements) == NUM_BLOCKS
+        assert session.report().num_planned >= 4
