@@ -19,7 +19,7 @@ from torchstorm.offload import session
 from torchstorm.offload.budget import Stack
 from torchstorm.offload.replan import given
 from torchstorm.offload.session import Session
-from torchstorm.offload.step import tracing
+from torchstorm.offload.step import pace, tracing
 from torchstorm.offload.step.clock import CpuClock
 from torchstorm.plan.forecast import RAM
 from torchstorm.plan.machine import Machine
@@ -113,7 +113,8 @@ class Rehearsal:
             "default_generators": (torch.default_generator,),
         }.items():
             monkeypatch.setattr(torch.cuda, name, told)
-        monkeypatch.setattr(tracing, "StreamClock", lambda _: CpuClock())
+        for module in (tracing, pace):
+            monkeypatch.setattr(module, "StreamClock", lambda _: CpuClock())
         monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())
 
     def session(

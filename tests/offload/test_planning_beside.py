@@ -41,10 +41,15 @@ def loss_of(model: nn.Module, index: int) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made beside training, and the quick ones are stopped so soon that there may always be a better one."""
-    monkeypatch.delenv(PLAN_NOW)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans are made beside training, and the quick ones are stopped so soon that there may always be a better one.
+    Training leaves a core for the search: steps that share theirs with it take very different times."""
+    monkeypatch.setenv(PLAN_NOW, "0")
     monkeypatch.setattr(planning, "_QUICK_S", 0.0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

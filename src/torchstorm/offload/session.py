@@ -43,9 +43,9 @@ Batch = TypeVar("Batch")
 class Session:
     """Keeps the saved tensors of a model's training steps within a budget.
 
-    A step waits for a plan that is made quickly. A process beside training, without torch, searches for a better one,
-    which is taken over between two steps. With the environment variable TORCHSTORM_PLAN_NOW=1, steps wait until the
-    search has ended.
+    On CUDA a step waits for a plan that is made quickly. A process beside training, without torch, searches for a
+    better one, which is taken over between two steps. On a CPU, where training itself needs the processor, steps wait
+    until the search has ended. The environment variable TORCHSTORM_PLAN_NOW=1 has them wait anywhere, and 0 nowhere.
 
     Args:
         model: any nn.Module; it is not modified.
@@ -117,7 +117,7 @@ class Session:
             saved=SavedTensors(residency),
             # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
             plans=Plans(given, 4 if on_cuda else 2),
-            planner=Planner(stack, None if plans_now() else Beside()),
+            planner=Planner(stack, None if plans_now(on_cpu=not on_cuda) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
         self._running = threading.Lock()

@@ -50,9 +50,11 @@ class Problem:
     than_s: float
 
 
-def plans_now() -> bool:
-    """Whether the user wants everything planned at once."""
-    return os.environ.get(PLAN_NOW) == "1"
+def plans_now(*, on_cpu: bool) -> bool:
+    """Whether everything is planned at once: as the user says, else where training itself is on the processor, from
+    which a search beside it would take more than the wait."""
+    said = os.environ.get(PLAN_NOW)
+    return said == "1" if said else on_cpu
 
 
 class Beside:

@@ -188,10 +188,14 @@ class Tape(TorchDispatchMode):
         call = Call(self._device, again, what, described, named, inputs, [], [], None, number, self.num_calls)
         self.num_calls += 1
         self._unfinished = call, arguments
+        start = self.mark() if self.mark is not None else None
         try:
             out = func(*args, **kwargs)
         finally:
             self._unfinished = None
+        if self.mark is not None:
+            call.marks = (start, self.mark())
+            self.calls.append(call)
         if type(out) is torch.Tensor:
             self._made(call, [out], arguments)
         return out

@@ -12,18 +12,18 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchstorm.errors import StorageError
-from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
+from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, storage_of
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.residency import Residency
@@ -114,19 +114,21 @@ class SavedTensors:
 
     def forget_measuring(self) -> None:
         """What a step has measured that broke is of no use."""
-        self._run.recorder = self._run.probe = None
+        self._run.recorder = self._run.probe = self._run.pace = None
 
-    def end(self) -> Recorder | None:
-        """The step is over. Returns the recorder it filled, if there was one and the step kept to what it records."""
+    def end(self) -> Recorder | Pace | None:
+        """The step is over. Returns what it was measured by, if it was and the step kept to what that records."""
         with self._locked:
-            recorder = self._run.recorder
+            recorder, pace = self._run.recorder, self._run.pace
+            if pace is not None:
+                pace.end(self._run.moment)
             if recorder is not None:
                 recorder.arrive()
                 recorder.watch(recorder.moment + 1)
             if self._run.probe is not None:
                 self._run.probe.finish()
             self._end()
-            return recorder
+            return recorder or pace
 
     def _end(self) -> None:
         """Forgets the step, but not what autograd still holds of it."""
@@ -263,6 +265,8 @@ class SavedTensors:
         """Counts the moment, compares it with the plan and does what the plan has for it."""
         run = self._run
         if run.settled is not None and run.table is not None:
+            if run.pace is not None:
+                run.pace.stop()
             run.moment = moment = run.moment + 1
             if not run.table.has(moment, kind, ordinal, nbytes, is_exact=run.is_exact):
                 self._leave_plan()
@@ -274,14 +278,18 @@ class SavedTensors:
         self._run.moment += 1
         if self._run.choose is not None:
             choose, self._run.choose = self._run.choose, None
-            self._run.plan, self._run.recorder, self._run.is_exact = choose(
+            self._run.plan, measure, self._run.is_exact = choose(
                 (tuple(tensor.shape), tensor.dtype) if tensor is not None else ()
             )
+            if isinstance(measure, Pace):
+                self._run.pace = measure
+            else:
+                self._run.recorder = measure
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
             if self._run.plan is not None:
                 self._run.table = self._tables.of(self._run.plan, all_recorded=self._run.watched is None)
-            self._set_up_tape()
+            self._run.set_up_tape(self.residency.device, room_bytes=self.residency.unused_bytes)
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
             self._run.settled = self._settle_in()
@@ -337,35 +345,14 @@ class SavedTensors:
             if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
                 self.residency.fetch(parcel)
 
-    def _set_up_tape(self) -> None:
-        """The step's plan is known now, or that it is traced: so is what its operations are recorded for."""
-        tape, recorder = self._run.tape, self._run.recorder
-        if tape is None:
-            return
-        if recorder is not None:
-            recorder.calls = tape.calls
-            if self._run.plan is None:
-                self._run.probe = tape.probe = TracingProbe(
-                    self.residency.device, aside=recorder.aside, room_bytes=self.residency.unused_bytes
-                )
-        elif self._run.table is None or not self._run.table.operations:
-            tape.clear()
-        else:
-            tape.mark = None
-            self._record_only(self._run.table.operations, self._run.table.calls)
-
-    def _record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
-        """From now on the tape records these operations, which run within these calls; where it sees all, it records
-        all."""
-        if self._run.tape is not None and self._run.watched is not None:
-            self._run.tape.wanted, self._run.watched.calls = operations, calls
-
     def _depart(self, *, look_ahead: bool) -> None:
         """The moment is over: begins the plan's fetches, or looks ahead without one."""
         run = self._run
         if run.settled is not None and run.table is not None:
             if run.moment in run.table.busy:
                 self._fetch(run.moment)
+            if run.pace is not None:
+                run.pace.go_on(run.moment)
             return
         if self._run.plan is not None:
             self._fetch(self._run.moment)
@@ -381,10 +368,10 @@ class SavedTensors:
         if self._run.open is not None:
             self._saver.seal(self._run, move=True)
         self._run.plan = self._run.table = None
-        self._run.recorder = None
+        self._run.recorder = self._run.pace = None
         self._run.numbered = {}
         self._run.left_plan = True
-        self._record_only((), ())
+        self._run.record_only((), ())
 
     # ------------------------------------------------------------------ locking
 

@@ -15,6 +15,7 @@ from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.recompute.watched import call_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
 from torchstorm.offload.step.parcels import Parcel, Saved
 from torchstorm.offload.step.residency import Residency
@@ -32,6 +33,7 @@ class Progress(Protocol):
 
     moment: int
     num_saved: int
+    pace: Pace | None
 
 
 def fits(nbytes: int, expected_bytes: int, *, is_exact: bool) -> bool:
@@ -212,7 +214,7 @@ class Settled:
             return self._pack_away(table, tensor, storage, ordinal, moment)
         is_busy = moment in table.busy
         if is_busy:
-            self._drop(moment)
+            self._begin(moment)
         by_ordinal = self._kept.by_ordinal
         if ordinal == progress.num_saved:
             counted_bytes = min(nbytes, table.counted_bytes[ordinal])
@@ -230,7 +232,7 @@ class Settled:
         progress.moment = moment
         kept = self._kept.keep(tensor, found)
         if is_busy:
-            self._fetch(moment)
+            self._finish(moment)
         return kept
 
     def _pack_away(
@@ -241,7 +243,7 @@ class Settled:
             return None
         is_busy = moment in table.busy
         if is_busy:
-            self._drop(moment)
+            self._begin(moment)
         progress = self._progress
         saved, base = self._residency.known.find(storage, tensor)
         if saved is None and ordinal == progress.num_saved:
@@ -258,7 +260,7 @@ class Settled:
         elif parcel.hold is not None and parcel.handle is None:
             saved.kept[id(ticket)] = tensor.detach()
         if is_busy:
-            self._fetch(moment)
+            self._finish(moment)
         return ticket
 
     def _pack_unplanned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
@@ -306,6 +308,18 @@ class Settled:
                 return False
             self._progress.moment = moment
             if moment in table.busy:
-                self._drop(moment)
-                self._fetch(moment)
+                self._begin(moment)
+                self._finish(moment)
         return True
+
+    def _begin(self, moment: int) -> None:
+        """A moment has come at which something is dropped or fetched."""
+        if self._progress.pace is not None:
+            self._progress.pace.stop()
+        self._drop(moment)
+
+    def _finish(self, moment: int) -> None:
+        """It is over."""
+        self._fetch(moment)
+        if self._progress.pace is not None:
+            self._progress.pace.go_on(moment)

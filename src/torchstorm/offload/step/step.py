@@ -25,6 +25,7 @@ from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.garbage import rare_collections
 from torchstorm.offload.step.inputs import NoteInputs, storages_of, tensors_in
 from torchstorm.offload.step.naming import Naming
+from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tracing import Recorder
@@ -136,12 +137,15 @@ class Step:
         if planned is not None and planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
             return planned.plan, None, True
+        asks_memory = planned is None or (self._device.type == "cuda" and planned.num_measured == 1)
+        if planned is not None and planned.plan is not None and not asks_memory:
+            return planned.plan, Pace(self._device, self._start), True
         recorder = Recorder(
             self._device,
             self._start,
             base_bytes=self._base_bytes,
             staging_bytes=shared.residency.staging_bytes,
-            memory=planned is None or planned.num_measured == 1,
+            memory=asks_memory,
         )
         if planned is None:
             shared.watch.is_new_kind = True
@@ -187,7 +191,7 @@ class Step:
             is_measured = recorder is not None and not left_plan
             shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
 
-    def _plan_next(self, key: tuple[Any, ...], recorder: Recorder, planned: Planned | None) -> Planned | None:
+    def _plan_next(self, key: tuple[Any, ...], recorder: Recorder | Pace, planned: Planned | None) -> Planned | None:
         """The plan for further steps of this kind, by what this one has measured; None where compiled blocks take other
         variants first.
 
@@ -195,7 +199,11 @@ class Step:
             BudgetError: none fits.
         """
         shared = self._shared
-        trace = recorder.refine(planned.trace) if planned else recorder.trace()
+        if planned is not None:
+            trace = recorder.refine(planned.trace)
+        else:
+            assert isinstance(recorder, Recorder)
+            trace = recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
         blocks = shared.compiled if planned is None else None
@@ -232,12 +240,14 @@ class Step:
             found.subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
         return found
 
-    def _count(self, stop: object, recorder: Recorder | None, followed: Planned | None, *, borrowed: bool) -> None:
+    def _count(
+        self, stop: object, recorder: Recorder | Pace | None, followed: Planned | None, *, borrowed: bool
+    ) -> None:
         """Takes note of what the step took."""
         shared, vram = self._shared, 0
         if self._device.type == "cuda":  # pragma: gpu
             vram = torch.cuda.max_memory_allocated(self._device)
-            if recorder is not None:
+            if isinstance(recorder, Recorder):
                 vram = max(vram, recorder.peak_bytes)
         on_cpu = self._device.type == "cpu"
         figures = Figures(
