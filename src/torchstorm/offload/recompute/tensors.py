@@ -21,7 +21,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than plain numbers in a storage."""
     plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or torch._is_zerotensor(tensor))
+    return plain and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:

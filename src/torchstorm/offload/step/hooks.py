@@ -152,10 +152,11 @@ class SavedTensors:
         if torch._C._is_torch_function_mode_enabled():  # no mode sees what is done here
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
-        if self._run.settled is not None:
-            kept = self._run.settled.pack(tensor)
-            if kept is not None:
-                return kept
+        settled = self._run.settled
+        if settled is not None:
+            packed = settled.pack(tensor)
+            if packed is not None:
+                return packed
         storage = storage_of(tensor, self.residency.device)
         if storage is None or storage._cdata in self._run.fixed or is_of_parameter(tensor):
             return Untouched(tensor) if storage is not None else self.outside.keep(tensor)

@@ -24,7 +24,7 @@ class View(NamedTuple):
         """The view that a strided tensor is, counted from byte `base_offset` of its storage."""
         return View(
             tensor.dtype,
-            tuple(tensor.shape),
+            tensor.shape,
             tensor.stride(),
             int(tensor.storage_offset()) * tensor.element_size() - base_offset,
             tensor.is_conj(),
