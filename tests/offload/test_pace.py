@@ -15,6 +15,8 @@ from torchstorm.offload.step import pace as pacing
 from torchstorm.offload.step import step as steps
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.forecast import Figures
+from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Trace
 
 
@@ -45,6 +47,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
     return hand
 
 
+def refined(pace: Pace, trace: Trace) -> Trace:
+    figures = Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
+    return pace.refine(trace, Plan(trace=trace, budget=Budget(), placements=(), forecast=figures, notes=()))
+
+
 def times(trace: Trace) -> list[float]:
     return [moment.compute_s for moment in trace.moments]
 
@@ -57,14 +64,14 @@ def test_between_two_marks_time_is_shared_out_as_it_was_known(clock: Hand) -> No
     pace.go_on(2)
     clock.now = 10.5
     pace.end(3)
-    assert times(pace.refine(trace_of(3.0, 1.0, 1.0, 2.0))) == pytest.approx([3.0, 1.0, 0.5, 1.0])
+    assert times(refined(pace, trace_of(3.0, 1.0, 1.0, 2.0))) == pytest.approx([3.0, 1.0, 0.5, 1.0])
 
 
 def test_what_was_not_known_is_shared_out_evenly(clock: Hand) -> None:
     pace = Pace(torch.device("cpu"), 0.0)
     clock.now = 6.0
     pace.end(2)
-    assert times(pace.refine(trace_of(0.0, 0.0, 0.0))) == pytest.approx([2.0, 2.0, 2.0])
+    assert times(refined(pace, trace_of(0.0, 0.0, 0.0))) == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
@@ -76,7 +83,7 @@ def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
         pace.go_on(1)
     clock.now = 4.5
     pace.end(1)
-    assert times(pace.refine(trace_of(7.0, 7.0))) == pytest.approx([1.0, 2.0])
+    assert times(refined(pace, trace_of(7.0, 7.0))) == pytest.approx([1.0, 2.0])
 
 
 def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
@@ -84,7 +91,31 @@ def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
     clock.now = 6.0
     pace.end(1)
     trace = trace_of(1.0, 1.0, 1.0)
-    assert pace.refine(trace) is trace
+    assert refined(pace, trace) is trace
+
+
+@pytest.mark.parametrize(
+    ("host_s", "expected"),
+    [
+        pytest.param(5.0, [4.0, 0.5 + 5.0], id="the device waits for the host"),
+        pytest.param(1.0, [4.0, 0.5], id="the host is ahead"),
+    ],
+)
+def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
+    host_s: float, expected: list[float], clock: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Hand()
+    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
+    monkeypatch.setattr(pacing.time, "perf_counter", host.mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    pace = Pace(torch.device("cuda"), 0.0)
+    clock.now = 4.0
+    pace.stop()
+    clock.now, host.now = 9.0, host_s
+    pace.go_on(1)
+    clock.now = 9.5
+    pace.end(1)
+    assert times(refined(pace, trace_of(1.0, 1.0))) == pytest.approx(expected)
 
 
 class Slow(nn.Module):

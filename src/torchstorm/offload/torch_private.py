@@ -205,9 +205,9 @@ def see_no_more_operations() -> None:
     _pop_torch_dispatch_stack(None)
 
 
-def asks_for_function_modes(module: torch.nn.Module) -> bool:
-    """Whether a module computes in another way where a function mode is active."""
-    return isinstance(module, _ASKING)
+def asks_for_function_modes(kind: type[torch.nn.Module]) -> bool:
+    """Whether modules of a kind compute in another way where a function mode is active."""
+    return issubclass(kind, _ASKING)
 
 
 _ASKING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)

@@ -157,7 +157,7 @@ class _Step:
         self._base_bytes = self._stills[0] = self._gpu.live_bytes
         naming = Naming(model, self._blocks)
         calls: AbstractContextManager[Any] = nullcontext()
-        if not any(asks_for_function_modes(module) for module in model.modules()):
+        if not any(asks_for_function_modes(type(module)) for module in model.modules()):
             calls = WatchedCalls(self._tape, moment=lambda: len(self._signatures) - 1, enters=False)
         inputs = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         try:

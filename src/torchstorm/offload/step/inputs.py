@@ -22,22 +22,26 @@ def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[t
     `buffers()` do."""
     parameters: dict[int, torch.nn.Parameter] = {}
     buffers: dict[int, torch.Tensor] = {}
-    seen: set[int] = set()
-    modules, asks_for_modes = [model], False
+    kinds: set[type[torch.nn.Module]] = set()
+    seen: set[torch.nn.Module | None] = {None}
+    modules: list[torch.nn.Module | None] = [model]
     while modules:
         module = modules.pop()
-        if id(module) in seen:
+        if module in seen or module is None:
             continue
-        seen.add(id(module))
-        asks_for_modes = asks_for_modes or asks_for_function_modes(module)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                buffers[id(buffer)] = buffer
-        modules.extend(child for child in module._modules.values() if child is not None)
-    return list(parameters.values()), list(buffers.values()), asks_for_modes
+        seen.add(module)
+        kinds.add(type(module))
+        if module._parameters:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameters[id(parameter)] = parameter
+        if module._buffers:
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    buffers[id(buffer)] = buffer
+        if module._modules:
+            modules += module._modules.values()
+    return list(parameters.values()), list(buffers.values()), any(map(asks_for_function_modes, kinds))
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:

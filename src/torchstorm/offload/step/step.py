@@ -199,11 +199,12 @@ class Step:
             BudgetError: none fits.
         """
         shared = self._shared
-        if planned is not None:
-            trace = recorder.refine(planned.trace)
+        if isinstance(recorder, Pace):
+            assert planned is not None
+            assert planned.plan is not None
+            trace = recorder.refine(planned.trace, planned.plan)
         else:
-            assert isinstance(recorder, Recorder)
-            trace = recorder.trace()
+            trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
         blocks = shared.compiled if planned is None else None
