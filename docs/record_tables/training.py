@@ -15,7 +15,7 @@ def trained(page: Path, name: str) -> str:
     """A run under a budget beside the same one without."""
     record = Record.read(name)
     of = record.content
-    columns = [of[key] for key in ("forecast", "measured", "highest", "unlimited")]
+    columns = [of[key] for key in ("forecast", "corrected", "measured", "highest", "unlimited")]
     lines = []
     for tier in _TIERS:
         sizes = [None if one is None else one[f"{tier}_bytes"] for one in columns]
@@ -29,10 +29,10 @@ def trained(page: Path, name: str) -> str:
     )
     spreads = [of.get("step_seconds"), of.get("unlimited_step_seconds")]
     if any(spreads):
-        lines.append(["whole step", "", "", _spread(spreads[0]), "", _spread(spreads[1])])
+        lines.append(["whole step", "", "", "", _spread(spreads[0]), "", _spread(spreads[1])])
     notes = Notes(record, [of])
     same = {True: "are the same to the last bit", False: "**differ**", None: "were not compared"}[of["bit_identical"]]
-    header = ["", "budget", "forecast", "measured", "highest, the first step too", "no budget"]
+    header = ["", "budget", "forecast", "corrected later", "measured", "highest, the first step too", "no budget"]
     return f"{table(header, lines)}\n\n{notes.under(page)} Losses and final weights of both runs {same}."
 
 

@@ -98,6 +98,7 @@ def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
     assert content["losses"] == content["unlimited_losses"]
     assert content["measured"]["ram_bytes"] <= int(asked["ram"]) < content["unlimited"]["ram_bytes"]
     assert content["forecast"].keys() == content["measured"].keys() == content["unlimited"].keys()
+    assert content["corrected"].keys() == content["forecast"].keys()
     assert "bit-identical" in text_of(console)
 
 

@@ -141,6 +141,18 @@ def test_a_budgeted_run_gives_the_losses_of_the_unlimited_one_to_the_last_bit(
     assert held.forecast is not None
 
 
+def test_the_forecast_of_a_run_is_the_one_stated_before_a_step_followed_the_plan(
+    config: TrainConfig, tmp_path: Path
+) -> None:
+    stated = []
+    config = replace(config, ram="8MiB", disk=str(tmp_path), steps=6, val_every=0)
+    state, _, _ = run(config, unlimited=False, after_step=lambda state, *rest: stated.append(state.forecast))
+    assert stated[0] is not None
+    assert stated == [state.forecast] * 6
+    assert state.corrected is not None
+    assert state.corrected.step_ms != state.forecast.step_ms  # the second step is timed, too
+
+
 def test_mkl_keeps_to_one_number_of_threads_in_a_run() -> None:
     """In a process of its own: the setting stays."""
     program = """

@@ -28,6 +28,7 @@ def state(losses: list[float], *, ram_mib: int = 40, disk_mib: int = 60, weights
         val_losses=[(len(losses), 1.5)],
         train_seconds=3.0,
         forecast=figures,
+        corrected=replace(figures, step_ms=13.5),
         measured=figures,
         highest=replace(figures, ram_bytes=49 * MIB, step_ms=99.0),
         notes=["the disk has no O_DIRECT"],
@@ -101,7 +102,9 @@ def test_without_a_budget_there_is_no_forecast_to_show() -> None:
 
 def test_a_resumed_run_without_figures_is_shown_with_dashes() -> None:
     shown = result(SAME)
-    text = printed(replace(shown, run=replace(shown.run, measured=None, forecast=None, val_losses=[], sample="")))
+    text = printed(
+        replace(shown, run=replace(shown.run, measured=None, forecast=None, corrected=None, val_losses=[], sample=""))
+    )
     assert "instead of" not in text
     assert "3 steps, training loss 1.0000. Checkpoint" in text
 
@@ -129,6 +132,7 @@ def test_the_json_has_what_was_measured(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", replace(budgeted, run=run, stamp=stamp).to_json())
     content = json.loads((tmp_path / "a.json").read_text())
     assert content["forecast"] == content["measured"]
+    assert content["corrected"] == {**content["forecast"], "step_ms": 13.5}
     assert content["measured"] == {
         "step_ms": 12.5,
         "vram_bytes": 0,

@@ -24,6 +24,8 @@ from torchstorm.train.data import Tokens
 from torchstorm.train.optimize import learning_rate, make_optimizer, set_learning_rate
 from torchstorm.train.seeds import derive_seed
 
+_FIGURES = ("forecast", "corrected", "measured", "highest")
+
 
 @dataclass(kw_only=True)
 class RunState:
@@ -35,7 +37,8 @@ class RunState:
         val_losses: (completed steps, validation loss in nats per token).
         train_seconds: time of training steps, without validations and checkpoints.
         step_seconds: time of each of those steps.
-        forecast: forecast of the Session's plan; None without a plan, and before the last step.
+        forecast: of the Session's first plan, before any step followed it; None without a plan.
+        corrected: of the plan in force after the last step; None without a plan, and before that.
         measured: measured over the steps with a plan (without a plan over all steps); None before the last step.
         highest: peak bytes over all steps, the unplanned first one included, and the time of the slowest step.
         notes: the Session's notes for the user.
@@ -49,6 +52,7 @@ class RunState:
     train_seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     forecast: Figures | None = None
+    corrected: Figures | None = None
     measured: Figures | None = None
     highest: Figures | None = None
     notes: list[str] = field(default_factory=list)
@@ -66,7 +70,7 @@ class RunState:
             **{
                 **record,
                 "val_losses": [(step, loss) for step, loss in record["val_losses"]],
-                **{name: record[name] and Figures(**record[name]) for name in ("forecast", "measured", "highest")},
+                **{name: record[name] and Figures(**record[name]) for name in _FIGURES},
             }
         )
 
@@ -168,6 +172,9 @@ def run_training(
             state.losses.append(loss)
             state.step, state.train_seconds = done, state.train_seconds + seconds
             state.step_seconds.append(seconds)
+            plan = storm.plan() if state.forecast is None else None
+            if plan is not None:
+                state.forecast = plan.forecast
             if done == config.steps or (config.val_every and done % config.val_every == 0):
                 val_loss = evaluate(model, config, corpus, device)
                 state.val_losses.append((done, val_loss))
@@ -183,7 +190,7 @@ def run_training(
             )
             if done == config.steps:
                 report = storm.report()
-                state.forecast, state.measured = report.forecast, report.measured
+                state.corrected, state.measured = report.forecast, report.measured
                 state.highest, state.notes = report.highest, list(report.notes)
             after_step(state, model, optimizer, info)
     if not state.weights_sha256:

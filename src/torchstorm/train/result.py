@@ -65,6 +65,7 @@ class TrainResult:
         run, unlimited = self.run, self.unlimited
         return {
             "forecast": run.forecast and vars(run.forecast),
+            "corrected": run.corrected and vars(run.corrected),
             "measured": run.measured and vars(run.measured),
             "highest": run.highest and vars(run.highest),
             "unlimited": unlimited and unlimited.measured and vars(unlimited.measured),
