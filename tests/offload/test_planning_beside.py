@@ -108,6 +108,27 @@ def test_a_step_never_waits_for_the_search_and_keeps_its_budget(
     assert report.measured.ram_bytes <= report.budget.ram
 
 
+def test_the_step_that_is_timed_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
+    run_steps(storm, 1)
+    first = storm.plan()
+
+    def never(*_: Any) -> Plan:
+        raise AssertionError("the step waits for a plan")
+
+    monkeypatch.setattr(Planner, "_solve", never)
+    run_steps(storm, 1)
+    timed = storm.plan()
+    assert first is not None
+    assert timed is not None
+    assert timed.placements == first.placements
+    assert timed.forecast.step_ms != first.forecast.step_ms
+    assert timed.forecast.ram_bytes == first.forecast.ram_bytes
+    assert storm._shared.plans.in_force is not None
+    assert storm._shared.plans.in_force.asked is not None
+    run_steps(storm, 1)
+    assert storm.report().num_planned == 1
+
+
 @pytest.mark.usefixtures("poor")
 def test_a_better_plan_is_taken_over_between_two_steps(storm: Session) -> None:
     run_steps(storm, 3)

@@ -89,6 +89,28 @@ class Planner:
             self._beside.ask(planned.asked)
         return planned
 
+    def retimed(self, planned: Planned, trace: Trace, *, num_measured: int) -> Planned | None:
+        """The same plan with the times of a settled step, and a better one searched for beside training. What fits
+        still does, so no step waits.
+
+        Args:
+            planned: what the step has followed.
+            trace, num_measured: as in `Planned`.
+
+        Returns:
+            None where everything is planned at once.
+        """
+        if self._beside is None or planned.plan is None:
+            return None
+        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_FULL_S)
+        step_s = forecast_s(problem.trace, planned.plan.placements, problem.machine)
+        forecast = replace(planned.forecast, step_ms=step_s * 1e3)
+        plan = replace(planned.plan, trace=problem.trace, forecast=forecast)
+        found = replace(planned, plan=plan, trace=trace, forecast=forecast, num_measured=num_measured, times_s=[])
+        found.asked = replace(problem, than_s=step_s)
+        self._beside.ask(found.asked)
+        return found
+
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
         return Problem(
             trace=shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace,

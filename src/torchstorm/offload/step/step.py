@@ -203,6 +203,9 @@ class Step:
             assert planned is not None
             assert planned.plan is not None
             trace = recorder.refine(planned.trace, planned.plan)
+            retimed = shared.planner.retimed(planned, trace, num_measured=planned.num_measured + 1)
+            if retimed is not None:
+                return retimed
         else:
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
