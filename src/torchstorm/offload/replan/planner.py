@@ -90,8 +90,8 @@ class Planner:
         return planned
 
     def retimed(self, planned: Planned, trace: Trace, *, num_measured: int) -> Planned | None:
-        """The same plan with the times of a settled step, and a better one searched for beside training. What fits
-        still does, so no step waits.
+        """The same plan with the times of a settled step, and a better one searched for beside training: a quick one
+        first. What fits still does, so no step waits.
 
         Args:
             planned: what the step has followed.
@@ -102,7 +102,7 @@ class Planner:
         """
         if self._beside is None or planned.plan is None:
             return None
-        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_FULL_S)
+        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
         step_s = forecast_s(problem.trace, planned.plan.placements, problem.machine)
         forecast = replace(planned.forecast, step_ms=step_s * 1e3)
         plan = replace(planned.plan, trace=problem.trace, forecast=forecast)
@@ -218,10 +218,17 @@ class Planner:
         planned.asked = None
         if better is None:
             return False
-        if better.forecast.step_ms >= problem.than_s * 1e3:
+        is_better = better.forecast.step_ms < problem.than_s * 1e3
+        now = replace(planned, plan=better, forecast=better.forecast, times_s=[]) if is_better else planned
+        if better.notes and problem.time_limit_s < _FULL_S:  # the time was up
+            now.asked = replace(
+                problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
+            )
+            if self._beside is not None:
+                self._beside.ask(now.asked)
+        elif not is_better:
             planned.plan = replace(planned.plan, notes=better.notes)
-            return False
-        return plans.replace(planned, replace(planned, plan=better, forecast=better.forecast, times_s=[]))
+        return is_better and plans.replace(planned, now)
 
     def close(self) -> None:
         """Ends the search for better plans."""
@@ -291,7 +298,7 @@ class Planner:
             return corrected
         trace = self._explain(planned, plan, measured_s)
         if self._beside is not None:
-            problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_FULL_S)
+            problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
             than_s = forecast_s(problem.trace, plan.placements, problem.machine)
             corrected.trace, corrected.asked = trace, replace(problem, than_s=than_s)
             corrected.plan = replace(plan, trace=problem.trace, forecast=forecast)
