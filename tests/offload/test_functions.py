@@ -125,6 +125,14 @@ def test_what_may_do_more_is_not_recorded_as_a_whole(func: Any) -> None:
     assert function(func) is None
 
 
+def test_an_operator_of_others_is_not_taken_for_pytorch_s_of_the_same_name() -> None:
+    with torch.library._scoped_library("torchstorm_test_functions", "DEF") as library:
+        library.define("mul(Tensor x, Tensor y) -> Tensor")
+        assert function(torch.ops.torchstorm_test_functions.mul) is None
+        assert function(torch.ops.torchstorm_test_functions.mul.default) is None
+    assert function(torch.mul) is not None
+
+
 @pytest.mark.parametrize("shape", [(ROWS, WIDTH), (4, 8, WIDTH), (1, 1, WIDTH), (3, 1, WIDTH), (1, WIDTH)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])

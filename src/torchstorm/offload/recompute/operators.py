@@ -29,6 +29,7 @@ _TRAINING = 5
 # They run one operation, which makes their output, or return what they were given.
 _CONVERSIONS = frozenset({"bfloat16", "contiguous", "double", "float", "half", "to"})
 _MADE_OF_OTHERS = torch._C.DispatchKey.CompositeImplicitAutograd
+_IN_C = (types.MethodDescriptorType, types.BuiltinFunctionType)
 _IN_PYTHON: frozenset[Any] = frozenset({F.elu, F.leaky_relu, F.mish, F.relu, F.silu})
 
 
@@ -79,8 +80,8 @@ def function(func: Any) -> Operator | None:
         None for a function that may do more. So do those that PyTorch puts together of others, as `linear`.
     """
     name = getattr(func, "__name__", "")
-    if isinstance(func, types.FunctionType) and func not in _IN_PYTHON:
-        return None
+    if not isinstance(func, _IN_C) and func not in _IN_PYTHON:
+        return None  # as operators of others are, whatever their names
     if name not in _CONVERSIONS:
         found = [one for one in _overloads(name) if _takes_tensors(one)]
         if not found or not all(map(_is_single, found)):

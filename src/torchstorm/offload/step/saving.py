@@ -150,7 +150,7 @@ class Saver:
         return saved
 
     def save_as_planned(
-        self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor, ordinal: int, *, is_source: bool
+        self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor, ordinal: int
     ) -> Saved | None:
         """The same as `save` for what leaves in a settled step; None where the plan is for another one.
 
@@ -159,16 +159,13 @@ class Saver:
             storage: of the tensor; as large as the plan has it.
             tensor: what autograd saves.
             ordinal: the storage's number, which the plan has in a parcel.
-            is_source: whether something is computed again from it.
         """
         plan, residency = run.plan, self._residency
         assert plan is not None
         trace = plan.trace
         number = trace.storages[ordinal].parcel
         tier, version = plan.placements[number].tier, tensor._version
-        value = None
-        if run.tape is not None and (is_source or tier == RECOMPUTE):
-            value = run.tape.value_to_save(storage, version)
+        value = run.tape.value_to_save(storage, version) if run.tape is not None else None
         nbytes, offset = storage.nbytes(), 0
         block = run.blocks[-1] if run.blocks else trace.storages[ordinal].block
         counter = fingerprint = None

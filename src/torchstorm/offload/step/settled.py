@@ -55,7 +55,6 @@ class Table:
         busy: moments at which something is dropped or fetched.
         operations: numbers of those that run again.
         calls: numbers of the calls within which they run.
-        is_source: whether something is computed again from a storage.
         read_until: storage -> the last moment at which something is computed again from it.
     """
 
@@ -85,7 +84,6 @@ class Table:
         operations.update(op for replay in again.values() for op in replay.ops)
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.calls = {call_of(number) for number in self.operations}
-        self.is_source = [number in sources for number in range(len(storages))]
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         self.busy = {*plan.drops, *plan.fetches}
@@ -167,7 +165,7 @@ class Settled:
         drop: Callable[[int], None],
         fetch: Callable[[int], None],
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
-        save: Callable[..., Saved | None],
+        save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
         self._residency = residency
@@ -247,7 +245,7 @@ class Settled:
         progress = self._progress
         saved, base = self._residency.known.find(storage, tensor)
         if saved is None and ordinal == progress.num_saved:
-            saved = self._save(storage, tensor, ordinal, is_source=table.is_source[ordinal])
+            saved = self._save(storage, tensor, ordinal)
             progress.num_saved += saved is not None
         if saved is None or saved.ordinal != ordinal:
             return None
