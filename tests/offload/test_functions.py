@@ -190,6 +190,18 @@ def take_step(model: nn.Module, index: int) -> list[torch.Tensor]:
     return found
 
 
+def train(model: nn.Module, session: Session, num_steps: int) -> Plan:
+    """Steps with and without the Session, which have the same bits; returns the plan in force then."""
+    for index in range(num_steps):
+        expected = take_step(model, index)
+        with session.step():
+            found = take_step(model, index)
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), index
+    plan = session.plan()
+    assert plan is not None
+    return plan
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_functions_that_save_their_results_are_computed_again_as_planned(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,13 +218,7 @@ def test_functions_that_save_their_results_are_computed_again_as_planned(
 
     monkeypatch.setattr(Tape, "record_function", noted)
     with Session(model, ram="3MiB", disk=str(tmp_path), check=True) as session:
-        for index in range(7):
-            expected = take_step(model, index)
-            with session.step():
-                found = take_step(model, index)
-            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), index
-        plan = session.plan()
-        assert plan is not None
+        plan = train(model, session, 7)
         assert plan.recomputes
         assert session.report().num_planned >= 5
     assert {"tanh", "sigmoid", "exp", "mul"} <= set(recorded) if seed == 0 else recorded
@@ -250,12 +256,6 @@ def test_what_autocast_converts_within_a_function_is_computed_again_as_what_it_i
     torch.manual_seed(0)
     model = Products()
     with Session(model, ram="1MiB", disk=str(tmp_path), check=True) as session:
-        for index in range(6):
-            expected = take_step(model, index)
-            with session.step():
-                found = take_step(model, index)
-            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True)), index
-        plan = session.plan()
-        assert plan is not None
+        plan = train(model, session, 6)
         assert sum(one.tier == "recompute" for one in plan.placements) == NUM_BLOCKS
         assert session.report().num_planned >= 4

@@ -48,7 +48,6 @@ class Operator:
         overwrites: of those, whether it fills the argument, whatever was in it.
         draws: whether it draws random numbers.
         keeps_statistics: whether it is a batch norm with hidden writes.
-        is_function: whether it is no operator, but a function of PyTorch's that calls one.
     """
 
     name: str
@@ -61,11 +60,10 @@ class Operator:
     overwrites: bool = False
     draws: bool = False
     keeps_statistics: bool = False
-    is_function: bool = False
 
 
-_PRODUCT = Operator(name="aten.mm.default", repeatable=True, is_view=False, is_function=True)
-_SUM_AND_PRODUCT = Operator(name="aten.addmm.default", repeatable=True, is_view=False, is_function=True)
+_PRODUCT = Operator(name="aten.mm.default", repeatable=True, is_view=False)
+_SUM_AND_PRODUCT = Operator(name="aten.addmm.default", repeatable=True, is_view=False)
 
 
 @functools.cache
@@ -86,7 +84,7 @@ def function(func: Any) -> Operator | None:
         found = [one for one in _overloads(name) if _takes_tensors(one)]
         if not found or not all(map(_is_single, found)):
             return None
-    return Operator(name=f"torch.{name}", repeatable=True, is_view=False, is_function=True)
+    return Operator(name=f"torch.{name}", repeatable=True, is_view=False)
 
 
 def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Operator] | None:

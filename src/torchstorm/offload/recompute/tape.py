@@ -22,7 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
-from torchstorm.offload.recompute.tensors import collect, covers_all, default_generator, has_bytes, tensors_of
+from torchstorm.offload.recompute.tensors import (
+    collect,
+    covers_all,
+    default_generator,
+    has_bytes,
+    plain_arguments,
+    tensors_of,
+)
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
@@ -170,13 +177,9 @@ class Tape(TorchDispatchMode):
             number: of the operation.
             args, kwargs: as it was called.
         """
-        arguments: list[torch.Tensor] = []
-        collect(args, arguments)
-        if kwargs:
-            collect(kwargs.values(), arguments)
-        for tensor in arguments:
-            if not has_bytes(tensor):
-                return func(*args, **kwargs)
+        arguments = plain_arguments(args, kwargs)
+        if arguments is None:
+            return func(*args, **kwargs)
         inputs: list[Value] = []
         described = tuple(
             [
@@ -201,13 +204,9 @@ class Tape(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, what: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments: list[torch.Tensor] = []
-        collect(args, arguments)
-        if kwargs:
-            collect(kwargs.values(), arguments)
-        for tensor in arguments:
-            if not has_bytes(tensor):
-                return func(*args, **kwargs)
+        arguments = plain_arguments(args, kwargs)
+        if arguments is None:
+            return func(*args, **kwargs)
         inputs: list[Value] = []
         described = tuple(self._describe(arg, inputs) for arg in args)
         if what.in_place and isinstance(described[0], Leaf):

@@ -43,6 +43,15 @@ def collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
             collect(item, found)
 
 
+def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+    """The tensors among what an operation is given; None where one is more than numbers in a storage."""
+    found: list[torch.Tensor] = []
+    collect(args, found)
+    if kwargs:
+        collect(kwargs.values(), found)
+    return found if all(map(has_bytes, found)) else None
+
+
 def covers_all(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are all there is in its storage."""
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
