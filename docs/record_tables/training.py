@@ -15,7 +15,7 @@ def trained(page: Path, name: str) -> str:
     """A run under a budget beside the same one without."""
     record = Record.read(name)
     of = record.content
-    columns = [of.get(key) for key in ("forecast", "corrected", "measured", "highest", "unlimited")]
+    columns = [of[key] for key in ("forecast", "corrected", "measured", "highest", "unlimited")]
     lines = []
     for tier in _TIERS:
         sizes = [None if one is None else one[f"{tier}_bytes"] for one in columns]

@@ -17,7 +17,7 @@ from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.plan.beside import Beside, Problem
-from torchstorm.plan.forecast import SLOT_BYTES, forecast_s
+from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import shift_base, solve
@@ -102,14 +102,21 @@ class Planner:
         """
         if self._beside is None or planned.plan is None:
             return None
-        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
-        step_s = forecast_s(problem.trace, planned.plan.placements, problem.machine)
-        forecast = replace(planned.forecast, step_ms=step_s * 1e3)
-        plan = replace(planned.plan, trace=problem.trace, forecast=forecast)
-        found = replace(planned, plan=plan, trace=trace, forecast=forecast, num_measured=num_measured, times_s=[])
-        found.asked = replace(problem, than_s=step_s)
-        self._beside.ask(found.asked)
+        found = replace(planned, num_measured=num_measured, times_s=[])
+        self._search_beside(self._beside, found, planned.plan, trace)
         return found
+
+    def _search_beside(
+        self, beside: Beside, planned: Planned, plan: Plan, trace: Trace, measured: Figures | None = None
+    ) -> None:
+        """A plan goes on for a step of other times, and a better one is searched for, a quick one first. Its forecast
+        is what it takes by those times, or what was measured."""
+        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
+        than_s = forecast_s(problem.trace, plan.placements, problem.machine)
+        planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
+        planned.forecast = measured or replace(planned.forecast, step_ms=than_s * 1e3)
+        planned.plan = replace(plan, trace=problem.trace, forecast=planned.forecast)
+        beside.ask(planned.asked)
 
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
         return Problem(
@@ -200,12 +207,13 @@ class Planner:
 
     def _take_better(self, plans: Plans) -> bool:
         """Takes over a plan that was found beside training; returns whether there is one."""
-        if self._beside is None:
+        beside = self._beside
+        if beside is None:
             return False
-        answer = self._beside.answer(lambda problem: plans.waiting_for(problem) is not None)
-        if self._beside.failure:
+        answer = beside.answer(lambda problem: plans.waiting_for(problem) is not None)
+        if beside.failure:
             self.lessons.append(
-                f"The process that searches for better plans has failed: {self._beside.failure}. Steps wait for the "
+                f"The process that searches for better plans has failed: {beside.failure}. Steps wait for the "
                 "whole search from now on."
             )
             self._beside = None
@@ -224,8 +232,7 @@ class Planner:
             now.asked = replace(
                 problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
             )
-            if self._beside is not None:
-                self._beside.ask(now.asked)
+            beside.ask(now.asked)
         elif not is_better:
             planned.plan = replace(planned.plan, notes=better.notes)
         return is_better and plans.replace(planned, now)
@@ -298,11 +305,7 @@ class Planner:
             return corrected
         trace = self._explain(planned, plan, measured_s)
         if self._beside is not None:
-            problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
-            than_s = forecast_s(problem.trace, plan.placements, problem.machine)
-            corrected.trace, corrected.asked = trace, replace(problem, than_s=than_s)
-            corrected.plan = replace(plan, trace=problem.trace, forecast=forecast)
-            self._beside.ask(corrected.asked)
+            self._search_beside(self._beside, corrected, plan, trace, forecast)
             self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
         with suppress(BudgetError):

@@ -39,8 +39,6 @@ class Pace:
         calls: recorded operations, whose times are taken as well.
     """
 
-    asks_memory = False
-
     def __init__(self, device: torch.device, start: object) -> None:
         self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
         self.calls: list[Call] = []

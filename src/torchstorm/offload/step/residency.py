@@ -150,7 +150,7 @@ class Residency:
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
         label = f"a tensor saved in {parcel.block or 'the model'}"
-        for candidate in (self._tiers[tier], *self._tiers.values()):
+        for candidate in dict.fromkeys((self._tiers[tier], *self._tiers.values())):
             try:
                 parcel.handle = candidate.put(content, label=label)
             except BudgetError:

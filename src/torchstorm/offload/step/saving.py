@@ -85,9 +85,8 @@ class Saver:
             ordinal = run.num_saved
             run.num_saved += 1
         is_input = self.is_input(run, storage, tensor)
-        movable = not is_input and nbytes >= self._least_moved
-        if run.plan is not None:
-            movable = not is_input and run.plan.trace.storages[ordinal].parcel >= 0
+        is_large = nbytes >= self._least_moved if run.plan is None else run.plan.trace.storages[ordinal].parcel >= 0
+        movable = is_large and not is_input
         number, num_together = -1, 0
         tier = self._residency.default_tier if movable else KEEP
         value = run.tape.value_to_save(storage, tensor._version) if run.tape is not None else None

@@ -137,15 +137,13 @@ class Step:
         if planned is not None and planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
             return planned.plan, None, True
-        asks_memory = planned is None or (self._device.type == "cuda" and planned.num_measured == 1)
-        if planned is not None and planned.plan is not None and not asks_memory:
+        if planned is not None and (self._device.type == "cpu" or planned.num_measured > 1):
             return planned.plan, Pace(self._device, self._start), True
         recorder = Recorder(
             self._device,
             self._start,
             base_bytes=self._base_bytes,
             staging_bytes=shared.residency.staging_bytes,
-            memory=asks_memory,
         )
         if planned is None:
             shared.watch.is_new_kind = True
@@ -219,7 +217,7 @@ class Step:
             found = shared.planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
             blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
         except BudgetError as error:
-            if planned is not None and planned.plan is not None and not recorder.asks_memory:
+            if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
                 found = planned  # only times changed: what fitted before still fits
                 found.num_measured = num_measured
             elif blocks is not None and blocks.rechoose(trace, quick_plan, failed=True):

@@ -45,22 +45,19 @@ class Recorder:
     """Collects one step.
 
     The hooks call `arrive` when they are entered and `leave` when they return, so that the time and the memory between
-    a `leave` and the next `arrive` are the user's own.
+    a `leave` and the next `arrive` are the user's own. The CUDA allocator is asked at every moment, which takes the
+    host longer than many a kernel takes the device: right times are for `Pace` to take.
 
     Args:
         device: the fast device.
         start: the clock's mark at the step's entry.
         base_bytes: as in `Trace`.
         staging_bytes: as in `Trace`.
-        memory: whether to ask the CUDA allocator at every moment. That takes the host longer than many a kernel takes
-            the device, so that times are only right without.
     """
 
-    def __init__(
-        self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int, memory: bool = True
-    ) -> None:
+    def __init__(self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int) -> None:
         self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
-        self.asks_memory = memory and device.type == "cuda"
+        self._asks_memory = device.type == "cuda"
         self.calls: list[Call] = []  # whose times are being measured
         self._storages: list[StorageRecord] = []
         self._parcel_bytes: list[int] = []
@@ -92,7 +89,7 @@ class Recorder:
         """The interval ends here: a hook was entered, or the step is over."""
         self._pause()
         interval = self._interval
-        if self.asks_memory:  # pragma: gpu
+        if self._asks_memory:  # pragma: gpu
             self.peak_bytes = max(self.peak_bytes, interval.peak_bytes)
             self.excess_bytes = max(self.excess_bytes, interval.peak_bytes - self._start_bytes)
             interval.peak_bytes -= self._held_bytes
@@ -110,7 +107,7 @@ class Recorder:
 
     def lie_still(self, resident: Iterable[Parcel]) -> None:
         """What is allocated at this moment and not held by the Session alone, which has the `resident` parcels."""
-        if not self.asks_memory:
+        if not self._asks_memory:
             self._stills.append(0)
             return
         # Not what it held in the interval that has ended: autograd has let go of some of that since.
@@ -120,7 +117,7 @@ class Recorder:
     def leave(self, resident: Iterable[Parcel]) -> None:
         """The next interval begins; the Session has the `resident` parcels on the fast device."""
         self._resume()
-        if self.asks_memory:  # pragma: gpu
+        if self._asks_memory:  # pragma: gpu
             self._start_bytes = torch.cuda.memory_allocated(self._device)
         self._held_bytes = self._planned[self.moment] if self._planned else self.held_alone(resident)
 
@@ -140,12 +137,12 @@ class Recorder:
             return
         self._is_paused = True
         self._interval.marks.append((self._left, self.clock.mark()))
-        if self.asks_memory:  # pragma: gpu
+        if self._asks_memory:  # pragma: gpu
             peak = torch.cuda.max_memory_allocated(self._device)
             self._interval.peak_bytes = max(self._interval.peak_bytes, peak)
 
     def _resume(self) -> None:
-        if self.asks_memory:  # pragma: gpu
+        if self._asks_memory:  # pragma: gpu
             self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         self._left = self.clock.mark()
@@ -238,21 +235,18 @@ class Recorder:
         )
 
     def refine(self, trace: Trace) -> Trace:
-        """The same step with this run's times, and its memory where it was asked for: the first step's times hold
-        warm-up and much measuring."""
+        """The same step with this run's times and memory: the first step's hold warm-up and much measuring. Only CUDA's
+        memory is asked for a second time."""
         moments = self._moments()
         if len(moments) != trace.num_moments:
             return trace
         seconds = {call.number: call_seconds(call) for call in self.calls}
         ops = tuple(replace(op, compute_s=seconds.get(op.number, op.compute_s)) for op in trace.ops)
-        found = []
-        for old, new in zip(trace.moments, moments, strict=True):
-            if self.asks_memory:
-                found.append(replace(new, storage=old.storage, nbytes=old.nbytes))  # pragma: gpu
-            else:
-                found.append(replace(old, compute_s=new.compute_s))
-        base_bytes = self._base_bytes if self.asks_memory else trace.base_bytes
-        return replace(trace, base_bytes=base_bytes, moments=tuple(found), ops=ops)
+        found = tuple(
+            replace(new, storage=old.storage, nbytes=old.nbytes)
+            for old, new in zip(trace.moments, moments, strict=True)
+        )
+        return replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops)
 
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu
