@@ -64,7 +64,7 @@ FAULTS = (
           "while self.resident_bytes + nbytes > self.limit_bytes:",
           "while self.resident_bytes + nbytes > 2 * self.limit_bytes:", EXACT),
     Fault("a view comes back from the start of its storage", "offload/step/views.py",
-          "int(tensor.storage_offset()) * tensor.element_size() - base_offset", "-base_offset", EXACT),
+          "tensor.storage_offset() * tensor.element_size() - base_offset", "-base_offset", EXACT),
     Fault("small tensors overlap in the buffer that they share", "offload/step/saving.py",
           "slab.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT", "slab.filled += nbytes // 2", EXACT),
     Fault("a random operation is computed again from another state", "offload/recompute/replay.py",

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
@@ -34,17 +32,13 @@ from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
+# Asked at every operation that is recorded.
+_backward = torch._C._current_graph_task_id  # which one runs; -1 for none
+_vmap_level = torch._C._functorch.maybe_current_level
+_with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+
 TINY_BYTES = 4096
 """What no record knows and is smaller is kept for the records that use it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Known:
-    """What lies in a storage now. The reference keeps its address from being used for another one."""
-
-    watch: StorageWeakRef
-    version: int
-    value: Value
 
 
 class Tape(TorchDispatchMode):
@@ -70,8 +64,9 @@ class Tape(TorchDispatchMode):
         self.wanted: Collection[int] | None = None  # numbers of the operations to record; None for all
         self.is_within_call = True  # outside of what `WatchedCalls` sees, nothing is recorded
         self._device = device
+        self._kind = device.type
         self._is_leaf = is_leaf
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Value] = {}  # what lies in the storage at an address
         self._leaves: dict[int, list[Leaf]] = {}
         self._unfinished: tuple[Call, list[torch.Tensor]] | None = None  # a function that runs, and its arguments
 
@@ -83,7 +78,7 @@ class Tape(TorchDispatchMode):
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """What PyTorch calls in place of every operation."""
         kwargs = kwargs or {}
-        if self.idle or not self.is_within_call or torch._C._current_graph_task_id() != -1:
+        if self.idle or not self.is_within_call or _backward() != -1:
             return func(*args, **kwargs)
         if forward_ad._current_level >= 0:
             # PyTorch computes some tangents in another order where operations are watched.
@@ -114,28 +109,28 @@ class Tape(TorchDispatchMode):
             self.wanted is not None
             and number in self.wanted
             and not self.idle
-            and torch._C._current_graph_task_id() == -1
+            and _backward() == -1
             and forward_ad._current_level < 0
-            and torch.is_grad_enabled()
-            and not torch.is_autocast_enabled(self._device.type)  # which converts arguments
-            and torch._C._functorch.maybe_current_level() is None  # whose tensors have no bytes of their own
+            and _with_gradients()
+            and not _is_autocast(self._kind)  # which converts arguments
+            and _vmap_level() is None  # whose tensors have no bytes of their own
         )
 
     def value_of(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage, None where that is not known."""
         known = self._known.get(storage._cdata)
-        return known.value if known is not None and known.version == version else None
+        return known if known is not None and known.version == version else None
 
     def value_to_save(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage that autograd saves. Where not everything is recorded, it gets a name now, by which
         operations that read it later know it."""
-        found = self.value_of(storage, version)
-        if found is None and self.wanted is not None and not self.idle:
-            call = self._made_now(storage)
-            if call is not None:
-                return self._add_output(call, storage, version, 0)
-            found = self._remember(storage, version, Value(storage.nbytes(), None)).value
-        return found
+        found = self._known.get(storage._cdata)
+        if found is not None and found.version == version:
+            return found
+        if self.wanted is None or self.idle:
+            return None
+        call = self._made_now(storage)
+        return self._remember(storage, version, None) if call is None else self._add_output(call, storage, version, 0)
 
     def _made_now(self, storage: torch.UntypedStorage) -> Call | None:
         """The function that runs and has made a storage: autograd saves results before a function returns them. What is
@@ -181,19 +176,19 @@ class Tape(TorchDispatchMode):
         if arguments is None:
             return func(*args, **kwargs)
         inputs: list[Value] = []
-        described = tuple(
-            [
-                self._describe_tensor(arg, inputs) if isinstance(arg, torch.Tensor) else self._describe(arg, inputs)
-                for arg in args
-            ]
-        )
+        described = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                described.append(self._describe_tensor(arg, inputs))
+            else:
+                described.append(self._describe(arg, inputs) if isinstance(arg, list | tuple) else arg)
         named = {name: self._describe(arg, inputs) for name, arg in kwargs.items()} if kwargs else kwargs
-        call = Call(self._device, again, what, described, named, inputs, [], [], None, number, self.num_calls)
+        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], None, number, self.num_calls)
         self.num_calls += 1
         self._unfinished = call, arguments
         start = self.mark() if self.mark is not None else None
         try:
-            out = func(*args, **kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self._unfinished = None
         if self.mark is not None:
@@ -250,48 +245,50 @@ class Tape(TorchDispatchMode):
             inputs.append(Value(0, None))
             return Leaf(tensor, 0)
         storage, version = tensor.untyped_storage(), tensor._version
-        known = self._known.get(storage._cdata)
-        if known is None and (
-            tensor.device != self._device or self._is_leaf(storage._cdata) or storage.nbytes() < TINY_BYTES
-        ):
-            return self._leaf(tensor)
-        if known is None or known.version != version:
-            # Or changed by something that was not recorded, or a part with a version counter of its own.
-            known = self._remember(storage, version, Value(storage.nbytes(), None))
-        value = known.value
-        if value not in inputs:
-            inputs.append(value)
+        address = storage._cdata
+        known = self._known.get(address)
+        if known is None:
+            if tensor.device != self._device or self._is_leaf(address) or storage.nbytes() < TINY_BYTES:
+                return self._leaf(tensor, address, version)
+            known = self._remember(storage, version, None)
+        elif known.version != version:
+            # Changed by something that was not recorded, or a part with a version counter of its own.
+            known = self._remember(storage, version, None)
+        if known not in inputs:
+            inputs.append(known)
         if self.wanted is not None:
-            value.is_read = True
-            if not value.can_be_had:  # what made it was not recorded, and autograd saves it later, if at all
-                value.held = tensor, tensor._version
-        return Ref(value, View.of(tensor))
+            known.is_read = True
+            if known.call is None and known.saved is None and known.held is None:
+                known.held = tensor, version  # what made it was not recorded, and autograd saves it later, if at all
+        return tuple.__new__(Ref, (known, View.of(tensor)))
 
-    def _leaf(self, tensor: torch.Tensor) -> Leaf:
-        leaf = Leaf(tensor, tensor._version)  # itself: below autograd, an alias would count its own versions
-        self._leaves.setdefault(tensor.untyped_storage()._cdata, []).append(leaf)
+    def _leaf(self, tensor: torch.Tensor, address: int, version: int) -> Leaf:
+        leaf = Leaf(tensor, version)  # itself: below autograd, an alias would count its own versions
+        self._leaves.setdefault(address, []).append(leaf)
         return leaf
 
-    def _remember(self, storage: torch.UntypedStorage, version: int, value: Value) -> _Known:
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known[storage._cdata] = _Known(weak_reference(storage), version, value)
-        else:
-            known.version, known.value = version, value
-        return known
+    def _remember(self, storage: torch.UntypedStorage, version: int, call: Call | None) -> Value:
+        """Gives a name to what lies in a storage now."""
+        address = storage._cdata
+        before = self._known.get(address)
+        watch = weak_reference(storage) if before is None else before.watch
+        value = self._known[address] = Value(storage.nbytes(), call, watch, version)
+        return value
 
     def _made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
         """Names an operation's outputs; what shares an argument's storage is a view, whatever the schema says."""
-        seen = {tensor.untyped_storage()._cdata for tensor in arguments}
+        seen = [tensor.untyped_storage()._cdata for tensor in arguments]
         for place, tensor in enumerate(tensors):
             if tensor.device != self._device or not has_bytes(tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata in seen or not storage.nbytes():
+            address, version = storage._cdata, tensor._version
+            if address in seen or not storage.nbytes():
                 continue
-            seen.add(storage._cdata)
-            if self.value_of(storage, tensor._version) is None:  # else autograd has saved it by now
-                self._add_output(call, storage, tensor._version, place)
+            seen.append(address)
+            known = self._known.get(address)
+            if known is None or known.version != version:  # else autograd has saved it by now
+                self._add_output(call, storage, version, place)
 
     def _written(self, call: Call, tensor: torch.Tensor) -> None:
         """Names what an in-place operation left; autograd counts the change only after this."""
@@ -299,8 +296,7 @@ class Tape(TorchDispatchMode):
             self._add_output(call, tensor.untyped_storage(), tensor._version + 1, 0)
 
     def _add_output(self, call: Call, storage: torch.UntypedStorage, version: int, place: int) -> Value:
-        value = Value(storage.nbytes(), call)
-        self._remember(storage, version, value)
+        value = self._remember(storage, version, call)
         call.outputs.append(weakref.ref(value))
         call.places.append(place)
         return value
@@ -318,9 +314,10 @@ class Tape(TorchDispatchMode):
 
     def _forget_written(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written_to(what, args, kwargs):
-            known = self._known.get(tensor.untyped_storage()._cdata)
+            address = tensor.untyped_storage()._cdata
+            known = self._known.get(address)
             if known is not None:
-                known.version, known.value = -1, Value(known.value.nbytes, None)
+                self._known[address] = Value(known.nbytes, None, known.watch, -1)
 
 
 # Set here, and not by its name in the class: PyTorch would wrap it in what takes 10 us a call.

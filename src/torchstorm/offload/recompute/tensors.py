@@ -20,8 +20,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Whether a tensor is no more than plain numbers in a storage."""
-    plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-    return plain and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
@@ -49,7 +50,10 @@ def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch
     collect(args, found)
     if kwargs:
         collect(kwargs.values(), found)
-    return found if all(map(has_bytes, found)) else None
+    for tensor in found:
+        if not has_bytes(tensor):
+            return None
+    return found
 
 
 def covers_all(tensor: torch.Tensor) -> bool:

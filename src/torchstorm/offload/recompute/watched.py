@@ -37,15 +37,13 @@ class WatchedCalls(TorchFunctionMode):
         tape: records.
         moment: gives the number of the latest moment of the step.
         enters: whether the tape is to be entered for every call; else it is active all the time, and only numbered.
-
-    Attributes:
-        calls: numbers of the calls within which operations are recorded; None for all.
     """
 
     def __init__(self, tape: Tape, *, moment: Callable[[], int], enters: bool = True) -> None:
         super().__init__()
         pause_in_backward(WatchedCalls)
-        self.calls: Collection[int] | None = None
+        self._calls: Collection[int] | None = None  # within which operations are recorded; None for all
+        self._names: Collection[int] = ()  # of the functions that are called there
         self._tape = tape
         self._moment_now = moment
         self._enters = enters
@@ -59,18 +57,25 @@ class WatchedCalls(TorchFunctionMode):
         """What PyTorch calls in place of every function of its own."""
         if type(func) is _GETTER or torch.compiler.is_compiling() or self._tape.idle:
             return func(*args, **kwargs) if kwargs else func(*args)
+        name, writes, whole = _known.get(func) or _get_to_know(func)
+        calls = self._calls
+        if kwargs and _is_to_write(kwargs):
+            writes, whole = True, None
+        if calls is not None and not writes and name not in self._names:
+            return func(*args, **kwargs) if kwargs else func(*args)
         moment, counts = self._moment_now(), self._counts
         if moment != self._moment:
             self._moment = moment
             counts.clear()
-        name, writes, whole = _known.get(func) or _get_to_know(func)
         count = counts[name] = counts.get(name, 0) + 1
         number = (moment * _COUNTS + count) * _NAMES + name
-        if kwargs and _is_to_write(kwargs):
-            return self._record(number, func, None, args, kwargs)
-        if self.calls is None or writes or number in self.calls:
+        if calls is None or writes or number in calls:
             return self._record(number, func, whole, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def record_within(self, calls: Collection[int]) -> None:
+        """From now on operations are recorded within the calls of these numbers."""
+        self._calls, self._names = calls, {number % _NAMES for number in calls}
 
     def _record(
         self, number: int, func: Any, whole: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -72,6 +72,8 @@ class Kept:
         self.storage = storage
         self.ticket: Ticket | None = None
         self._released = released
+        storage.saved.append(weakref.ref(self))
+        storage.num_live += 1
 
     def unpack(self) -> torch.Tensor:
         """The tensor as it was saved.
@@ -106,14 +108,8 @@ class KeptTensors:
         self.released: deque[KeptStorage] = deque()
         self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs
         self.by_address: dict[int, KeptStorage] = {}  # likewise, where there is no plan
+        self.in_parts: set[int] = set()  # addresses of those that were saved in parts
         self._count = count
-
-    def keep(self, tensor: torch.Tensor, storage: KeptStorage) -> Kept:
-        """One more saved tensor of a storage."""
-        kept = Kept(tensor, storage, self.released)
-        storage.saved.append(weakref.ref(kept))
-        storage.num_live += 1
-        return kept
 
     def holds(self, address: int) -> bool:
         """Whether the storage at an address is one of these."""
@@ -130,6 +126,7 @@ class KeptTensors:
                 storage.counted_bytes = 0
                 if self.by_address and self.by_address.get(storage.address) is storage:
                     del self.by_address[storage.address]
+                    self.in_parts.discard(storage.address)
 
     def lose(self, why: Callable[[str], TorchstormError], *, address: int | None = None) -> None:
         """The bytes of the storage at an address, or of all of the running step, cannot be had any more.
@@ -151,6 +148,7 @@ class KeptTensors:
         """The running step is over, or no settled one any more: gives out what autograd still holds, uncounted."""
         self.settle()
         storages, self.by_ordinal, self.by_address = list(self.by_ordinal.values()), {}, {}
+        self.in_parts.clear()
         for storage in storages:
             alive = [kept for kept in storage.alive() if kept.tensor is not None] if storage.num_live else []
             if alive:

@@ -127,22 +127,21 @@ class Value:
             where they are to be had.
         lost: makes the error to raise where nothing can make its bytes, which were let go; None where they were not.
         is_read: whether an operation reads them that only those that a plan needs were recorded with.
+        watch: keeps the storage's address from being used again for another one.
+        version: autograd's version counter when they were there.
     """
 
-    __slots__ = ("__weakref__", "call", "held", "is_read", "lost", "nbytes", "saved")
+    __slots__ = ("__weakref__", "call", "held", "is_read", "lost", "nbytes", "saved", "version", "watch")
 
-    def __init__(self, nbytes: int, call: Call | None) -> None:
+    def __init__(self, nbytes: int, call: Call | None, watch: StorageWeakRef | None = None, version: int = 0) -> None:
         self.nbytes = nbytes
         self.call = call
+        self.watch = watch
+        self.version = version
         self.saved: Saved | None = None
         self.held: tuple[torch.Tensor, int] | None = None
         self.lost: Callable[[], TorchstormError] | None = None
         self.is_read = False
-
-    @property
-    def can_be_had(self) -> bool:
-        """Whether it is somewhere, or can be made."""
-        return self.call is not None or self.saved is not None or self.held is not None
 
 
 @dataclass(eq=False, slots=True)

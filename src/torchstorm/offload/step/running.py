@@ -97,4 +97,5 @@ class Running:
         """From now on the tape records these operations, which run within these calls; where it sees all, it records
         all."""
         if self.tape is not None and self.watched is not None:
-            self.tape.wanted, self.watched.calls = operations, calls
+            self.tape.wanted = operations
+            self.watched.record_within(calls)

@@ -9,12 +9,11 @@ import torch
 from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
-from torchstorm.offload.step.parcels import Parcel, Saved, Value
+from torchstorm.offload.step.parcels import Call, Parcel, Saved
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
-from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
@@ -97,7 +96,8 @@ class Saver:
             number = run.plan.trace.storages[ordinal].parcel if movable else -1
             tier = run.plan.placements[number].tier if number >= 0 else KEEP
             num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
-            if tier == RECOMPUTE and not _is_made_as_planned(value, run.plan, ordinal):
+            call = value.call if value is not None else None
+            if tier == RECOMPUTE and (call is None or not is_made_by(call, run.plan.maker(ordinal))):
                 self._leave_plan()
                 number, num_together, tier = -1, 0, self._residency.default_tier
         block = run.blocks[-1] if run.blocks else ""
@@ -159,22 +159,20 @@ class Saver:
             tensor: what autograd saves.
             ordinal: the storage's number, which the plan has in a parcel.
         """
-        plan, residency = run.plan, self._residency
-        assert plan is not None
-        trace = plan.trace
-        number = trace.storages[ordinal].parcel
-        tier, version = plan.placements[number].tier, tensor._version
+        table, residency = run.table, self._residency
+        assert table is not None
+        number, tier, is_shared, maker, block = table.leaving[ordinal]
+        version, nbytes, address, offset = tensor._version, storage.nbytes(), storage._cdata, 0
         value = run.tape.value_to_save(storage, version) if run.tape is not None else None
-        nbytes, offset = storage.nbytes(), 0
-        block = run.blocks[-1] if run.blocks else trace.storages[ordinal].block
         counter = fingerprint = None
         if tier == RECOMPUTE:
-            if not _is_made_as_planned(value, plan, ordinal):
+            call = value.call if value is not None else None
+            if call is None or not is_made_by(call, maker):
                 return None
             parcel = residency.new_absent_parcel(nbytes, block)
             fingerprint = residency.fingerprint_of(storage)
             counter = version_counter(tensor)
-        elif tier != KEEP and trace.parcels[number].num_storages > 1:
+        elif is_shared:
             parcel = self._slab_for(run, nbytes, number, block)
             offset = self._join(parcel, storage, nbytes)
             counter = version_counter(tensor)
@@ -184,8 +182,8 @@ class Saver:
         if tier != KEEP:
             parcel.number = number
             run.numbered[number] = parcel
-        address, watch, pointer = storage._cdata, weak_reference(storage), storage.data_ptr()
-        saved = Saved(parcel, nbytes, offset, version, counter, address, watch, pointer, block, 0, ordinal)
+        watch = weak_reference(storage) if value is None or value.watch is None else value.watch
+        saved = Saved(parcel, nbytes, offset, version, counter, address, watch, storage.data_ptr(), block, 0, ordinal)
         if value is not None:
             saved.value, value.saved, value.held = value, saved, None
         saved.fingerprint = fingerprint
@@ -252,11 +250,8 @@ class Saver:
             self._residency.put(parcel, tier)
 
 
-def _is_made_as_planned(value: Value | None, plan: Plan, ordinal: int) -> bool:
-    """Whether what a plan has computed again was made by the operation that the plan names. A function that is recorded
-    as a whole, and is part of that number, runs no other."""
-    if value is None or value.call is None:
-        return False
-    number, name = plan.maker(ordinal)
-    what = value.call.operator
-    return value.call.number == number and (what.name == name or what.name.startswith("torch."))
+def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
+    """Whether an operation is the one that a plan names, by number and name. A function that is recorded as a whole,
+    and is part of that number, runs no other."""
+    number, name = maker
+    return call.number == number and (call.operator.name == name or call.operator.name.startswith("torch."))

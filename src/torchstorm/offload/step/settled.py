@@ -52,7 +52,9 @@ class Table:
         signatures: of the moments, `num_moments` of them.
         stays: whether a storage stays, and nothing is computed again from it.
         counted_bytes, movable, blocks: of the storages.
-        busy: moments at which something is dropped or fetched.
+        busy: moments at which something is dropped or fetched, and the one at which backward begins.
+        leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
+            name of the operation that makes it, the module that saves it; of those that do not stay.
         operations: numbers of those that run again.
         calls: numbers of the calls within which they run.
         read_until: storage -> the last moment at which something is computed again from it.
@@ -86,7 +88,10 @@ class Table:
         self.calls = {call_of(number) for number in self.operations}
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
-        self.busy = {*plan.drops, *plan.fetches}
+        first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
+        self.busy = {*plan.drops, *plan.fetches, first_use}
+        leaving = [at for at, stays in enumerate(self.stays) if not stays and self.movable[at]]
+        self.leaving = {number: _leaving(plan, number) for number in leaving}
 
     def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
         """Whether a moment that has come is the plan's."""
@@ -96,6 +101,19 @@ class Table:
         if planned_kind != kind or planned_ordinal != ordinal:
             return False
         return fits(nbytes, planned_bytes, is_exact=is_exact)
+
+
+def _is_of_all(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether a tensor, or the one that it is a view of, is all of a storage: then they have one version counter."""
+    base = tensor._base
+    return (tensor if base is None else base).nbytes == nbytes
+
+
+def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
+    storage = plan.trace.storages[ordinal]
+    tier = plan.placements[storage.parcel].tier
+    is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
+    return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
 
 
 def _makers(plan: Plan) -> tuple[set[int], set[int]]:
@@ -184,66 +202,71 @@ class Settled:
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
-        if type(tensor) is not torch.Tensor or not has_bytes(tensor) or tensor.device != self._device:
+        kind = type(tensor)
+        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._fixed or (tensor._base is not None and is_of_parameter(tensor)):
+        address = storage._cdata
+        if address in self._fixed:
             return Untouched(tensor)
         with self._lock:
             if self._kept.released:
                 self._kept.settle()
             if torch._C._len_torch_dispatch_stack():
                 with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
-                    return self._pack(self._table, tensor, storage)
-            return self._pack(self._table, tensor, storage)
+                    return self._pack(tensor, storage, address)
+            return self._pack(tensor, storage, address)
 
-    def _pack_planned(
-        self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> Kept | Ticket | None:
+    def _is_its_own(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is saved for the first time is one that the Session cares for."""
+        return has_bytes(tensor) and tensor.device == self._device and not is_of_parameter(tensor)
+
+    def _pack_planned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | Ticket | None:
+        table, progress = self._table, self._progress
         assert table is not None
-        progress = self._progress
         moment, nbytes = progress.moment + 1, storage.nbytes()
         if moment >= table.num_moments:
             return None
         kind, ordinal, expected_bytes = table.signatures[moment]
-        if kind != PACK or not fits(nbytes, expected_bytes, is_exact=self._is_exact):
+        if kind != PACK or (nbytes != expected_bytes and not fits(nbytes, expected_bytes, is_exact=self._is_exact)):
             return None
         if not table.stays[ordinal]:
             return self._pack_away(table, tensor, storage, ordinal, moment)
         is_busy = moment in table.busy
         if is_busy:
             self._begin(moment)
-        by_ordinal = self._kept.by_ordinal
+        kept = self._kept
         if ordinal == progress.num_saved:
             counted_bytes = min(nbytes, table.counted_bytes[ordinal])
-            if not self._count(counted_bytes):
+            if not self._is_its_own(tensor) or not self._count(counted_bytes):
                 return None
             progress.num_saved += 1
-            found = by_ordinal[ordinal] = KeptStorage(
-                storage._cdata, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
+            found = kept.by_ordinal[ordinal] = KeptStorage(
+                address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
             )
         else:
-            known = by_ordinal.get(ordinal)
-            if known is None or known.address != storage._cdata or not known.num_live:
+            known = kept.by_ordinal.get(ordinal)
+            if known is None or known.address != address or not known.num_live:
                 return None
             found = known
         progress.moment = moment
-        kept = self._kept.keep(tensor, found)
+        one = Kept(tensor, found, kept.released)
         if is_busy:
             self._finish(moment)
-        return kept
+        return one
 
     def _pack_away(
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
         """What autograd gets for a tensor that leaves, or that something is computed again from."""
-        if not table.movable[ordinal] or self._is_input(storage, tensor):
+        if not table.movable[ordinal] or not self._is_its_own(tensor) or self._is_input(storage, tensor):
             return None
         is_busy = moment in table.busy
         if is_busy:
             self._begin(moment)
         progress = self._progress
-        saved, base = self._residency.known.find(storage, tensor)
+        known = self._residency.known
+        saved, base = known.find(storage, tensor) if known.holds(storage._cdata) else (None, 0)
         if saved is None and ordinal == progress.num_saved:
             saved = self._save(storage, tensor, ordinal)
             progress.num_saved += saved is not None
@@ -261,23 +284,26 @@ class Settled:
             self._finish(moment)
         return ticket
 
-    def _pack_unplanned(self, table: Table | None, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Kept | None:
+    def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | None:
         """Without a plan everything stays, and is only counted."""
-        address = storage._cdata
         found = self._kept.by_address.get(address)
         if found is None:
             nbytes = storage.nbytes()
-            if not nbytes or self._residency.known.holds(address) or self._is_input(storage, tensor):
-                return None  # of an input only what was saved counts
-            if not self._count(nbytes):
+            if not nbytes or not self._is_its_own(tensor) or self._residency.known.holds(address):
                 return None
+            if self._is_input(storage, tensor) or not self._count(nbytes):
+                return None  # of an input only what was saved counts
             ordinal = self._progress.num_saved
             self._progress.num_saved += 1
             found = KeptStorage(address, ordinal, nbytes, nbytes, True, "")
             self._kept.by_ordinal[ordinal] = self._kept.by_address[address] = found
-        elif not any(kept.tensor is not None and share_a_counter(kept.tensor, tensor) for kept in found.alive()[:1]):
+            if not _is_of_all(tensor, nbytes):
+                self._kept.in_parts.add(address)
+        elif (address in self._kept.in_parts or not _is_of_all(tensor, found.nbytes)) and not any(
+            kept.tensor is not None and share_a_counter(kept.tensor, tensor) for kept in found.alive()[:1]
+        ):
             return None  # parts with a version counter each count as one storage each, as they do where they move
-        return self._kept.keep(tensor, found)
+        return Kept(tensor, found, self._kept.released)
 
     def _count(self, nbytes: int) -> bool:
         """Counts bytes that become resident, if they fit."""
