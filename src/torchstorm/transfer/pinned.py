@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ from torchstorm.sizes import format_size
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.extents import Extents
 
-_MANY = 8  # copies of one segment, before those that have ended are looked for: to ask of one costs the host 3 us
+_LARGEST_SEGMENT = 2**31
+_PART = 8  # of what is held: so much a new segment may add; large ones are pinned faster
 
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
@@ -33,7 +35,7 @@ class _Segment:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        self.busy: list[tuple[int, int, StreamCopy]] = []  # (start, stop, copy) of freed extents still being copied
+        self.busy: deque[tuple[int, int, StreamCopy]] = deque()  # (start, stop, copy) of freed extents being copied
         # Pinned memory must not be unmapped, even if nobody closes the arena: the unpin function keeps it alive.
         self.release = weakref.finalize(self, pin(self.buffer) if pin else _no_unpin)
 
@@ -65,7 +67,8 @@ class PinnedArena:
         pin: pins a tensor's memory and returns the function that unpins it; raises RuntimeError if it cannot. None
             leaves the memory pageable.
         available_bytes: returns the free memory of the machine or cgroup; called before a segment is added.
-        segment_bytes: size of a segment. A larger extent gets a segment of its own.
+        segment_bytes: size of the first segments; later ones grow with what is held. A larger extent gets a segment of
+            its own.
     """
 
     def __init__(
@@ -103,10 +106,10 @@ class PinnedArena:
             for segment, start, size in extents:
                 pieces.append(segment.buffer[start : start + min(size, left)])
                 left -= pieces[-1].nbytes
-                if len(segment.busy) > _MANY:
-                    segment.busy = [entry for entry in segment.busy if not entry[2].done()]
-                stop = start + size
-                after += [copy for begin, end, copy in segment.busy if begin < stop and start < end and not copy.done()]
+                busy, stop = segment.busy, start + size
+                while busy and busy[0][2].done():  # the first ones end first, and to ask takes the host 3 us
+                    busy.popleft()
+                after += [copy for begin, end, copy in busy if begin < stop and start < end and not copy.done()]
                 self.used_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             return Slot(pieces, after, extents)
@@ -134,9 +137,11 @@ class PinnedArena:
                 self._release(segment)
 
     def _in_one_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        for segment in self._segments:
+        for place, segment in enumerate(self._segments):
             start = segment.extents.allocate(nbytes)
             if start is not None:
+                if place:  # the next extent is looked for here first
+                    self._segments.insert(0, self._segments.pop(place))
                 return [(segment, start, segment.extents.rounded(nbytes))]
         return []
 
@@ -155,7 +160,8 @@ class PinnedArena:
         room = min(self.capacity_bytes - self.held_bytes, available) // page * page
         if wanted > room:
             return False
-        size = max(wanted, min(self._segment_bytes, room))
+        usual = max(self._segment_bytes, min(self.held_bytes // _PART, _LARGEST_SEGMENT))
+        size = max(wanted, min(usual // page * page, room))
         try:
             segment = _Segment(size, self._pin)
         except RuntimeError as error:
