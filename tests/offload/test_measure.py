@@ -43,6 +43,30 @@ def test_a_file_system_is_measured_once_whatever_the_directory(tmp_path: Path, m
     assert measure_machine(CPU, None).disk_bytes == 0
 
 
+def test_a_disk_that_takes_no_core_from_those_that_compute_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "_delays", {})
+    found = measure_machine(CPU, str(tmp_path)).disk_delay_s_per_byte
+    assert 0 <= found < 1e-7  # ten times what a slow disk takes
+    assert measure_machine(CPU, str(tmp_path)).disk_delay_s_per_byte == found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_delays_are_measured_once_for_a_file_system_and_a_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(measure, "_delays", {})
+    monkeypatch.setattr(measure, "_measure_delay", lambda directory: measured.append(directory) or 3e-10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for _ in range(2):
+        assert measure_machine(CPU, str(tmp_path)).disk_delay_s_per_byte == 3e-10
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    measure_machine(CPU, str(tmp_path))
+    assert len(measured) == 2
+
+
 def test_a_directory_that_is_not_there_is_a_storage_error_each_time(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(StorageError, match="cannot be measured"):

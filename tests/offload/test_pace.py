@@ -15,9 +15,10 @@ from torchstorm.offload.step import pace as pacing
 from torchstorm.offload.step import step as steps
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.tracing import Recorder
-from torchstorm.plan.forecast import Figures
+from torchstorm.plan.forecast import Figures, Placement
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Trace
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, HostCost, Moment, SavedStorage, Trace, make_parcels
 
 
 class Hand:
@@ -35,9 +36,7 @@ def trace_of(*seconds: float) -> Trace:
         Moment(kind=kind, storage=storage, nbytes=nbytes, compute_s=one, other_bytes=0, still_bytes=0)
         for (kind, storage, nbytes), one in zip(signatures, seconds, strict=True)
     )
-    return Trace(
-        device="cpu", moments=moments, storages=(), parcels=(), base_bytes=0, staging_bytes=0, ops=(), values=()
-    )
+    return Trace(device="cpu", moments=moments, storages=(), parcels=(), base_bytes=0, staging_bytes=0)
 
 
 @pytest.fixture
@@ -48,8 +47,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
 
 
 def refined(pace: Pace, trace: Trace) -> Trace:
+    return pace.refine(trace, plan_of(trace), Machine(name="bare"))
+
+
+def plan_of(trace: Trace, *placements: Placement) -> Plan:
     figures = Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
-    return pace.refine(trace, Plan(trace=trace, budget=Budget(), placements=(), forecast=figures, notes=()))
+    return Plan(trace=trace, budget=Budget(), placements=placements, forecast=figures, notes=())
 
 
 def times(trace: Trace) -> list[float]:
@@ -116,6 +119,60 @@ def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
     clock.now = 9.5
     pace.end(1)
     assert times(refined(pace, trace_of(1.0, 1.0))) == pytest.approx(expected)
+
+
+def test_what_copies_have_taken_from_the_cores_is_no_time_of_the_model(clock: Hand) -> None:
+    pace = Pace(torch.device("cpu"), 0.0)
+    clock.now = 8.0
+    pace.end(3)
+    trace = with_parcel(trace_of(1.0, 1.0, 1.0, 1.0), nbytes=100)
+    shared = Machine(name="shared", disk_delay_s_per_byte=0.02)
+    moved = plan_of(trace, Placement(tier="disk", drop=2, fetch=3))
+    assert times(pace.refine(trace, moved, shared)) == pytest.approx([1.5, 1.5, 1.5, 1.5])
+    assert times(pace.refine(trace, plan_of(trace, Placement(tier="keep")), shared)) == pytest.approx([2.0] * 4)
+
+
+def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
+    saved = SavedStorage(nbytes=nbytes, made=1, owned=1, needed=3, freed=4, parcel=0, block="")
+    return replace(trace, storages=(saved,), parcels=make_parcels((saved,), [nbytes]))
+
+
+@pytest.mark.parametrize(
+    ("device_s", "host", "forward_s"),
+    [
+        # Ten parcels move, which takes the host 120 us each.
+        pytest.param(1e-3, HostCost(record_s=70e-6, move_s=120e-6), 10e-3 - 10 * 120e-6, id="the device waits"),
+        pytest.param(
+            2e-3, HostCost(record_s=70e-6, move_s=120e-6, idle_s=9e-3 + 10 * 120e-6), 20e-3, id="the host does"
+        ),
+    ],
+)
+def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_it(
+    device_s: float, host: HostCost, forward_s: float, clock: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = Hand()
+    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
+    monkeypatch.setattr(pacing.time, "perf_counter", now.mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    pace = Pace(torch.device("cuda"), 0.0)
+    for moment in range(1, 11):  # the host is on its way for 1 ms before each moment of forward
+        now.now, clock.now = moment * 1e-3, moment * device_s
+        pace.stop()
+        pace.go_on(moment)
+    clock.now += 5e-3
+    pace.end(11)
+    kinds = [(ENTER, -1), *((PACK, at) for at in range(9)), (UNPACK, 8), (UNPACK, 7)]
+    moments = tuple(
+        Moment(kind=kind, storage=storage, nbytes=8 * (at + 1), compute_s=1.0, other_bytes=0)
+        for at, (kind, storage) in enumerate(kinds)
+    )
+    trace = replace(trace_of(0.0), device="cuda", moments=moments)
+    plan = plan_of(trace, *[Placement(tier="ram", drop=2, fetch=3)] * 10)
+    found = pace.refine(trace, plan, Machine(name="bare"))
+    assert (found.host.record_s, found.host.move_s) == (host.record_s, host.move_s)
+    assert found.host.idle_s == pytest.approx(host.idle_s)
+    assert sum(times(found)[:10]) == pytest.approx(forward_s)
+    assert sum(times(found)[10:]) == pytest.approx(5e-3)
 
 
 class Slow(nn.Module):

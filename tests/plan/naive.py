@@ -256,7 +256,10 @@ def step_s(
             if placements[number].fetch == now:
                 fetch(number)
         now_s += moment.compute_s
-    return now_s
+    if trace.device == "cpu":
+        return now_s + sum(trace.parcels[number].nbytes for number in moved) * machine.disk_delay_s_per_byte
+    host_s = len(moved) * trace.host.move_s + sum(len(one.ops) for one in again.values()) * trace.host.record_s
+    return now_s + max(0.0, host_s - trace.host.idle_s)
 
 
 def every_placement(trace: Trace, tiers: Sequence[str]) -> Iterator[tuple[list[Placement], dict[int, Again]]]:

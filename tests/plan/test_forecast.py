@@ -23,7 +23,7 @@ from torchstorm.plan.forecast import (
 )
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.recompute import can_recompute
-from torchstorm.plan.trace import Op, SavedStorage, Trace, Value
+from torchstorm.plan.trace import HostCost, Op, SavedStorage, Trace, Value
 
 KEEP = Placement(tier="keep")
 # 10 bytes a second to the disk, 20 from it; 40 off the GPU, 80 back to it.
@@ -94,9 +94,28 @@ def test_any_placements_come_to_what_the_naive_simulation_says(
         assert tier_peak(trace, placements, tier) == max(naive.slow_bytes(trace, placements, tier))
     assert forecast_s(trace, placements, machine) == pytest.approx(naive.step_s(trace, placements, machine))
     assert forecast_s(trace, placements, machine) >= trace.compute_s * (1 - 1e-9)
-    faster = replace(machine, **{name: 1e15 for name in vars(machine) if name.endswith("per_s")})
+    speeds = {name: 1e15 for name in vars(machine) if name.endswith("per_s")}
+    faster, alone = replace(machine, disk_delay_s_per_byte=0.0, **speeds), replace(trace, host=HostCost())
     again_s = sum(one.seconds for one in again.values())
-    assert forecast_s(trace, placements, faster) == pytest.approx(trace.compute_s + again_s, abs=1e-6)
+    assert forecast_s(alone, placements, faster) == pytest.approx(trace.compute_s + again_s, abs=1e-6)
+
+
+def test_what_copies_take_from_the_cores_that_compute_counts_for_every_byte_that_moves() -> None:
+    shared = replace(SLOW, disk_delay_s_per_byte=0.25)
+    placements = [Placement(tier="disk", drop=4, fetch=4), KEEP]
+    assert forecast_s(two(), placements, shared) == forecast_s(two(), placements, SLOW) + 0.25 * two().parcels[0].nbytes
+    assert forecast_s(two(), [KEEP, KEEP], shared) == 15.0
+
+
+@pytest.mark.parametrize(("idle_s", "longer_s"), [(0.0, 3.0), (2.0, 1.0), (9.0, 0.0)])
+def test_what_a_plan_takes_the_host_of_a_gpu_counts_as_far_as_that_has_no_time_to_spare(
+    idle_s: float, longer_s: float
+) -> None:
+    trace = two("cuda")
+    placements = [Placement(tier="ram", drop=4, fetch=4), KEEP]
+    link = replace(SLOW, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9)
+    busy = replace(trace, host=HostCost(move_s=3.0, idle_s=idle_s))
+    assert forecast_s(busy, placements, link) == pytest.approx(forecast_s(trace, placements, link) + longer_s)
 
 
 def test_what_is_kept_costs_its_compute_only() -> None:

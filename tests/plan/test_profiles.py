@@ -18,7 +18,8 @@ def test_the_machines_of_the_command_line_exist() -> None:
 def test_a_profile_says_all_that_a_forecast_needs_and_nothing_impossible(name: str) -> None:
     machine = PROFILES[name]
     assert Machine.from_json(machine.to_json()) == machine
-    assert all(value for value in vars(machine).values())
+    # What a disk takes from the cores of a CPU delays no GPU.
+    assert all(value for name, value in vars(machine).items() if name != "disk_delay_s_per_byte")
     assert machine.half_flops > machine.tf32_flops > machine.fp32_flops
     assert machine.attention_backward_flops < machine.attention_flops < machine.half_flops
     assert machine.memory_bytes_per_s > machine.h2d_bytes_per_s > machine.disk_read_bytes_per_s

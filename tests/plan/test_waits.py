@@ -7,9 +7,10 @@ from hypothesis import given, settings
 
 from plan import naive
 from plan.traces import machines, trace_of, traces
-from torchstorm.plan.forecast import Placement, forecast_s
+from torchstorm.plan.forecast import Placement, forecast_s, host_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
+from torchstorm.plan.recompute import replays
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import SavedStorage, Trace
 from torchstorm.plan.waits import recompute_seconds, waiting_seconds
@@ -17,13 +18,16 @@ from torchstorm.plan.waits import recompute_seconds, waiting_seconds
 
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), machine=machines())
-def test_compute_recompute_and_waiting_are_the_forecast(trace: Trace, machine: Machine) -> None:
+def test_compute_recompute_waiting_and_the_work_of_the_host_are_the_forecast(trace: Trace, machine: Machine) -> None:
     enough = naive.all_away_bytes(trace)
     plan = solve(trace, machine, Budget(vram=enough, ram=max(enough, 1 << 30), disk=1 << 40))
     waits = waiting_seconds(trace, plan.placements, machine)
     again = recompute_seconds(trace, plan.placements)
     assert all(seconds >= 0 for seconds in (*waits, *again))
-    total = trace.compute_s + sum(waits) + sum(again)
+    moved = [one.nbytes for one, to in zip(trace.parcels, plan.placements, strict=True) if to.tier in ("ram", "disk")]
+    played = (replays(trace, plan.placements) or {}).values()
+    work_s = host_s(trace, machine, played, num_moved=len(moved), moved_bytes=sum(moved))
+    total = trace.compute_s + sum(waits) + sum(again) + work_s
     assert total == pytest.approx(forecast_s(trace, plan.placements, machine), rel=1e-9, abs=1e-12)
 
 

@@ -14,6 +14,7 @@ from torchstorm.plan.trace import (
     ENTER,
     PACK,
     UNPACK,
+    HostCost,
     Moment,
     Op,
     Parcel,
@@ -94,6 +95,7 @@ def random_trace(
         parcels=make_parcels(storages, parcel_bytes),
         base_bytes=rng.choice((0, 1000)) if device == "cuda" else 0,
         staging_bytes=rng.choice((0, 8192)),
+        host=random_host(rng) if device == "cuda" else HostCost(),
     )
     return _with_ops(rng, trace) if with_ops else trace
 
@@ -178,6 +180,17 @@ def _owned(rng: random.Random, made: int, freed: int, parcel: int) -> int:
     return rng.choice((made, made, min(made + 1, freed), rng.randint(made, freed)))
 
 
+def random_host(rng: random.Random) -> HostCost:
+    """Mostly none, and some that a step does not notice."""
+    if rng.random() < 0.6:
+        return HostCost()
+    return HostCost(
+        record_s=rng.choice((0.0, 1e-4, 1e-3)),
+        move_s=rng.choice((0.0, 1e-4, 1e-3)),
+        idle_s=rng.choice((0.0, 5e-4, 1.0)),
+    )
+
+
 def random_machine(rng: random.Random) -> Machine:
     """From a link that stops everything to one that nobody notices."""
     speeds = (1e6, 1e7, 1e8, 1e9, 1e12)
@@ -187,6 +200,7 @@ def random_machine(rng: random.Random) -> Machine:
         h2d_bytes_per_s=rng.choice(speeds),
         disk_write_bytes_per_s=rng.choice(speeds),
         disk_read_bytes_per_s=rng.choice(speeds),
+        disk_delay_s_per_byte=rng.choice((0.0, 0.0, 1e-9, 1e-7)),
     )
 
 

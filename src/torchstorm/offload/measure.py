@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
 import re
 import shutil
 import statistics
+import tempfile
+import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +19,8 @@ from torchstorm.memory.limits import total_ram_bytes
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.plan.machine import Machine
 from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.backend import StorageCopy
+from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.measure import measure_disk
 from torchstorm.transfer.engine import Engine, StreamClock
 from torchstorm.transfer.pinned import pin_memory
@@ -23,6 +28,8 @@ from torchstorm.transfer.pinned import pin_memory
 _LINK_BYTES = 64 * 2**20
 _LEAST_BYTES = 2**20  # of two copies
 _NUM_COPIES = 5
+_DELAY_BYTES, _PIECE_BYTES = 64 * 2**20, 8 * 2**20  # of the file that delays compute, and of each of its copies
+_NUM_NUMBERS, _NUM_ALONE, _NUM_TURNS = 2**18, 100, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,7 @@ def measure_machine(device: torch.device, directory: str | None) -> Machine:
         disk_bytes=shutil.disk_usage(directory).free,
         disk_write_bytes_per_s=write_bytes_per_s,
         disk_read_bytes_per_s=read_bytes_per_s,
+        disk_delay_s_per_byte=_disk_delay(directory) if device.type == "cpu" else 0.0,
     )
 
 
@@ -86,6 +94,48 @@ def _disk_speeds(directory: str) -> tuple[float, float]:
     if file_system not in _speeds:
         _speeds[file_system] = measure_disk(directory)
     return _speeds[file_system]
+
+
+_delays: dict[tuple[int, int], float] = {}  # by file system and number of threads that compute
+
+
+def _disk_delay(directory: str) -> float:
+    """Seconds by which compute on all cores is late for every byte that is written and read back meanwhile."""
+    key = os.stat(directory).st_dev, torch.get_num_threads()
+    if key not in _delays:
+        _delays[key] = _measure_delay(directory)
+    return _delays[key]
+
+
+def _measure_delay(directory: str) -> float:
+    """Computes on all cores, alone and while a file is written and read, three times. Takes less than half a second."""
+    numbers = torch.ones(_NUM_NUMBERS)
+    source = aligned_empty(_DELAY_BYTES).zero_()
+    pieces = source.split(_PIECE_BYTES)
+    offsets = range(0, _DELAY_BYTES, _PIECE_BYTES)
+
+    def late_s(copies: list[StorageCopy]) -> float:
+        start, num_done = time.perf_counter(), 0
+        while not all(copy.done() for copy in copies) if copies else num_done < _NUM_ALONE:
+            numbers.cos_()
+            num_done += 1
+        took_s = time.perf_counter() - start
+        return took_s - num_done * alone_s if copies else took_s / num_done
+
+    alone_s, lost_s = 0.0, []
+    descriptor, path = tempfile.mkstemp(prefix="torchstorm-measure-", dir=directory)
+    os.close(descriptor)
+    try:
+        with torch.no_grad(), contextlib.closing(DirectFile(path)) as file:
+            for _ in range(_NUM_TURNS):
+                alone_s = late_s([])
+                late = late_s([file.write_batch_async([(one, at)]) for one, at in zip(pieces, offsets, strict=True)])
+                # Memory that nobody has touched, as what comes back is given.
+                late += late_s([file.read_batch_async([(aligned_empty(_PIECE_BYTES), at)]) for at in offsets])
+                lost_s.append(late)
+    finally:
+        os.unlink(path)
+    return max(0.0, statistics.median(lost_s[1:])) / _DELAY_BYTES  # the first turn warms up
 
 
 @functools.cache

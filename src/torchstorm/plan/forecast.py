@@ -7,14 +7,14 @@ times from the trace, and one channel per tier and direction, which runs copies 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.recompute import RECOMPUTE, replays
+from torchstorm.plan.recompute import RECOMPUTE, Replay, replays
 from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
@@ -121,7 +121,7 @@ def tier_peak(trace: Trace, placements: Sequence[Placement], tier: str) -> int:
 def forecast_s(
     trace: Trace, placements: Sequence[Placement], machine: Machine, *, waits: list[float] | None = None
 ) -> float:
-    """Step time in seconds: compute, and waiting for copies.
+    """Step time in seconds: compute, waiting for copies, and what the host's own work adds.
 
     Args:
         trace, placements, machine: as in `solve`; one placement per parcel.
@@ -184,7 +184,24 @@ def forecast_s(
             if number not in back:
                 back[number] = move(number, "back", max(clock, left[number]))
         clock += moment.compute_s
-    return clock
+    moved = [one.nbytes for one, to in zip(trace.parcels, placements, strict=True) if to.tier in (RAM, DISK)]
+    return clock + host_s(trace, machine, again.values(), num_moved=len(moved), moved_bytes=sum(moved))
+
+
+def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved: int, moved_bytes: float) -> float:
+    """Seconds that a step takes longer because following a plan is work for the host, beyond what `again` has of it;
+    negative where the host has time to spare.
+
+    Args:
+        trace, machine: as in `solve`.
+        again: what is computed again.
+        num_moved, moved_bytes: of the parcels that move.
+    """
+    if trace.device == "cpu":
+        return moved_bytes * machine.disk_delay_s_per_byte
+    host = trace.host
+    moves_s = num_moved * host.move_s
+    return moves_s - min(host.idle_s, moves_s + host.record_s * sum(len(replay.ops) for replay in again))
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:

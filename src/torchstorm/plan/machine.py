@@ -26,6 +26,8 @@ class Machine:
         h2d_bytes_per_s: bandwidth from pinned host memory to the GPU; 0 for no GPU.
         disk_write_bytes_per_s: bandwidth from host memory to the disk; 0 for no disk.
         disk_read_bytes_per_s: bandwidth from the disk to host memory; 0 for no disk.
+        disk_delay_s_per_byte: seconds by which the CPU's own compute is late for every byte that is meanwhile written
+            to the disk and read back; 0 where it has cores to spare.
         half_flops: FLOP/s of dense float16 and bfloat16 matrix products with float32 accumulation.
         tf32_flops: FLOP/s of float32 matrix products with TF32.
         fp32_flops: FLOP/s of float32 matrix products without TF32.
@@ -49,6 +51,7 @@ class Machine:
     h2d_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
+    disk_delay_s_per_byte: float = 0.0
     half_flops: float = 0.0
     tf32_flops: float = 0.0
     fp32_flops: float = 0.0

@@ -20,7 +20,8 @@ def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Sc
     if least is None:
         return None
     profile, need, again = least
-    if profile.max() > limit or scheduler.compute_s + sum(one.seconds for one in again.values()) >= most_s - _GAIN:
+    least_s = scheduler.compute_s + sum(one.seconds for one in again.values()) - scheduler.trace.host.idle_s
+    if profile.max() > limit or least_s >= most_s - _GAIN:
         return None
     parcels = scheduler.trace.parcels
     moved = [number for number, code in enumerate(choice) if code >= TO_RAM]

@@ -39,7 +39,7 @@ class Replay:
         made: parcels that exist from this moment on.
         sources: parcels that it reads. Moved ones must be back by then.
         transient_bytes: peak of temporarily allocated bytes.
-        seconds: time of all its operations.
+        seconds: time of all its operations, and what recording them takes the host in forward.
     """
 
     ops: list[int] = field(default_factory=list)
@@ -83,6 +83,7 @@ class Replayer:
         self._bytes_of = [value.nbytes for value in trace.values]
         self._storage_of = [value.storage for value in trace.values]
         self._ops = trace.ops
+        self._record_s = trace.host.record_s
         self._made = [storage.made for storage in trace.storages]
         # What autograd still holds when the step is over is at hand then, too: at a moment beyond the last one.
         self._freed = [storage.freed + (storage.freed >= self.num) for storage in trace.storages]
@@ -192,7 +193,7 @@ class Replayer:
                 wanted += reversed(missing)
                 continue
             replay.ops.append(index)
-            replay.seconds += op.compute_s
+            replay.seconds += op.compute_s + self._record_s
             for output in op.outputs:
                 is_read = output not in there  # otherwise the existing value is read
                 there.add(output)

@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from torchstorm.plan.forecast import DISK, KEEP, RAM, SLOT_BYTES, Placement, channel_speed, hops
+from torchstorm.plan.forecast import DISK, KEEP, RAM, SLOT_BYTES, Placement, channel_speed, hops, host_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.recompute import RECOMPUTE, Replay, Replayer
 from torchstorm.plan.trace import Trace
@@ -403,4 +403,6 @@ class Scheduler:
                     delay = max(delay, came[one] - clock[moment])
             if kind == _REPLAY:
                 delay += again[moment].seconds
-        return clock[self.num] + delay
+        moved_bytes = float(self._sizes[moved].sum())
+        own_s = host_s(self.trace, self.machine, again.values(), num_moved=len(moved), moved_bytes=moved_bytes)
+        return clock[self.num] + delay + own_s

@@ -56,6 +56,8 @@ def group_parcels(scheduler: Scheduler) -> list[ParcelGroup]:
     seconds: dict[tuple[object, ...], float] = {}
     for number, parcel in enumerate(trace.parcels):
         replay = scheduler.replayer.alone(number)
+        if parcel.needed >= trace.num_moments and scheduler.away != KEPT:
+            replay = None  # what it is made of would stay, too: a step that does use it must be able to make it
         ops = () if replay is None else tuple(trace.ops[index].name for index in replay.ops)
         key = (parcel.nbytes, parcel.num_storages, replay is None, ops)
         groups.setdefault(key, []).append(number)

@@ -114,6 +114,22 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostCost:
+    """What following a plan takes the host of a GPU in forward. It counts where the host comes late, so that the device
+    waits for it.
+
+    Attributes:
+        record_s: seconds per operation that is recorded to run again.
+        move_s: seconds per parcel that moves.
+        idle_s: seconds of that which the device does not notice, since it is the one that comes late.
+    """
+
+    record_s: float = 0.0
+    move_s: float = 0.0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
     """Storages that move together.
 
@@ -151,6 +167,7 @@ class Trace:
         staging_bytes: constant part of the fast tier's budget for copies in progress (on CPU, bounce buffers).
         ops: operations that can run again, in the order of the step.
         values: their inputs and outputs.
+        host: what following a plan takes the host.
     """
 
     device: str
@@ -161,6 +178,7 @@ class Trace:
     staging_bytes: int
     ops: tuple[Op, ...] = ()
     values: tuple[Value, ...] = ()
+    host: HostCost = HostCost()
 
     @property
     def num_moments(self) -> int:
@@ -206,6 +224,7 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
                 Op(**{**op, "inputs": tuple(op["inputs"]), "outputs": tuple(op["outputs"])}) for op in fields["ops"]
             ),
             "values": tuple(Value(**value) for value in fields["values"]),
+            "host": HostCost(**fields.get("host", {})),
         }
     )
 

@@ -16,12 +16,20 @@ import torch
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.clock import CpuClock, seconds_between
 from torchstorm.offload.step.parcels import Call
+from torchstorm.plan.forecast import DISK, RAM
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import UNPACK, HostCost, Trace
+from torchstorm.plan.typical import typical
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
+# What the hooks take the host in forward, measured on the hosts of an H200: docs/decisions/0014.
+_RECORD_S, _MOVE_S = 70e-6, 120e-6
+_MARK_S = 12e-6  # of the two marks that time an operation
+_MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
+_FEW = 8  # marks that tell too little
 
 
 class Pace:
@@ -43,27 +51,33 @@ class Pace:
         self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
         self.calls: list[Call] = []
         self._device = device
-        self._stopped: object = self.clock.mark()
-        self._host_stopped = time.perf_counter()
+        self._marks: list[tuple[object, float]] = []  # and when the host has made each
+        self._stopped = self.mark()
         # Moment, when the interval before it ended, when the one after it began, what the host took in between.
         self._points = [(0, start, start, 0.0)]
 
+    def mark(self) -> object:
+        """Takes the time."""
+        mark = self.clock.mark()
+        self._marks.append((mark, time.perf_counter()))
+        return mark
+
     def stop(self) -> None:
         """The Session's work begins, or the step has ended."""
-        self._stopped = self.clock.mark()
-        self._host_stopped = time.perf_counter()
+        self._stopped = self.mark()
 
     def go_on(self, moment: int) -> None:
         """The work of a moment has ended."""
-        host_s = time.perf_counter() - self._host_stopped
-        self._points.append((moment, self._stopped, self.clock.mark(), host_s))
+        stopped_s = self._marks[-1][1]
+        mark = self.mark()
+        self._points.append((moment, self._stopped, mark, self._marks[-1][1] - stopped_s))
 
     def end(self, moment: int) -> None:
         """The step is over, of which this was the last moment."""
         self.stop()
         self._points.append((moment + 1, self._stopped, self._stopped, 0.0))
 
-    def refine(self, trace: Trace, plan: Plan) -> Trace:
+    def refine(self, trace: Trace, plan: Plan, machine: Machine) -> Trace:
         """The trace of the step, which followed a plan, with these times; between two marks, as the trace has them in
         proportion. On CUDA the host waits for the device here."""
         if self._points[-1][0] != trace.num_moments:
@@ -82,8 +96,45 @@ class Pace:
         if self._device.type == "cuda":
             for moment, waited_s in self._waited_for_the_host(refined, plan):
                 seconds[moment] += waited_s
+            refined = self._without_own_cost(refined, plan, seconds)
+        else:
+            share = _share_of_the_model(sum(seconds), plan.moved_bytes(DISK) * machine.disk_delay_s_per_byte)
+            seconds = [one * share for one in seconds]
         moments = tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, seconds, strict=True))
-        return replace(refined, moments=moments)
+        return typical(replace(refined, moments=moments))
+
+    def _without_own_cost(self, trace: Trace, plan: Plan, seconds: list[float]) -> Trace:
+        """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
+        notes what any plan will take it."""
+        forward = next((at for at, one in enumerate(trace.moments) if one.kind == UNPACK), trace.num_moments)
+        device_s, host_s = self._spans_of_forward(forward)
+        if not host_s:
+            return trace
+        num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
+        own_s = len(self.calls) * (_RECORD_S + _MARK_S) + num_moved * _MOVE_S
+        if device_s > _LITTLE_MORE * host_s:
+            return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S, idle_s=device_s - host_s + own_s))
+        share = _share_of_the_model(sum(seconds[:forward]), own_s)
+        seconds[:forward] = [one * share for one in seconds[:forward]]
+        return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S))
+
+    def _spans_of_forward(self, forward: int) -> tuple[float, float]:
+        """Seconds of the device and of the host for most of the forward; zeros where too little is known of it.
+
+        Args:
+            forward: moment at which it ends.
+        """
+        end = next((left for moment, _, left, _ in self._points if moment >= forward), None)
+        stop_s = next((at for mark, at in self._marks if mark is end), None)
+        if stop_s is None:
+            return 0.0, 0.0
+        first, first_s = self._marks[0]
+        most_s = first_s + _MOST_OF_FORWARD * (stop_s - first_s)
+        found = [(mark, at) for mark, at in self._marks if at <= most_s]
+        if len(found) < _FEW:
+            return 0.0, 0.0
+        last, last_s = found[-1]
+        return max(0.0, seconds_between(first, last)), last_s - first_s
 
     def _waited_for_the_host(self, trace: Trace, plan: Plan) -> Iterator[tuple[int, float]]:
         """Moments of which the device had no more to do than the host took to say it, and what that was beyond what is
@@ -95,3 +146,8 @@ class Pace:
                 made = again.get(moment)
                 again_s = sum(trace.ops[op].compute_s for op in made.ops) if made is not None else 0.0
                 yield moment, max(0.0, took_s - again_s)
+
+
+def _share_of_the_model(took_s: float, own_s: float) -> float:
+    """What part of a time is the model's own, where so much of it was for following the plan."""
+    return max(0.5, 1 - own_s / took_s) if took_s else 1.0

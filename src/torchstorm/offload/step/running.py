@@ -88,7 +88,7 @@ class Running:
             tape.clear()
         else:
             if self.pace is not None:
-                self.pace.calls = tape.calls
+                self.pace.calls, tape.mark = tape.calls, self.pace.mark
             else:
                 tape.mark = None
             self.record_only(self.table.operations, self.table.calls)

@@ -200,7 +200,7 @@ class Step:
         if isinstance(recorder, Pace):
             assert planned is not None
             assert planned.plan is not None
-            trace = recorder.refine(planned.trace, planned.plan)
+            trace = recorder.refine(planned.trace, planned.plan, shared.planner.machine())
             retimed = shared.planner.retimed(planned, trace, num_measured=planned.num_measured + 1)
             if retimed is not None:
                 return retimed

@@ -14,6 +14,7 @@ from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.typical import typical
 from torchstorm.transfer.engine import StreamClock
 
 _NEVER = 1 << 30
@@ -223,7 +224,7 @@ class Recorder:
             )
             for number, record in enumerate(self._storages)
         )
-        return Trace(
+        trace = Trace(
             device=self._device.type,
             moments=moments,
             storages=storages,
@@ -233,6 +234,7 @@ class Recorder:
             ops=origins.ops(),
             values=origins.values(),
         )
+        return typical(trace)
 
     def refine(self, trace: Trace) -> Trace:
         """The same step with this run's times and memory: the first step's hold warm-up and much measuring. Only CUDA's
@@ -246,7 +248,7 @@ class Recorder:
             replace(new, storage=old.storage, nbytes=old.nbytes)
             for old, new in zip(trace.moments, moments, strict=True)
         )
-        return replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops)
+        return typical(replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops))
 
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu

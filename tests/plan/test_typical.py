@@ -1,0 +1,62 @@
+"""Usual times in place of those that something disturbed."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchstorm.plan.trace import PACK, UNPACK, Moment, Op, Trace, Value
+from torchstorm.plan.typical import typical
+
+
+def moment(seconds: float, *, kind: str = PACK, nbytes: int = 8) -> Moment:
+    return Moment(kind=kind, storage=0, nbytes=nbytes, compute_s=seconds, other_bytes=0)
+
+
+def trace_of(moments: list[Moment], ops: list[tuple[str, int, float]] | None = None) -> Trace:
+    values = tuple(Value(nbytes=nbytes, op=at, storage=-1) for at, (_, nbytes, _) in enumerate(ops or ()))
+    found = tuple(
+        Op(name=name, compute_s=seconds, scratch_bytes=0, inputs=(), outputs=(at,))
+        for at, (name, _, seconds) in enumerate(ops or ())
+    )
+    return Trace(
+        device="cuda",
+        moments=tuple(moments),
+        storages=(),
+        parcels=(),
+        base_bytes=0,
+        staging_bytes=0,
+        ops=found,
+        values=values,
+    )
+
+
+def op_times(*ops: tuple[str, int, float]) -> list[float]:
+    return [op.compute_s for op in typical(trace_of([], list(ops))).ops]
+
+
+def test_an_operation_that_took_far_longer_than_its_kind_takes_as_long_as_that() -> None:
+    times = op_times(("silu", 8, 0.7), ("silu", 8, 1.0), ("silu", 8, 9.0), ("silu", 8, 1.1), ("silu", 8, 1.9))
+    assert times == pytest.approx([0.7, 1.0, 1.0, 1.1, 1.9])
+
+
+def test_operations_of_other_sizes_and_names_are_another_kind() -> None:
+    slow = ("silu", 800, 9.0)
+    assert op_times(*[("silu", 8, 1.0)] * 5, slow, ("gelu", 8, 9.0))[-2:] == [9.0, 9.0]
+
+
+def test_three_of_a_kind_do_not_tell_what_is_usual() -> None:
+    assert op_times(("silu", 8, 1.0), ("silu", 8, 1.0), ("silu", 8, 9.0)) == [1.0, 1.0, 9.0]
+
+
+def test_an_interval_is_known_by_the_moments_around_it() -> None:
+    block = [moment(1.0, nbytes=8), moment(2.0, nbytes=16), moment(3.0, nbytes=32), moment(1.0, kind=UNPACK)]
+    moments = block * 8
+    moments[13] = moment(50.0, nbytes=16)  # of the fourth block
+    moments[0] = moment(40.0)  # nothing like it: the step begins
+    times = [one.compute_s for one in typical(trace_of(moments)).moments]
+    assert times == [40.0, *[one.compute_s for one in block * 8][1:]]
+
+
+def test_what_is_long_in_every_block_stays_long() -> None:
+    moments = [moment(1.0, nbytes=8), moment(30.0, nbytes=16)] * 9
+    assert typical(trace_of(moments)).moments == tuple(moments)
