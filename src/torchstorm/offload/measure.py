@@ -29,7 +29,7 @@ _LINK_BYTES = 64 * 2**20
 _LEAST_BYTES = 2**20  # of two copies
 _NUM_COPIES = 5
 _DELAY_BYTES, _PIECE_BYTES = 64 * 2**20, 8 * 2**20  # of the file that delays compute, and of each of its copies
-_NUM_NUMBERS, _NUM_ALONE, _NUM_TURNS = 2**18, 100, 4
+_WIDTH, _NUM_ALONE, _NUM_TURNS = 512, 20, 4  # of matrices of 1 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +108,9 @@ def _disk_delay(directory: str) -> float:
 
 
 def _measure_delay(directory: str) -> float:
-    """Computes on all cores, alone and while a file is written and read, three times. Takes less than half a second."""
-    numbers = torch.ones(_NUM_NUMBERS)
+    """Multiplies matrices on all cores, alone and while a file is written and read, three times. Takes less than half a
+    second."""
+    factor, product = torch.ones(_WIDTH, _WIDTH), torch.empty(_WIDTH, _WIDTH)
     source = aligned_empty(_DELAY_BYTES).zero_()
     pieces = source.split(_PIECE_BYTES)
     offsets = range(0, _DELAY_BYTES, _PIECE_BYTES)
@@ -117,7 +118,7 @@ def _measure_delay(directory: str) -> float:
     def late_s(copies: list[StorageCopy]) -> float:
         start, num_done = time.perf_counter(), 0
         while not all(copy.done() for copy in copies) if copies else num_done < _NUM_ALONE:
-            numbers.cos_()
+            torch.mm(factor, factor, out=product)
             num_done += 1
         took_s = time.perf_counter() - start
         return took_s - num_done * alone_s if copies else took_s / num_done
