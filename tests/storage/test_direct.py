@@ -217,6 +217,23 @@ def test_size_bytes_sets_the_length(place: Path) -> None:
         DirectFile(path, size_bytes=-1)
 
 
+@pytest.mark.parametrize("nbytes", [2**18, 2**18 - 4097, 2**18 + 5])
+@pytest.mark.parametrize("shift", [0, 4096, 512, 3])
+def test_where_nothing_goes_through_a_bounce_buffer_calls_may_be_larger(place: Path, nbytes: int, shift: int) -> None:
+    with opened(place / "straight", block_bytes=2**13, straight_bytes=2**17) as file:
+        data = aligned_empty(nbytes + shift)[shift:].random_(generator=torch.Generator().manual_seed(nbytes))
+        back = aligned_empty(nbytes + shift)[shift:]
+        for offset in (0, 4096, 100):
+            before = file.info().counters
+            file.write_from(data, offset)
+            file.read_into(back, offset)
+            assert torch.equal(data, back)
+            counters = file.info().counters
+            num_calls = counters.direct_read_requests - before.direct_read_requests
+            if counters.buffered_read_requests == before.buffered_read_requests and shift % 4096 + offset % 4096 == 0:
+                assert num_calls <= 5
+
+
 def test_aligned_transfers_are_direct_and_leave_nothing_in_the_page_cache(place: Path) -> None:
     with opened(place / "cache", block_bytes=2**16) as file:
         data = aligned_empty(2**18)

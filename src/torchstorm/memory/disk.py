@@ -58,7 +58,7 @@ class DiskTier:
         capacity_bytes: the budget; None for 90 % of the free space.
         check: compares checksums of each storage, and overwrites freed slots. Slow; for debugging.
         threads: number of blocks in flight.
-        block_bytes: bytes of one system call.
+        block_bytes, straight_bytes: bytes of one system call, as for a `DirectFile`.
         write_bytes_per_s: write speed for `spec`, as measured by `measure_disk`.
         read_bytes_per_s: read speed for `spec`.
 
@@ -74,6 +74,7 @@ class DiskTier:
         check: bool = False,
         threads: int = 4,
         block_bytes: int = 2**20,
+        straight_bytes: int = 0,
         write_bytes_per_s: float = float("inf"),
         read_bytes_per_s: float = float("inf"),
     ) -> None:
@@ -88,7 +89,9 @@ class DiskTier:
             write_bytes_per_s=write_bytes_per_s,
             read_bytes_per_s=read_bytes_per_s,
         )
-        self._file = DirectFile(self._spill.file_path, create=True, threads=threads, block_bytes=block_bytes)
+        self._file = DirectFile(
+            self._spill.file_path, create=True, threads=threads, block_bytes=block_bytes, straight_bytes=straight_bytes
+        )
         self._extents = Extents(capacity_bytes, alignment_bytes=self._file.align_bytes)
         self._check = check
         self._poison: torch.Tensor | None = None

@@ -25,6 +25,8 @@ from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, pin_memory
 
 _UNLIMITED_BYTES = 1 << 62
+# Of one system call of the disk's: whoever makes it takes a core, and Python's lock, from what computes.
+_STRAIGHT_BYTES = 2**24
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
 _VRAM_SPARE_BYTES = 16 * 2**20
 
@@ -170,7 +172,14 @@ def build_stack(
     stack = Stack(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
     if directory is not None:
         threads, block = bounce_buffers(ram_bytes)
-        tier = DiskTier(directory, capacity_bytes=disk_bytes, check=check, threads=threads, block_bytes=block)
+        tier = DiskTier(
+            directory,
+            capacity_bytes=disk_bytes,
+            check=check,
+            threads=threads,
+            block_bytes=block,
+            straight_bytes=_STRAIGHT_BYTES,
+        )
         stack.tiers[DISK] = tier
         stack.default_tier = DISK
         stack.staging_bytes = threads * block  # once the disk is used
