@@ -20,7 +20,7 @@ from torchstorm.plan.forecast import Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.solve import shift_base, solve
-from torchstorm.plan.trace import SavedStorage, Trace
+from torchstorm.plan.trace import Op, SavedStorage, Trace, Value
 
 AMPLE = 1 << 40
 MACHINE = Machine(
@@ -606,3 +606,17 @@ def test_a_machine_of_no_speed_at_all_is_not_a_division_by_zero() -> None:
         solve(trace, Machine(name="bare"), Budget(ram=150, disk=10_000))
     budget = Budget(ram=200)
     assert_keeps_to(solve(trace, Machine(name="bare"), budget), budget)
+
+
+@pytest.mark.parametrize("with_disk", [True, False])
+def test_what_backward_does_not_need_moves_where_it_can(with_disk: bool) -> None:
+    """Planned to be computed again, it keeps what it is made of, which forecasts do not count."""
+    storages = [replace(storage(100, 1, 3, 4, 0), value=0), replace(storage(100, 2, 4, 4, 1), value=1)]
+    trace = replace(
+        trace_of("p0 p1 u0", storages, seconds=[1.0] * 4),
+        ops=(Op(name="mul", compute_s=0.0, scratch_bytes=0, inputs=(0,), outputs=(1,)),),
+        values=(Value(nbytes=100, op=-1, storage=0), Value(nbytes=100, op=0, storage=1)),
+    )
+    machine = replace(MACHINE, disk_delay_s_per_byte=0.1)  # so that to compute it again would cost less
+    plan = solve(trace, machine, Budget(ram=150, disk=10_000 if with_disk else 0))
+    assert plan.placements[1].tier == ("disk" if with_disk else "recompute")
