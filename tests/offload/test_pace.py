@@ -46,6 +46,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
     return hand
 
 
+@pytest.fixture
+def host_clock(clock: Hand, monkeypatch: pytest.MonkeyPatch) -> Hand:
+    """The host's, beside `clock`, which is a GPU's now."""
+    hand = Hand()
+    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
+    monkeypatch.setattr(pacing.time, "perf_counter", hand.mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return hand
+
+
 def refined(pace: Pace, trace: Trace) -> Trace:
     return pace.refine(trace, plan_of(trace), Machine(name="bare"))
 
@@ -105,16 +115,12 @@ def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
     ],
 )
 def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
-    host_s: float, expected: list[float], clock: Hand, monkeypatch: pytest.MonkeyPatch
+    host_s: float, expected: list[float], clock: Hand, host_clock: Hand
 ) -> None:
-    host = Hand()
-    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
-    monkeypatch.setattr(pacing.time, "perf_counter", host.mark)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     pace = Pace(torch.device("cuda"), 0.0)
     clock.now = 4.0
     pace.stop()
-    clock.now, host.now = 9.0, host_s
+    clock.now, host_clock.now = 9.0, host_s
     pace.go_on(1)
     clock.now = 9.5
     pace.end(1)
@@ -148,15 +154,11 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
     ],
 )
 def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_it(
-    device_s: float, host: HostCost, forward_s: float, clock: Hand, monkeypatch: pytest.MonkeyPatch
+    device_s: float, host: HostCost, forward_s: float, clock: Hand, host_clock: Hand
 ) -> None:
-    now = Hand()
-    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
-    monkeypatch.setattr(pacing.time, "perf_counter", now.mark)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     pace = Pace(torch.device("cuda"), 0.0)
     for moment in range(1, 11):  # the host is on its way for 1 ms before each moment of forward
-        now.now, clock.now = moment * 1e-3, moment * device_s
+        host_clock.now, clock.now = moment * 1e-3, moment * device_s
         pace.stop()
         pace.go_on(moment)
     clock.now += 5e-3
