@@ -115,24 +115,31 @@ def _measure_delay(directory: str) -> float:
     pieces = source.split(_PIECE_BYTES)
     offsets = range(0, _DELAY_BYTES, _PIECE_BYTES)
 
-    def late_s(copies: list[StorageCopy]) -> float:
+    def alone_s() -> float:
+        start = time.perf_counter()
+        for _ in range(_NUM_ALONE):
+            torch.mm(factor, factor, out=product)
+        return (time.perf_counter() - start) / _NUM_ALONE
+
+    def late_s(copies: list[StorageCopy], each_s: float) -> float:
         start, num_done = time.perf_counter(), 0
-        while not all(copy.done() for copy in copies) if copies else num_done < _NUM_ALONE:
+        while not all(copy.done() for copy in copies):
             torch.mm(factor, factor, out=product)
             num_done += 1
-        took_s = time.perf_counter() - start
-        return took_s - num_done * alone_s if copies else took_s / num_done
+        return time.perf_counter() - start - num_done * each_s
 
-    alone_s, lost_s = 0.0, []
+    lost_s = []
     descriptor, path = tempfile.mkstemp(prefix="torchstorm-measure-", dir=directory)
     os.close(descriptor)
     try:
         with torch.no_grad(), contextlib.closing(DirectFile(path)) as file:
             for _ in range(_NUM_TURNS):
-                alone_s = late_s([])
-                late = late_s([file.write_batch_async([(one, at)]) for one, at in zip(pieces, offsets, strict=True)])
-                # Memory that nobody has touched, as what comes back is given.
-                late += late_s([file.read_batch_async([(aligned_empty(_PIECE_BYTES), at)]) for at in offsets])
+                each_s = alone_s()
+                late = late_s(
+                    [file.write_batch_async([(one, at)]) for one, at in zip(pieces, offsets, strict=True)], each_s
+                )
+                # Memory that nobody has touched, as what comes back is given; no name holds it until the next turn.
+                late += late_s([file.read_batch_async([(aligned_empty(_PIECE_BYTES), at)]) for at in offsets], each_s)
                 lost_s.append(late)
     finally:
         os.unlink(path)
