@@ -86,7 +86,8 @@ def train(
 
 
 def note(found: Training, storm: Session) -> None:
-    report, plan = storm.report(), storm.plan()
+    plan = storm.plan()  # what the step followed: a report may learn from its time, and plan anew
+    report = storm.report()
     assert plan is not None
     placed = zip(plan.trace.parcels, plan.placements, strict=True)
     found.peaks.append(storm.usage().vram_bytes)
