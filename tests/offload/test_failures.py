@@ -239,10 +239,13 @@ def test_a_longer_batch_than_fits_is_a_budget_error_and_the_next_step_is_right(t
             if index == 2:
                 # Where the plan so far computes nothing again, the first long step is traced without its operations: it
                 # shows that moving is not enough, and the second one that computing again is not, either.
-                with pytest.raises(BudgetError) as caught:
+                def long_steps() -> None:
                     for _ in range(2):
                         with session.step():
-                            long_step(model, index)
+                            long_step(model, 2)
+
+                with pytest.raises(BudgetError) as caught:
+                    long_steps()
                 assert caught.value.needed_bytes > ram
                 optimizer.zero_grad()
             torch.manual_seed(100 + index)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import at_random, force_recompute, recomputing
-from torchstorm.offload.recompute.operators import function, operator, product
+from torchstorm.offload.recompute.operators import function, operator, single
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.replan import planner
 from torchstorm.offload.session import Session
@@ -144,7 +144,7 @@ def test_linear_is_the_product_that_is_recorded_for_it(
     rows = torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
     weight = torch.randn(16, WIDTH, generator=generator, dtype=dtype).requires_grad_(is_trained)
     args = (rows, weight, torch.randn(16, generator=generator, dtype=dtype)) if has_bias else (rows, weight)
-    found = product(args, {})
+    found = single(F.linear, args, {})
     assert found is not None
     again, what = found
     with SeenOperations() as expected:
@@ -159,12 +159,87 @@ def test_linear_is_the_product_that_is_recorded_for_it(
 
 def test_linear_of_other_rows_is_not_taken_for_a_product() -> None:
     weight, bias = torch.randn(16, WIDTH), torch.randn(16)
-    assert product((torch.randn(WIDTH), weight), {}) is None
-    assert product((torch.randn(2, 2, 2, WIDTH), weight, bias), {}) is None
-    assert product((torch.randn(WIDTH, ROWS).t(), weight), {}) is None
-    assert product((torch.randn(0, WIDTH), weight), {}) is None
-    assert product((torch.randn(ROWS, WIDTH), weight[0]), {}) is None
-    assert product((torch.randn(ROWS, WIDTH),), {"weight": weight}) is None
+    assert single(F.linear, (torch.randn(WIDTH), weight), {}) is None
+    assert single(F.linear, (torch.randn(2, 2, 2, WIDTH), weight, bias), {}) is None
+    assert single(F.linear, (torch.randn(WIDTH, ROWS).t(), weight), {}) is None
+    assert single(F.linear, (torch.randn(0, WIDTH), weight), {}) is None
+    assert single(F.linear, (torch.randn(ROWS, WIDTH), weight[0]), {}) is None
+    assert single(F.linear, (torch.randn(ROWS, WIDTH),), {"weight": weight}) is None
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm_is_the_operation_that_is_recorded_for_it(
+    has_weight: bool, has_bias: bool, by_name: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 8, WIDTH, generator=generator, dtype=dtype).transpose(0, 1)
+    weight = torch.randn(WIDTH, generator=generator, dtype=dtype) if has_weight else None
+    bias = torch.randn(WIDTH, generator=generator, dtype=dtype) if has_bias else None
+    args, kwargs = ((rows, [WIDTH], weight, bias, 1e-3), {})
+    if by_name:
+        args, kwargs = (rows,), {"normalized_shape": [WIDTH], "bias": bias, "weight": weight, "eps": 1e-3}
+    found = single(F.layer_norm, args, kwargs)
+    assert found is not None
+    again, what = found
+    with SeenOperations() as expected:
+        out = F.layer_norm(*args, **kwargs)
+    with SeenOperations() as replayed, torch._C._AutoDispatchBelowAutograd():
+        made = again(*args, **kwargs)
+    assert expected.seen == replayed.seen
+    assert [name for name, _ in expected.seen] == [what.name]
+    assert torch.equal(out, made[0])
+
+
+class Norms(nn.Module):
+    """Autograd saves what a layer norm makes beside its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(NUM_BLOCKS))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(-1, 4)  # enough rows for their means to be parcels of their own
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).tanh()
+        return x
+
+
+def test_all_that_a_layer_norm_makes_is_computed_again_as_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms: list[int] = []
+
+    def forced(trace: Any, machine: Any, budget: Any, **options: Any) -> Plan:
+        values = [trace.values[storage.value] if storage.value >= 0 else None for storage in trace.storages]
+        made = {
+            storage.parcel
+            for storage, value in zip(trace.storages, values, strict=True)
+            if value is not None and value.op >= 0 and trace.ops[value.op].name == "aten.native_layer_norm.default"
+        }
+        norms.append(len(made))
+        return recomputing(solve(trace, machine, budget, **options), lambda number: number in made)
+
+    monkeypatch.setattr(planner, "solve", forced)
+    recorded: list[str] = []
+    record = Tape.record_function
+
+    def noted(self: Tape, func: Any, again: Any, what: Any, *rest: Any) -> Any:
+        recorded.append(what.name)
+        return record(self, func, again, what, *rest)
+
+    monkeypatch.setattr(Tape, "record_function", noted)
+    torch.manual_seed(0)
+    model = Norms()
+    with Session(model, ram="512KiB", disk=str(tmp_path), check=True) as session:
+        plan = train(model, session, 6)
+        assert norms[-1] == 3 * NUM_BLOCKS  # rows, means, and one over their deviations
+        assert sum(one.tier == "recompute" for one in plan.placements) >= norms[-1]
+        assert session.report().num_planned >= 4
+    assert "aten.native_layer_norm.default" in recorded
 
 
 class SavesResults(nn.Module):

@@ -242,6 +242,43 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     search_out(storm)
 
 
+@pytest.mark.parametrize(("new_s", "is_kept"), [(0.9, True), (1.01, True), (1.1, False)])
+def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
+    new_s: float, is_kept: bool, storm: Session
+) -> None:
+    run_steps(storm, 3)
+    search_out(storm)
+    plans, planner = storm._shared.plans, storm._shared.planner
+    planner._beside = None  # plans are made at once from here on
+    before = plans.in_force
+    assert before is not None
+    before.times_s, before.recent_s, before.is_given = [], [], False
+    planner.learn(plans, [before.forecast.step_ms / 1e3 * 3] * 3, 0)
+    new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
+    assert new is not None
+    assert new is not before
+    assert new.replaced is before
+    assert new.plan is not None
+    assert before.plan is not None
+    new.plan = replace(new.plan, placements=tuple(reversed(before.plan.placements)))
+    planner.learn(plans, [new_s * before_s] * 2, 0)
+    assert plans.in_force is new
+    is_changed = planner.learn(plans, [new_s * before_s], 0)
+    now = plans.in_force
+    assert now is not None
+    assert now.plan is not None
+    assert new.replaced is None
+    if is_kept:
+        assert not any("which is back" in lesson for lesson in planner.lessons)
+        return
+    assert is_changed
+    assert now.plan.placements == before.plan.placements
+    assert now.forecast.step_ms == now.plan.forecast.step_ms == pytest.approx(before_s * 1e3)
+    assert "which is back" in planner.lessons[-1]
+    planner.learn(plans, [before_s] * 6, 0)
+    assert plans.in_force is now  # and stays
+
+
 def test_training_goes_on_when_the_process_is_killed_and_the_report_says_so(storm: Session) -> None:
     run_steps(storm, 3)
     process_of(storm).kill()

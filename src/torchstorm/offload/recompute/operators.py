@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,8 @@ class Operator:
         overwrites: of those, whether it fills the argument, whatever was in it.
         draws: whether it draws random numbers.
         keeps_statistics: whether it is a batch norm with hidden writes.
+        saves: of a function that is recorded as a whole, which of its operation's results autograd saves before the
+            function returns, in that order.
     """
 
     name: str
@@ -60,10 +63,33 @@ class Operator:
     overwrites: bool = False
     draws: bool = False
     keeps_statistics: bool = False
+    saves: tuple[int, ...] = (0,)
 
+
+Again = tuple[Callable[..., Any], Operator]
+"""What makes the same bytes of the same arguments as a function that runs a single operation, and that operation."""
 
 _PRODUCT = Operator(name="aten.mm.default", repeatable=True, is_view=False)
 _SUM_AND_PRODUCT = Operator(name="aten.addmm.default", repeatable=True, is_view=False)
+_LAYER_NORM = Operator(name="aten.native_layer_norm.default", repeatable=True, is_view=False, saves=(1, 2))
+_DROPOUT = Operator(name="aten.native_dropout.default", repeatable=True, is_view=False, draws=True, saves=(1,))
+
+
+def single(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
+    """What one of PyTorch's functions comes to, where that is a single operation, given these arguments.
+
+    Args:
+        func: what `__torch_function__` was given.
+        args, kwargs: likewise.
+
+    Returns:
+        None where it may run another operation, or several.
+    """
+    what = function(func)
+    if what is not None:
+        return func, what
+    given = _SINGLE.get(func)
+    return given(args, kwargs) if given is not None else None
 
 
 @functools.cache
@@ -75,7 +101,8 @@ def function(func: Any) -> Operator | None:
         func: what `__torch_function__` was given.
 
     Returns:
-        None for a function that may do more. So do those that PyTorch puts together of others, as `linear`.
+        None for a function that may do more. So do those that PyTorch puts together of others, as `linear`; some of
+        them are single operations for the arguments that they mostly get, which `single` tells.
     """
     name = getattr(func, "__name__", "")
     if not isinstance(func, _IN_C) and func not in _IN_PYTHON:
@@ -87,16 +114,8 @@ def function(func: Any) -> Operator | None:
     return Operator(name=f"torch.{name}", repeatable=True, is_view=False)
 
 
-def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Operator] | None:
-    """What `linear` comes to where its rows lie one behind another: a single product.
-
-    Args:
-        args, kwargs: of `linear`.
-
-    Returns:
-        What makes the same bytes from the same arguments, and the operator that it runs; None where PyTorch may
-        run another operation, or several.
-    """
+def _product_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
+    """What `linear` comes to where its rows lie one behind another: a single product."""
     if kwargs or len(args) not in (2, 3):
         return None
     rows, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
@@ -110,6 +129,44 @@ def product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Operato
 def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = rows.view(-1, rows.shape[-1])
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+
+
+def _norm_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
+    """What `layer_norm` always comes to: it returns the first of what its operation makes."""
+    return _norm, _LAYER_NORM
+
+
+def _norm(
+    rows: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.native_layer_norm(rows, normalized_shape, weight, bias, eps)
+
+
+def _dropout_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
+    """What `dropout` comes to on a GPU, in training."""
+    return (_drop, _DROPOUT) if _is_fused_dropout(*args, **kwargs) else None
+
+
+def _is_fused_dropout(
+    input: Any = None, p: float = 0.5, training: bool = True, inplace: bool = False, **others: Any
+) -> bool:
+    is_on_gpu = isinstance(input, torch.Tensor) and input.is_cuda and input.numel() > 0
+    return is_on_gpu and training and not inplace and not others and 0 < p < 1
+
+
+def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return torch.native_dropout(input, p, True)
+
+
+_SINGLE: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], Again | None]] = {
+    F.linear: _product_of,
+    F.layer_norm: _norm_of,
+    F.dropout: _dropout_of,
+}
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:

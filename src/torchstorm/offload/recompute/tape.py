@@ -68,7 +68,8 @@ class Tape(TorchDispatchMode):
         self._is_leaf = is_leaf
         self._known: dict[int, Value] = {}  # what lies in the storage at an address
         self._leaves: dict[int, list[Leaf]] = {}
-        self._unfinished: tuple[Call, list[torch.Tensor]] | None = None  # a function that runs, and its arguments
+        # A function that runs, its arguments, and places of those of its results that autograd has yet to save.
+        self._unfinished: tuple[Call, list[torch.Tensor], Iterator[int]] | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,17 +130,15 @@ class Tape(TorchDispatchMode):
             return found
         if self.wanted is None or self.idle:
             return None
-        call = self._made_now(storage)
-        return self._remember(storage, version, None) if call is None else self._add_output(call, storage, version, 0)
-
-    def _made_now(self, storage: torch.UntypedStorage) -> Call | None:
-        """The function that runs and has made a storage: autograd saves results before a function returns them. What is
-        tiny may be a number that it was given, as a tensor."""
         if self._unfinished is None or storage.nbytes() < TINY_BYTES:
-            return None
-        call, arguments = self._unfinished
-        given = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in arguments)
-        return None if given else call
+            return self._remember(storage, version, None)  # what is tiny may be a number that a function was given
+        # Autograd saves results before a function returns them.
+        call, arguments, places = self._unfinished
+        is_given = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in arguments)
+        place = None if is_given else next(places, None)
+        if place is None:
+            return self._remember(storage, version, None)
+        return self._add_output(call, storage, version, place)
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
@@ -183,9 +182,10 @@ class Tape(TorchDispatchMode):
             else:
                 described.append(self._describe(arg, inputs) if isinstance(arg, list | tuple) else arg)
         named = {name: self._describe(arg, inputs) for name, arg in kwargs.items()} if kwargs else kwargs
-        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], None, number, self.num_calls)
+        state = self._generator(kwargs).get_state() if what.draws else None
+        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], state, number, self.num_calls)
         self.num_calls += 1
-        self._unfinished = call, arguments
+        self._unfinished = call, arguments, iter(what.saves)
         start = self.mark() if self.mark is not None else None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchstorm.offload.recompute.operators import Operator, function, operator, product
+from torchstorm.offload.recompute.operators import operator, single
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
@@ -55,13 +54,15 @@ class WatchedCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What PyTorch calls in place of every function of its own."""
-        if type(func) is _GETTER or torch.compiler.is_compiling() or self._tape.idle:
+        if type(func) is _GETTER or torch.compiler.is_compiling():
             return func(*args, **kwargs) if kwargs else func(*args)
-        name, writes, whole = _known.get(func) or _get_to_know(func)
+        name, writes = _known.get(func) or _get_to_know(func)
         calls = self._calls
         if kwargs and _is_to_write(kwargs):
-            writes, whole = True, None
+            writes = True
         if calls is not None and not writes and name not in self._names:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if self._tape.idle:
             return func(*args, **kwargs) if kwargs else func(*args)
         moment, counts = self._moment_now(), self._counts
         if moment != self._moment:
@@ -70,19 +71,17 @@ class WatchedCalls(TorchFunctionMode):
         count = counts[name] = counts.get(name, 0) + 1
         number = (moment * _COUNTS + count) * _NAMES + name
         if calls is None or writes or number in calls:
-            return self._record(number, func, whole, args, kwargs or {})
+            return self._record(number, func, writes, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def record_within(self, calls: Collection[int]) -> None:
         """From now on operations are recorded within the calls of these numbers."""
         self._calls, self._names = calls, {number % _NAMES for number in calls}
 
-    def _record(
-        self, number: int, func: Any, whole: Operator | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
-        if (whole is not None or func is F.linear) and tape.takes_whole(number * _PLACES):
-            again = (func, whole) if whole is not None else product(args, kwargs)
+        if not writes and tape.takes_whole(number * _PLACES):
+            again = single(func, args, kwargs)
             if again is not None:
                 return tape.record_function(func, *again, number * _PLACES, args, kwargs)
         if func in _BACKWARD or tape.is_within_call:
@@ -104,15 +103,13 @@ def call_of(number: int) -> int:
     return number // _PLACES
 
 
-_known: dict[Any, tuple[int, bool, Operator | None]] = {}
+_known: dict[Any, tuple[int, bool]] = {}
 
 
-def _get_to_know(func: Any) -> tuple[int, bool, Operator | None]:
-    """A number for a function's name, whether it may change a tensor that records of the tape refer to, and how it is
-    recorded as a whole; None for one that runs several operations."""
+def _get_to_know(func: Any) -> tuple[int, bool]:
+    """A number for a function's name, and whether it may change a tensor that records of the tape refer to."""
     name = getattr(func, "__qualname__", "") or str(func)
-    is_writing = _is_writing(func)
-    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, is_writing, None if is_writing else function(func)
+    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, _is_writing(func)
     return found
 
 

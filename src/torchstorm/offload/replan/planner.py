@@ -102,7 +102,7 @@ class Planner:
         """
         if self._beside is None or planned.plan is None:
             return None
-        found = replace(planned, num_measured=num_measured, times_s=[])
+        found = replace(planned, num_measured=num_measured, times_s=[], recent_s=[])
         self._search_beside(self._beside, found, planned.plan, trace)
         return found
 
@@ -227,7 +227,10 @@ class Planner:
         if better is None:
             return False
         is_better = better.forecast.step_ms < problem.than_s * 1e3
-        now = replace(planned, plan=better, forecast=better.forecast, times_s=[]) if is_better else planned
+        now = planned
+        if is_better:
+            now = replace(planned, plan=better, forecast=better.forecast, times_s=[], recent_s=[])
+            now.replaced = _last_proven(planned)
         if better.notes and problem.time_limit_s < _FULL_S:  # the time was up
             now.asked = replace(
                 problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
@@ -282,6 +285,11 @@ class Planner:
         Returns:
             What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
         """
+        planned.recent_s = [*planned.recent_s[1 - _NUM_JUDGED :], step_s]
+        if planned.replaced is not None and len(planned.recent_s) == _NUM_JUDGED:
+            before, planned.replaced = planned.replaced, None
+            if (was := self._as_it_was(before, planned)) is not None:
+                return was
         if self._beside is not None and planned.asked is not None:
             return None  # it may soon be replaced, and its steps share the processor with the search
         planned.times_s.append(step_s)
@@ -311,9 +319,24 @@ class Planner:
         with suppress(BudgetError):
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
             anew.num_lessons = planned.num_lessons + 1
+            anew.replaced = _last_proven(planned)
             self.lessons.append(said + "such steps were planned anew.")
             return anew
         return corrected
+
+    def _as_it_was(self, before: Planned, planned: Planned) -> Planned | None:
+        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None."""
+        before_s, measured_s = statistics.median(before.recent_s), statistics.median(planned.recent_s)
+        if before.plan is None or measured_s <= before_s * (1 + _NOISE):
+            return None
+        self.lessons.append(
+            f"Steps took {measured_s * 1e3:.1f} ms by a new plan, and {before_s * 1e3:.1f} ms by the one before it, "
+            "which is back."
+        )
+        forecast = replace(before.forecast, step_ms=before_s * 1e3)
+        plan = replace(before.plan, forecast=forecast)
+        num_lessons = planned.num_lessons + 1
+        return replace(before, plan=plan, forecast=forecast, num_lessons=num_lessons, times_s=[], asked=None)
 
     def _own_bytes(self, fast_bytes: int) -> int:
         """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
@@ -336,6 +359,11 @@ class Planner:
         moments = tuple(replace(one, compute_s=one.compute_s * factor) for one in planned.trace.moments)
         ops = tuple(replace(op, compute_s=op.compute_s * factor) for op in planned.trace.ops)
         return replace(planned.trace, moments=moments, ops=ops)
+
+
+def _last_proven(planned: Planned) -> Planned | None:
+    """The last plan, up to this one, whose steps have shown what it takes."""
+    return planned if len(planned.recent_s) == _NUM_JUDGED else planned.replaced
 
 
 def _slowed(machine: Machine, share: float) -> Machine:

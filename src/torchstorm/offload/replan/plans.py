@@ -33,7 +33,9 @@ class Planned:
         num_lessons: how often its times were corrected.
         is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
         is_least: whether it takes more than the budget, and no plan that keeps free what was missing exists.
-        times_s: of steps that followed it.
+        times_s: of steps that followed it, since it was last judged.
+        recent_s: of the last steps that followed it.
+        replaced: the plan before it, until so many steps have followed this one that the two can be compared.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         subject: the model and batch of the step; None where that was not noted.
         asked: what is solved beside training for a better plan; None for nothing.
@@ -48,6 +50,8 @@ class Planned:
     is_over: bool = False
     is_least: bool = False
     times_s: list[float] = field(default_factory=list)
+    recent_s: list[float] = field(default_factory=list)
+    replaced: Planned | None = None
     is_given: bool = False
     subject: Workload | None = None
     asked: Problem | None = None

@@ -107,19 +107,22 @@ class Pace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
         notes what any plan will take it."""
         forward = next((at for at, one in enumerate(trace.moments) if one.kind == UNPACK), trace.num_moments)
-        device_s, host_s = self._spans_of_forward(forward)
+        device_s, host_s, whole_s = self._spans_of_forward(forward)
         if not host_s:
             return trace
         num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
         own_s = len(self.calls) * (_RECORD_S + _MARK_S) + num_moved * _MOVE_S
         if device_s > _LITTLE_MORE * host_s:
-            return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S, idle_s=device_s - host_s + own_s))
+            # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
+            idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))
+            return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S, idle_s=idle_s))
         share = _share_of_the_model(sum(seconds[:forward]), own_s)
         seconds[:forward] = [one * share for one in seconds[:forward]]
         return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S))
 
-    def _spans_of_forward(self, forward: int) -> tuple[float, float]:
-        """Seconds of the device and of the host for most of the forward; zeros where too little is known of it.
+    def _spans_of_forward(self, forward: int) -> tuple[float, float, float]:
+        """Seconds of the device and of the host for most of the forward, and of the host for all of it; zeros where too
+        little is known of it.
 
         Args:
             forward: moment at which it ends.
@@ -127,14 +130,14 @@ class Pace:
         end = next((left for moment, _, left, _ in self._points if moment >= forward), None)
         stop_s = next((at for mark, at in self._marks if mark is end), None)
         if stop_s is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         first, first_s = self._marks[0]
         most_s = first_s + _MOST_OF_FORWARD * (stop_s - first_s)
         found = [(mark, at) for mark, at in self._marks if at <= most_s]
         if len(found) < _FEW:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         last, last_s = found[-1]
-        return max(0.0, seconds_between(first, last)), last_s - first_s
+        return max(0.0, seconds_between(first, last)), last_s - first_s, stop_s - first_s
 
     def _waited_for_the_host(self, trace: Trace, plan: Plan) -> Iterator[tuple[int, float]]:
         """Moments of which the device had no more to do than the host took to say it, and what that was beyond what is

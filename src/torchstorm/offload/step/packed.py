@@ -40,7 +40,8 @@ class Untouched:
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
+        # A weight belongs to no graph, and may be held as it is.
+        self.tensor = tensor if type(tensor) is torch.nn.Parameter and tensor.is_leaf else tensor.detach()
         self.version = tensor._version
 
     def unpack(self) -> torch.Tensor:

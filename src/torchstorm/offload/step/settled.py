@@ -208,7 +208,10 @@ class Settled:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._fixed:
-            return Untouched(tensor)
+            if kind is torch.nn.Parameter or not torch._C._len_torch_dispatch_stack():
+                return Untouched(tensor)
+            with torch._C._DisableTorchDispatch():
+                return Untouched(tensor)
         with self._lock:
             if self._kept.released:
                 self._kept.settle()
