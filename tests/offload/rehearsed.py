@@ -105,8 +105,9 @@ class Rehearsal:
         )
         self._monkeypatch = monkeypatch
         for name, told in {
-            "memory_allocated": lambda _: self.meter.live_bytes,
-            "max_memory_allocated": lambda _: self.meter.peak_bytes,
+            "memory_stats_as_nested_dict": lambda _: {
+                "allocated_bytes": {"all": {"current": self.meter.live_bytes, "peak": self.meter.peak_bytes}}
+            },
             "reset_peak_memory_stats": self.meter.reset_peak,
             "synchronize": lambda _: None,
             "is_current_stream_capturing": lambda: False,

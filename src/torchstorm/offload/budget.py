@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchstorm.errors import BudgetError, DeviceError, SizeError
+from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.memory.disk import DiskTier
 from torchstorm.memory.host import HostTier
 from torchstorm.memory.limits import available_ram_bytes
@@ -197,7 +198,7 @@ def _cuda_stack(
     check: bool,
 ) -> Stack:  # pragma: gpu
     free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
+    allocated = allocated_bytes(device)
     room = free + torch.cuda.memory_reserved(device)
     vram_bytes = room * 9 // 10 if vram is None else parse_size(vram, name="vram")
     if vram_bytes > total:

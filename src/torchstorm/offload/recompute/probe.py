@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchstorm.errors import UnsupportedError
+from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import run
 from torchstorm.offload.recompute.tape import Probe
@@ -135,8 +136,8 @@ class TracingProbe(Probe):
             return run(call, bytes_of)
         torch.cuda.reset_peak_memory_stats(self._device)  # pragma: gpu
         rows = run(call, bytes_of)  # pragma: gpu
-        peak = torch.cuda.max_memory_allocated(self._device)  # pragma: gpu
-        self._scratch[self._kind] = peak - torch.cuda.memory_allocated(self._device)  # pragma: gpu
+        peak = peak_allocated_bytes(self._device)  # pragma: gpu
+        self._scratch[self._kind] = peak - allocated_bytes(self._device)  # pragma: gpu
         return rows  # pragma: gpu
 
     def _scratch_of_the_run(self) -> int:
@@ -144,7 +145,7 @@ class TracingProbe(Probe):
         if self._device.type == "cpu":
             return 0
         # `before` began the interval whose peak this is.
-        return torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)  # pragma: gpu
+        return peak_allocated_bytes(self._device) - allocated_bytes(self._device)  # pragma: gpu
 
 
 def _expected_bytes(call: Call) -> int:

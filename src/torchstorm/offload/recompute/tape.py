@@ -277,17 +277,15 @@ class Tape(TorchDispatchMode):
 
     def _made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
         """Names an operation's outputs; what shares an argument's storage is a view, whatever the schema says."""
-        seen = [tensor.untyped_storage()._cdata for tensor in arguments]
         for place, tensor in enumerate(tensors):
             if tensor.device != self._device or not has_bytes(tensor):
                 continue
             storage = tensor.untyped_storage()
             address, version = storage._cdata, tensor._version
-            if address in seen or not storage.nbytes():
-                continue
-            seen.append(address)
             known = self._known.get(address)
-            if known is None or known.version != version:  # else autograd has saved it by now
+            if known is not None and known.version == version:
+                continue  # autograd has saved it by now, or it is a view of what is known
+            if storage.nbytes() and not any(one.untyped_storage()._cdata == address for one in arguments):
                 self._add_output(call, storage, version, place)
 
     def _written(self, call: Call, tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import BudgetError, OutOfVRAMError
+from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.residency import Residency
 from torchstorm.sizes import format_size
@@ -70,7 +71,7 @@ class Shortage:
         asked = _ASKED.search(reason)
         allocated, reserved, free = held_bytes, held_bytes, max(0, budget_bytes - held_bytes)
         if device.type == "cuda":  # pragma: gpu
-            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            allocated, reserved = allocated_bytes(device), torch.cuda.memory_reserved(device)
             free = torch.cuda.mem_get_info(device)[0]
         return Shortage(
             reason=reason,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, TorchstormError, UnsupportedError
+from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.memory.tier import Tier
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
@@ -326,7 +327,7 @@ class Residency:
         """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""
         if self.device.type == "cpu":
             return 1 << 62
-        return self.limit_bytes - torch.cuda.memory_allocated(self.device)  # pragma: gpu
+        return self.limit_bytes - allocated_bytes(self.device)  # pragma: gpu
 
     def room_bytes(self, wanted_bytes: int) -> int:
         """How much of `wanted_bytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""
@@ -348,7 +349,7 @@ class Residency:
         """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
         allowed = min(self.limit_bytes // 2, self.limit_bytes - 2 * self.excess_bytes())
         for victim in list(self._victims()):
-            if torch.cuda.memory_allocated(self.device) + nbytes <= allowed:
+            if allocated_bytes(self.device) + nbytes <= allowed:
                 return
             if victim is not spare:
                 self._push_out(victim)
@@ -357,9 +358,8 @@ class Residency:
         """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
         for order in heapq.nlargest(2, self._away):
             parcel = self._away[order]
-            room = self.limit_bytes - self.resident_bytes
-            if self.device.type == "cuda":  # pragma: gpu
-                room = self.limit_bytes // 2 - torch.cuda.memory_allocated(self.device)
+            on_cuda, limit = self.device.type == "cuda", self.limit_bytes
+            room = limit // 2 - allocated_bytes(self.device) if on_cuda else limit - self.resident_bytes
             if order < self._first_order or parcel.nbytes * 2 > room:
                 return
             self.fetch(parcel)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchstorm.errors import BudgetError, OutOfVRAMError, UnsupportedError
+from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload import misuse
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.recompute.tape import Tape
@@ -52,7 +53,7 @@ class Step:
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
             torch.cuda.reset_peak_memory_stats(self._device)
-            shared.base_bytes = torch.cuda.memory_allocated(self._device) - shared.residency.resident_bytes
+            shared.base_bytes = allocated_bytes(self._device) - shared.residency.resident_bytes
         self._base_bytes = shared.base_bytes
         for tier in shared.stack.tiers.values():
             tier.reset_peak()
@@ -248,7 +249,7 @@ class Step:
         """Takes note of what the step took."""
         shared, vram = self._shared, 0
         if self._device.type == "cuda":  # pragma: gpu
-            vram = torch.cuda.max_memory_allocated(self._device)
+            vram = peak_allocated_bytes(self._device)
             if isinstance(recorder, Recorder):
                 vram = max(vram, recorder.peak_bytes)
         on_cpu = self._device.type == "cpu"

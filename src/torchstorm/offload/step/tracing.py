@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload.recompute.traced_ops import Origins, call_seconds
 from torchstorm.offload.step.clock import CpuClock, seconds_between
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
@@ -113,13 +114,13 @@ class Recorder:
             return
         # Not what it held in the interval that has ended: autograd has let go of some of that since.
         held = self._planned_before[self.moment] if self._planned_before else self.held_alone(resident)  # pragma: gpu
-        self._stills.append(torch.cuda.memory_allocated(self._device) - held)  # pragma: gpu
+        self._stills.append(allocated_bytes(self._device) - held)  # pragma: gpu
 
     def leave(self, resident: Iterable[Parcel]) -> None:
         """The next interval begins; the Session has the `resident` parcels on the fast device."""
         self._resume()
         if self._asks_memory:  # pragma: gpu
-            self._start_bytes = torch.cuda.memory_allocated(self._device)
+            self._start_bytes = allocated_bytes(self._device)
         self._held_bytes = self._planned[self.moment] if self._planned else self.held_alone(resident)
 
     @contextlib.contextmanager
@@ -139,12 +140,12 @@ class Recorder:
         self._is_paused = True
         self._interval.marks.append((self._left, self.clock.mark()))
         if self._asks_memory:  # pragma: gpu
-            peak = torch.cuda.max_memory_allocated(self._device)
+            peak = peak_allocated_bytes(self._device)
             self._interval.peak_bytes = max(self._interval.peak_bytes, peak)
 
     def _resume(self) -> None:
         if self._asks_memory:  # pragma: gpu
-            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated(self._device))
+            self.peak_bytes = max(self.peak_bytes, peak_allocated_bytes(self._device))
             torch.cuda.reset_peak_memory_stats(self._device)
         self._left = self.clock.mark()
         self._is_paused = False
