@@ -264,7 +264,7 @@ def test_a_read_follows_its_write_and_the_next_owner_both() -> None:
     following = tier.put(data(2 * PAGE, 1))
     write, copy_in, next_write = engine.copies
     assert copy_in.after == [write]
-    assert next_write.after == [write, copy_in]
+    assert next_write.after == [copy_in], "and with it the first write"
     following.written.synchronize()
     assert read.done()
     assert torch.equal(out, data(PAGE))

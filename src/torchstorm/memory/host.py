@@ -126,7 +126,7 @@ class HostTier:
             slot, handle.slot = handle.slot, None
             if slot is None or self._closed:
                 return
-            after = [handle.written, *handle.reads]
+            after = handle.reads or [handle.written]  # a read has waited for what was written
             if self._check:
                 for copy in after:
                     copy.synchronize()

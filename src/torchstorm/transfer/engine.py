@@ -7,8 +7,9 @@ allocated memory follows from program order, however far the host runs ahead. Po
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,17 +27,21 @@ class StreamCopy(Protocol):
         """Whether the copy has ended."""
 
 
+# What `torch.cuda.Event` is made of: its methods are called twice for every copy, and its own are Python around these.
+_Event: Any = torch.cuda.Event.__base__
+
+
 class _Streams:  # pragma: gpu
     """The current stream of one device, without the time that `torch.cuda.current_stream` and `torch.cuda.stream` take
     the host at every call."""
 
     def __init__(self, device: torch.device) -> None:
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.index = torch.cuda.current_device() if device.index is None else device.index
         self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
     def current(self) -> torch.cuda.Stream:
         """The stream that work on the device is queued on now."""
-        key = torch._C._cuda_getCurrentStream(self._index)
+        key = torch._C._cuda_getCurrentStream(self.index)
         stream = self._known.get(key)
         if stream is None:
             stream_id, index, kind = key
@@ -44,48 +49,75 @@ class _Streams:  # pragma: gpu
             self._known[key] = stream
         return stream
 
+
+class _Queue:  # pragma: gpu
+    """One of the copy streams. Copies on it end in the order in which they were queued."""
+
+    def __init__(self, device: torch.device, streams: _Streams) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.streams = streams
+        self.num_ended = 0  # copies known to have ended, the first ones
+        self._num_queued = 0
+        self._newest: Any = None  # the event behind the last one
+        self._lock = threading.Lock()  # copies have their numbers in the order of their events
+
     def copy(
-        self,
-        stream: torch.cuda.Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        after: Sequence[StreamCopy],
-    ) -> torch.cuda.Event:
-        """Queues a copy on one of the device's streams, and records an event behind it."""
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
-                return self.copy(stream, target, source, after)
-        before = self.current()
-        _set_stream(stream)
-        try:
-            for copy in after:
-                copy.wait()
-            target.copy_(source, non_blocking=True)
-        finally:
-            _set_stream(before)
-        finished = torch.cuda.Event()
-        finished.record(stream)
-        return finished
+        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamCopy], ready: Any | None
+    ) -> CudaCopy:
+        """Queues a copy behind `ready`, or else behind what the current stream was given, and the copies in `after`."""
+        streams, index = self.streams, self.streams.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self.copy(target, source, after, ready)
+        if ready is None:
+            ready = _Event()
+            ready.record(streams.current())
+        ended = _Event()
+        with self._lock:
+            _Event.wait(ready, self.stream)
+            before = torch._C._cuda_getCurrentStream(index)
+            _set_stream(self.stream.stream_id, index, self.stream.device_type)
+            try:
+                for copy in after:
+                    copy.wait()
+                target.copy_(source, non_blocking=True)
+            finally:
+                _set_stream(*before)
+            ended.record(self.stream)
+            self._num_queued += 1
+            self._newest = ended
+            return CudaCopy(self, ended, self._num_queued)
+
+    def ask(self) -> None:
+        """Finds out whether all copies have ended."""
+        with self._lock:
+            if self._newest is not None and self._newest.query():
+                self.num_ended = self._num_queued
 
 
-def _set_stream(stream: torch.cuda.Stream) -> None:  # pragma: gpu
-    torch._C._cuda_setStream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
+def _set_stream(stream_id: int, index: int, kind: int) -> None:  # pragma: gpu
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
 
 
 class CudaCopy:  # pragma: gpu
-    """A copy queued on a copy stream."""
+    """A copy queued on a copy stream.
 
-    __slots__ = ("_event", "_streams")
+    Args:
+        queue: the stream.
+        event: follows the copy.
+        number: of the copy among those on the stream.
+    """
 
-    def __init__(self, streams: _Streams, event: torch.cuda.Event) -> None:
-        self._streams = streams
+    __slots__ = ("_event", "_number", "_queue")
+
+    def __init__(self, queue: _Queue, event: Any, number: int) -> None:
+        self._queue = queue
         self._event = event
+        self._number = number
 
     def wait(self) -> None:
         """Makes the device's current stream wait for the copy. Does not block the host."""
-        self._streams.current().wait_event(self._event)
+        self._event.wait(self._queue.streams.current())
 
     def synchronize(self) -> None:
         """Makes the host wait for the copy."""
@@ -93,7 +125,10 @@ class CudaCopy:  # pragma: gpu
 
     def done(self) -> bool:
         """Whether the copy has ended."""
-        return bool(self._event.query())
+        queue = self._queue
+        if self._number > queue.num_ended:
+            queue.ask()
+        return self._number <= queue.num_ended or bool(self._event.query())
 
 
 class Engine:  # pragma: gpu
@@ -105,9 +140,9 @@ class Engine:  # pragma: gpu
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._to_host = torch.cuda.Stream(device)
-        self._to_device = torch.cuda.Stream(device)
         self._streams = _Streams(device)
+        self._to_host = _Queue(device, self._streams)
+        self._to_device = _Queue(device, self._streams)
 
     def mark(self) -> torch.cuda.Event:
         """Records an event on the current stream, for copies that another thread queues."""
@@ -127,7 +162,7 @@ class Engine:  # pragma: gpu
 
         `source` must stay allocated until the stream that may reuse its memory has waited for the copy.
         """
-        return self._queue(self._to_host, host, source, after, ready)
+        return self._to_host.copy(host, source, after, ready)
 
     def copy_in(
         self,
@@ -138,23 +173,12 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
         """Queues a host-to-device copy. Earlier work on the current stream may still use the memory of `out`."""
-        return self._queue(self._to_device, out, host, after, ready)
-
-    def _queue(
-        self,
-        stream: torch.cuda.Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        after: Sequence[StreamCopy],
-        ready: torch.cuda.Event | None,
-    ) -> CudaCopy:
-        stream.wait_event(ready or self.mark())
-        return CudaCopy(self._streams, self._streams.copy(stream, target, source, after))
+        return self._to_device.copy(out, host, after, ready)
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies."""
-        self._to_host.synchronize()
-        self._to_device.synchronize()
+        self._to_host.stream.synchronize()
+        self._to_device.stream.synchronize()
 
 
 class StreamClock:  # pragma: gpu

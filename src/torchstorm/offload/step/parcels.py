@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -191,6 +192,12 @@ class Call:
     order: int
     scratch_bytes: int = 0
     marks: tuple[object, object] | None = None
+
+
+@functools.cache
+def label_of(block: str) -> str:
+    """What messages call a tensor that a module has saved."""
+    return f"a tensor saved in {block or 'the model'}"
 
 
 def dropped_error() -> OutOfVRAMError:

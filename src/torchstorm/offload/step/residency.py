@@ -16,7 +16,7 @@ from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.known import SavedStorages
-from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, resized_error
+from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, label_of, resized_error
 from torchstorm.offload.step.views import View, flat_bytes, held_only_here, version_counter
 from torchstorm.plan.forecast import KEEP
 
@@ -58,13 +58,10 @@ class Residency:
         self.resident: dict[int, Parcel] = {}  # by order of making
         # On CUDA without a plan: the most that a stretch of the user's work has allocated beyond what it began with.
         self.excess_bytes: Callable[[], int] = int
-        self._tiers = tiers
-        self._empty = empty
-        self._check = check
+        self._tiers, self._empty, self._check = tiers, empty, check
         self._away: dict[int, Parcel] = {}  # by order of making
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
-        self._order = 0
-        self._first_order = 0
+        self._order = self._first_order = 0
         self.known = SavedStorages()
         self.kept = KeptTensors(self._count)
 
@@ -146,14 +143,16 @@ class Residency:
 
     def put(self, parcel: Parcel, tier: str) -> None:
         """Begins the copy out, to the named tier or, where that has no room, to another."""
-        if self._lose_if_resized(parcel):
-            return
+        if not self._lose_if_resized(parcel):
+            self.send(parcel, tier)
+
+    def send(self, parcel: Parcel, tier: str) -> None:
+        """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
-        label = f"a tensor saved in {parcel.block or 'the model'}"
-        for candidate in dict.fromkeys((self._tiers[tier], *self._tiers.values())):
+        for candidate in (self._tiers[tier], *self._tiers.values()):
             try:
-                parcel.handle = candidate.put(content, label=label)
+                parcel.handle = candidate.put(content, label=label_of(parcel.block))
             except BudgetError:
                 continue
             parcel.tier = candidate

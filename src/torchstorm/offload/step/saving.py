@@ -190,7 +190,7 @@ class Saver:
         parcel.members.add(saved)
         residency.known.add(saved, address)
         if parcel.hold is not None and tier != KEEP:
-            residency.put(parcel, tier)
+            residency.send(parcel, tier)
         return saved
 
     def seal_if_full(self, run: Running, parcel: Parcel) -> None:
