@@ -10,10 +10,16 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.forced import force_recompute
 from torchstorm.errors import OutOfVRAMError, UnsupportedError
+from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.run.shortage import drop_step
 from torchstorm.offload.session import Session
+from torchstorm.offload.step import saving
 from torchstorm.offload.step.kept import Kept
+from torchstorm.offload.step.parcels import Saved
+from torchstorm.offload.step.running import Running
+from torchstorm.plan.recompute import RECOMPUTE
 
 WIDTH, ROWS, NUM_LAYERS = 64, 512, 8
 LAYER_BYTES = 4 * WIDTH * ROWS
@@ -255,3 +261,44 @@ def test_under_a_mode_of_the_users_gradients_are_the_same(way: str, tmp_path: Pa
             with session.step():
                 model(data(1)).square().mean().backward()
         assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+class Norm(nn.Module):
+    """What it divides by is small beside the budget, and what it makes is computed again from that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, 8)
+        return (rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6)).view_as(x)
+
+
+def test_what_is_too_small_to_move_takes_the_short_way_where_something_is_computed_again_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force_recompute(monkeypatch)
+    monkeypatch.setattr(saving, "least_moved_bytes", lambda _: 2 * (ROWS * WIDTH // 8) * 4)
+    model = chain()
+    model.layers = nn.ModuleList(nn.Sequential(layer, Norm()) for layer in model.layers)
+    with Session(model, ram=40 * LAYER_BYTES, check=True) as session:
+        settle(model, session)
+        plan = session.plan()
+        assert plan is not None
+        again = {number for number, one in enumerate(plan.placements) if one.tier == RECOMPUTE}
+        read = {plan.trace.values[value].storage for op in plan.trace.ops for value in op.inputs}
+        small = [one for at, one in enumerate(plan.trace.storages) if one.parcel < 0 and at in read]
+        assert again
+        assert any(one.nbytes > TINY_BYTES for one in small)
+
+        long: list[int] = []
+        save = saving.Saver.save
+
+        def noted(self: saving.Saver, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
+            long.append(run.num_saved)
+            return save(self, run, storage, tensor)
+
+        model(data(0)).square().mean().backward()
+        expected = gradients(model)
+        monkeypatch.setattr(saving.Saver, "save", noted)
+        with session.step():
+            model(data(0)).square().mean().backward()
+        assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
+        assert long == [0]  # by which the plan is chosen

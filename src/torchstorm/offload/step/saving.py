@@ -157,7 +157,7 @@ class Saver:
             run: the step, which follows a plan.
             storage: of the tensor; as large as the plan has it.
             tensor: what autograd saves.
-            ordinal: the storage's number, which the plan has in a parcel.
+            ordinal: the storage's number.
         """
         table, residency = run.table, self._residency
         assert table is not None
@@ -177,7 +177,7 @@ class Saver:
             offset = self._join(parcel, storage, nbytes)
             counter = version_counter(tensor)
         else:
-            parcel = residency.new_parcel(nbytes, block, movable=True)
+            parcel = residency.new_parcel(nbytes, block, movable=number >= 0)
             parcel.buffer, parcel.hold = flat_bytes(storage), tensor.detach()
         if tier != KEEP:
             parcel.number = number

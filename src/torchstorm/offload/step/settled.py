@@ -53,8 +53,8 @@ class Table:
         stays: whether a storage stays, and nothing is computed again from it.
         counted_bytes, movable, blocks: of the storages.
         busy: moments at which something is dropped or fetched, and the one at which backward begins.
-        leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
-            name of the operation that makes it, the module that saves it; of those that do not stay.
+        leaving: storage -> number of its parcel or -1, where that goes, whether it shares a buffer with others, number
+            and name of the operation that makes it, the module that saves it; of those that do not stay.
         operations: numbers of those that run again.
         calls: numbers of the calls within which they run.
         read_until: storage -> the last moment at which something is computed again from it.
@@ -90,8 +90,7 @@ class Table:
         self.blocks = [storage.block for storage in storages]
         first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
         self.busy = {*plan.drops, *plan.fetches, first_use}
-        leaving = [at for at, stays in enumerate(self.stays) if not stays and self.movable[at]]
-        self.leaving = {number: _leaving(plan, number) for number in leaving}
+        self.leaving = {number: _leaving(plan, number) for number, stays in enumerate(self.stays) if not stays}
 
     def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
         """Whether a moment that has come is the plan's."""
@@ -111,6 +110,8 @@ def _is_of_all(tensor: torch.Tensor, nbytes: int) -> bool:
 
 def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
     storage = plan.trace.storages[ordinal]
+    if storage.parcel < 0:  # too small to move, and something is computed again from it
+        return -1, KEEP, False, (-1, ""), storage.block
     tier = plan.placements[storage.parcel].tier
     is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
     return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
@@ -262,7 +263,7 @@ class Settled:
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
         """What autograd gets for a tensor that leaves, or that something is computed again from."""
-        if not table.movable[ordinal] or not has_bytes(tensor):
+        if not has_bytes(tensor):
             return None
         # What is computed again must have been made by an operation of the step, which is looked up when it is saved.
         is_made = table.leaving[ordinal][1] == RECOMPUTE
