@@ -14,6 +14,7 @@ from torch import nn
 from offload.steps import Outcome, assert_same
 from torchstorm.errors import DeviceError, TorchstormWarning, UnsupportedError
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.inputs import ModelTensors
 
 WIDTH, ROWS = 64, 1024
 NUM_STEPS, CHANGED = 9, 4  # the change comes before this step; by then a plan is followed
@@ -408,3 +409,59 @@ def test_compiled_autograd_is_refused(tmp_path: Path) -> None:
     ):
         model(torch.randn(ROWS, WIDTH)).sum().backward()
     session.close()
+
+
+def change_nothing(model: nn.Sequential) -> None:
+    pass
+
+
+def replace_a_weight(model: nn.Sequential) -> None:
+    model[1][0].weight = nn.Parameter(torch.ones(4, 4))
+
+
+def share_a_weight(model: nn.Sequential) -> None:
+    model[1][0].weight = model[0].weight
+
+
+def drop_a_bias(model: nn.Sequential) -> None:
+    model[0].bias = None
+
+
+def delete_a_layer(model: nn.Sequential) -> None:
+    del model[1]
+
+
+def add_a_layer_within(model: nn.Sequential) -> None:
+    model[1].append(nn.Linear(4, 4))
+
+
+def add_a_buffer(model: nn.Sequential) -> None:
+    model[1][0].register_buffer("mask", torch.ones(4))
+
+
+def swap_two_layers(model: nn.Sequential) -> None:
+    model[0], model[1][0] = model[1][0], model[0]
+
+
+def use_attention(model: nn.Sequential) -> None:
+    model.append(nn.MultiheadAttention(4, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(change_nothing, replace_a_weight, share_a_weight, drop_a_bias, delete_a_layer),
+        *(add_a_layer_within, add_a_buffer, swap_two_layers, use_attention),
+    ],
+)
+def test_a_model_s_tensors_are_those_that_it_has_now(change: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    found = ModelTensors(model)
+    found.read()
+    assert not found.asks_for_modes
+    change(model)
+    for _ in range(2):
+        found.read()
+        assert list(map(id, found.parameters)) == list(map(id, model.parameters()))
+        assert list(map(id, found.buffers)) == list(map(id, model.buffers()))
+        assert found.asks_for_modes == (change is use_attention)

@@ -29,6 +29,7 @@ from torchstorm.offload.run.shortage import is_out_of_memory
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import CpuClock
 from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.step import Step
@@ -108,6 +109,7 @@ class Session:
         )
         self._shared = Shared(
             model=model,
+            tensors=ModelTensors(model),
             state=state,
             stack=stack,
             recompute=recompute and not unlimited,

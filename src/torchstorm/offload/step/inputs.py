@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,32 +18,45 @@ from torchstorm.offload.torch_private import asks_for_function_modes
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def tensors_in(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], bool]:
-    """A model's parameters and buffers, each once, and whether one of its modules computes in another way where a
-    function mode is active. Every step begins with it, so it makes no names, as PyTorch's own `parameters()` and
-    `buffers()` do."""
-    parameters: dict[int, torch.nn.Parameter] = {}
-    buffers: dict[int, torch.Tensor] = {}
-    kinds: set[type[torch.nn.Module]] = set()
-    seen: set[torch.nn.Module | None] = {None}
-    modules: list[torch.nn.Module | None] = [model]
-    while modules:
-        module = modules.pop()
-        if module in seen or module is None:
-            continue
-        seen.add(module)
-        kinds.add(type(module))
-        if module._parameters:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    parameters[id(parameter)] = parameter
-        if module._buffers:
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    buffers[id(buffer)] = buffer
-        if module._modules:
-            modules += module._modules.values()
-    return list(parameters.values()), list(buffers.values()), any(map(asks_for_function_modes, kinds))
+class ModelTensors:
+    """A model's parameters and buffers, each once.
+
+    Every step begins with them, so what was found once is only compared.
+
+    Args:
+        model: any nn.Module.
+
+    Attributes:
+        parameters, buffers: as of the last `read`.
+        asks_for_modes: whether a module of it computes in another way where a function mode is active.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._held: list[dict[str, Any]] = []  # in which modules hold their tensors and modules
+        self._items: list[Any] = []  # in these
+        self.parameters: list[torch.nn.Parameter] = []
+        self.buffers: list[torch.Tensor] = []
+        self.asks_for_modes = False
+
+    def read(self) -> None:
+        """Looks at the model, which may have been changed since."""
+        items = list(chain.from_iterable(map(dict.values, self._held)))
+        if not self._held or len(items) != len(self._items) or not all(map(operator.is_, items, self._items)):
+            self._find()
+
+    def _find(self) -> None:
+        modules = list(self._model.modules())
+        self._held = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
+        self._items = list(chain.from_iterable(map(dict.values, self._held)))
+        self.parameters = list(_each_once(one._parameters for one in modules))
+        self.buffers = list(_each_once(one._buffers for one in modules))
+        self.asks_for_modes = any(map(asks_for_function_modes, {type(one) for one in modules}))
+
+
+def _each_once(held: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    tensors = chain.from_iterable(map(dict.values, held))
+    return {id(one): one for one in tensors if one is not None}.values()
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -15,6 +15,7 @@ from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import CpuClock
 from torchstorm.offload.step.hooks import SavedTensors
+from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
 from torchstorm.transfer.engine import StreamClock
 
@@ -25,6 +26,7 @@ class Shared:
 
     Attributes:
         model: what is trained.
+        tensors: of the model.
         state: of the optimizer.
         stack: budget and tiers.
         recompute: whether tensors may be recomputed.
@@ -42,6 +44,7 @@ class Shared:
     """
 
     model: torch.nn.Module
+    tensors: ModelTensors
     state: OptimizerState
     stack: Stack
     recompute: bool

@@ -24,7 +24,7 @@ from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held
 from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.garbage import rare_collections
-from torchstorm.offload.step.inputs import NoteInputs, storages_of, tensors_in
+from torchstorm.offload.step.inputs import NoteInputs, storages_of
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice
@@ -58,7 +58,9 @@ class Step:
         for tier in shared.stack.tiers.values():
             tier.reset_peak()
         shared.learn()
-        parameters, buffers, asks_for_modes = tensors_in(shared.model)
+        tensors = shared.tensors
+        tensors.read()
+        parameters, buffers = tensors.parameters, tensors.buffers
         misuse.check_unmoved(shared.model, parameters, self._device)
         shared.plans.begin(state_of(shared.model, parameters))
         fixed = storages_of([*parameters, *buffers])
@@ -74,7 +76,8 @@ class Step:
         self._start = shared.clock.mark()
         self._tape = self._make_tape()
         self._watched: WatchedCalls | None = None
-        if self._tape is not None and not (asks_for_modes or shared.compiled is not None or shared.runs_compiled):
+        sees_all = tensors.asks_for_modes or shared.compiled is not None or shared.runs_compiled
+        if self._tape is not None and not sees_all:
             saved = shared.saved
             self._watched = WatchedCalls(self._tape, moment=lambda: saved.moment)
         shared.saved.begin(fixed, self._choose, tape=self._tape, watched=self._watched)
