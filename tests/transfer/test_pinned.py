@@ -254,6 +254,46 @@ def test_a_segment_under_copy_is_waited_for_before_it_is_unpinned() -> None:
     assert (copy.num_waits, pin.num_unpinned, arena.held_bytes) == (1, 1, 0)
 
 
+class SlowPin(FakePin):
+    """Unpins when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def __call__(self, buffer: torch.Tensor) -> Callable[[], None]:
+        unpin = super().__call__(buffer)
+
+        def slowly() -> None:
+            assert self.go_on.wait(60)
+            unpin()
+
+        return slowly
+
+
+def test_what_is_unpinned_beside_is_waited_for_by_none_but_a_new_segment_and_the_end() -> None:
+    pin = SlowPin()
+    arena = make_arena(8, pin=pin)
+    kept = arena.allocate(4 * PAGE)
+    arena.free(arena.allocate(4 * PAGE), after=[FakeCopy()])
+    arena.trim(0, beside=True)
+    assert (arena.held_bytes, pin.num_unpinned) == (4 * PAGE, 0)
+    arena.free(kept, after=[])
+    kept = arena.allocate(PAGE)  # of what is there
+    assert pin.num_unpinned == 0
+    threading.Timer(0.2, pin.go_on.set).start()
+    slot = arena.allocate(4 * PAGE)  # which the budget allows once the other has been given back
+    assert pin.num_unpinned == 1
+    assert arena.held_bytes == 8 * PAGE
+    pin.go_on.clear()
+    arena.free(slot, after=[])
+    arena.trim(0, beside=True)
+    threading.Timer(0.2, pin.go_on.set).start()
+    arena.close()
+    assert pin.pinned == []
+    assert pin.num_unpinned == 3
+
+
 def test_close_unpins_everything_whatever_is_in_use() -> None:
     pin = FakePin()
     arena = make_arena(32, pin=pin)

@@ -127,7 +127,7 @@ class Stack:
     def trim(self, forecast: Figures) -> None:
         """Gives pinned memory back that the plan has no use for."""
         if self.arenas:  # pragma: gpu
-            self.arenas[-1].trim(forecast.ram_bytes - self.spare.ram)
+            self.arenas[-1].trim(forecast.ram_bytes - self.spare.ram, beside=True)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""

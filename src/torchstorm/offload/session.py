@@ -28,6 +28,7 @@ from torchstorm.offload.run.runner import RunMemory, Runner
 from torchstorm.offload.run.shortage import is_out_of_memory
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import CpuClock
+from torchstorm.offload.step.garbage import rare_collections
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
@@ -143,10 +144,13 @@ class Session:
         return misuse.StepContext(self._running, self._step, self._shared.watch)
 
     def _step(self) -> Iterator[None]:
+        if self._shared.saved.closed:
+            raise StorageError(f"This Session is closed ({self._shared.saved.closed}); create a new one.")
+        with rare_collections():  # what the step has made is gone when the collector runs again
+            yield from self._within(Step(self._shared))
+
+    def _within(self, step: Step) -> Iterator[None]:
         saved = self._shared.saved
-        if saved.closed:
-            raise StorageError(f"This Session is closed ({saved.closed}); create a new one.")
-        step = Step(self._shared)
         try:
             with step.watching():
                 yield

@@ -88,6 +88,7 @@ class PinnedArena:
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
         self._lock = threading.RLock()
+        self._unpinning: threading.Thread | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -122,19 +123,40 @@ class PinnedArena:
                 self.used_bytes -= size
                 segment.busy += [(start, start + size, copy) for copy in after]
 
-    def trim(self, keep_bytes: int) -> None:
-        """Frees empty segments, the largest first, while at least `keep_bytes` remain."""
+    def trim(self, keep_bytes: int, *, beside: bool = False) -> None:
+        """Frees empty segments, the largest first, while at least `keep_bytes` remain.
+
+        Args:
+            keep_bytes: what is kept.
+            beside: does so in a thread, since unpinning takes 0.1 s and more.
+        """
+        leaving = []
         with self._lock:
             for segment in sorted(self._segments, key=lambda one: one.extents.capacity_bytes, reverse=True):
                 size = segment.extents.capacity_bytes
                 if segment.extents.used_bytes == 0 and self.held_bytes - size >= keep_bytes:
-                    self._release(segment)
+                    self._segments.remove(segment)
+                    leaving.append(segment)
+            if leaving and beside:
+                self._wait_until_unpinned()
+                self._unpinning = threading.Thread(
+                    target=_release, args=(leaving,), name="torchstorm-unpin", daemon=True
+                )
+                self._unpinning.start()
+                return
+        _release(leaving)
 
     def close(self) -> None:
         """Unpins and frees every segment. A second call does nothing."""
         with self._lock:
-            for segment in list(self._segments):
-                self._release(segment)
+            self._wait_until_unpinned()
+            leaving, self._segments = self._segments, []
+            _release(leaving)
+
+    def _wait_until_unpinned(self) -> None:
+        if self._unpinning is not None:
+            self._unpinning.join()
+            self._unpinning = None
 
     def _in_one_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         for place, segment in enumerate(self._segments):
@@ -153,6 +175,7 @@ class PinnedArena:
         """Adds a segment of `nbytes` or more, if the budget and the machine's memory allow one."""
         page = mmap.PAGESIZE
         wanted = max(-(-nbytes // page), 1) * page
+        self._wait_until_unpinned()
         available = self._available_bytes()
         if wanted > min(self.capacity_bytes - self.held_bytes, available):
             self.trim(0)
@@ -195,11 +218,13 @@ class PinnedArena:
             nbytes -= size
         return extents
 
-    def _release(self, segment: _Segment) -> None:
+
+def _release(segments: list[_Segment]) -> None:
+    """Unpins and frees segments, once the copies have ended that use them."""
+    for segment in segments:
         for _, _, copy in segment.busy:
             copy.synchronize()
         segment.release()
-        self._segments.remove(segment)
 
 
 def _no_unpin() -> None:
@@ -217,7 +242,7 @@ def pin_memory(buffer: torch.Tensor) -> Callable[[], None]:  # pragma: gpu
     """
     # Faulting the pages in first, in parallel, is faster than in the driver, which does it one by one.
     buffer.zero_()
-    runtime = torch.cuda.cudart()
+    runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
     status = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(status) != 0:
         # The runtime would report this error at the next kernel launch, so launch one here and ignore the error.
@@ -229,6 +254,7 @@ def pin_memory(buffer: torch.Tensor) -> Callable[[], None]:  # pragma: gpu
         )
 
     def unpin() -> None:
-        runtime.cudaHostUnregister(buffer.data_ptr())
+        with torch.cuda.device(device):  # another thread may do it
+            runtime.cudaHostUnregister(buffer.data_ptr())
 
     return unpin

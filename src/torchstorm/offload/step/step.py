@@ -23,7 +23,6 @@ from torchstorm.offload.replan.workload import state_of, subject_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import seconds_between
-from torchstorm.offload.step.garbage import rare_collections
 from torchstorm.offload.step.inputs import NoteInputs, storages_of
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
@@ -101,7 +100,6 @@ class Step:
         try:
             with (
                 self._shared.model.register_forward_pre_hook(self._inputs, with_kwargs=True),
-                rare_collections(),
                 mode,
                 saved_tensors_hooks(saved.pack, saved.unpack),
             ):
