@@ -157,8 +157,8 @@ class _Run:
         status = process.wait()
         if status or not told:
             self.failure = f"it ended with status {status}"
-        else:
-            self.plan = pickle.loads(told)
+        elif (answer := pickle.loads(told)) is not None:
+            self.plan = Plan(trace=self.problem.trace, budget=self.problem.budget, **answer)
 
     def stop(self) -> None:
         """Ends the process, and waits for its end."""
@@ -168,11 +168,11 @@ class _Run:
 
 
 def main() -> None:
-    """What the process does: reads a problem, writes its plan, or None where nothing fits."""
+    """What the process does: reads a problem, writes what its plan adds to that, or None where nothing fits."""
     os.nice(10)
     problem: Problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    plan = None
+    answer = None
     with suppress(BudgetError):
         plan = solve(
             problem.trace,
@@ -181,7 +181,8 @@ def main() -> None:
             spare=problem.spare,
             time_limit_s=problem.time_limit_s,
         )
-    sys.stdout.buffer.write(pickle.dumps(plan))
+        answer = {"placements": plan.placements, "forecast": plan.forecast, "notes": plan.notes}
+    sys.stdout.buffer.write(pickle.dumps(answer))
     sys.stdout.flush()
 
 
