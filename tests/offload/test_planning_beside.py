@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch import nn
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import planner as planning
 from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
 from torchstorm.plan import beside
 from torchstorm.plan.beside import PLAN_NOW, Beside, Problem
@@ -101,6 +103,30 @@ def search_out(storm: Session) -> None:
     while plans.in_force.asked is not None:
         wait_for_answer(storm)
         run_steps(storm, 1)
+
+
+def test_a_time_is_stated_once_it_is_known_and_no_better_plan_is_searched_for(storm: Session) -> None:
+    run_steps(storm, 1)
+    report = storm.report()
+    assert report.forecast is not None
+    assert math.isnan(report.forecast.step_ms)  # of a step that was measured
+    assert report.forecast.ram_bytes > 0
+    assert " ms" not in next(line for line in str(report).splitlines() if line.startswith("step"))[:39]
+    run_steps(storm, 2)
+    waiting = storm.report().forecast
+    assert waiting is not None
+    assert math.isnan(waiting.step_ms) or storm._shared.plans.in_force.asked is None  # type: ignore[union-attr]
+    search_out(storm)
+    report = storm.report()
+    assert report.forecast is not None
+    assert report.forecast.step_ms > 0
+    assert first_said(None, waiting) is waiting
+    assert first_said(None, None) is None
+    said = first_said(waiting, replace(report.forecast, ram_bytes=0))
+    assert said is not None
+    if math.isnan(waiting.step_ms):
+        assert said == replace(waiting, step_ms=report.forecast.step_ms)
+    assert first_said(said, replace(said, step_ms=1.0)) is said
 
 
 def test_a_step_never_waits_for_the_search_and_keeps_its_budget(

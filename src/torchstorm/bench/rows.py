@@ -35,8 +35,8 @@ class Row(RecordRow):
         over_eager: step_s by the time of "unlimited", for compiled ways, too.
         against: "unlimited", or "compile" for compiled ways.
         forward_backward_s: median seconds of forward and backward alone, by a Session's own clock.
-        forecast_step_s, forecast_peak_gib: the Session's own, of `forward_backward_s` and `peak_gib`: those of its
-            first plan, before any step had followed one.
+        forecast_step_s, forecast_peak_gib: the Session's own, of `forward_backward_s` and `peak_gib`: the bytes of its
+            first plan, before any step had followed one, and the first time that it stated.
         corrected_step_s, corrected_peak_gib: what it said after it had measured steps that followed its plans, before
             the timed ones.
         gpu_busy: union of the intervals of kernels by wall time, in one profiled step.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torchstorm.bench.measure import Meter, Reference, clean
 from torchstorm.bench.rows import GIB, Row
 from torchstorm.errors import BudgetError
-from torchstorm.offload.report import Report
+from torchstorm.offload.report import Report, first_said
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.recompute import RECOMPUTE
@@ -22,6 +24,7 @@ CHECKED_STEPS = 7
 """Steps that a reference needs: a Session may take five until its plan is in force, and two must follow it."""
 
 _MOST_WARM = 24
+_MOST_SEARCHED_S = 30.0  # of searches for better plans, which take ten
 _SETTLED = 5  # steps by one plan, after which a Session has nothing more to correct in it
 
 
@@ -56,13 +59,13 @@ def measure_session(
     wrong, checked_note = _check(meter, reference, make, budget_bytes, compiled=compiled)
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
-        warm, forecast = 0, None
-        while session.report().num_in_force < _SETTLED and warm < _MOST_WARM:
+        warm, forecast, before, begun = 0, None, session.report(), time.perf_counter()
+        while not _is_settled(before, warm, time.perf_counter() - begun):
             meter.step(session.step)
             warm += 1
-            if forecast is None and session.plan() is not None:
-                forecast = session.report().forecast  # of the first plan, and no step has followed it yet
-        before = session.report()
+            before = session.report()
+            if session.plan() is not None:
+                forecast = first_said(forecast, before.forecast)
         timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
         busy = meter.profile(session.step)
@@ -136,14 +139,20 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
         torch._dynamo.reset()
 
 
+def _is_settled(report: Report, num_steps: int, seconds: float) -> bool:
+    """Whether a Session has no more to find out: for a while it may search for plans beside its steps."""
+    is_searching = report.forecast is not None and math.isnan(report.forecast.step_ms) and seconds < _MOST_SEARCHED_S
+    return not is_searching and (report.num_in_force >= _SETTLED or num_steps >= _MOST_WARM)
+
+
 def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[str, Any]:
-    """A row's forecasts: of the first plan, and what the Session said later."""
+    """A row's forecasts: what the Session said first and later, as far as it said something."""
     return {
         f"{name}_{what}": value
         for name, figures in (("forecast", first), ("corrected", last))
         if figures is not None
         for what, value in (
-            ("step_s", figures.step_ms / 1e3),
+            ("step_s", None if math.isnan(figures.step_ms) else figures.step_ms / 1e3),
             ("peak_gib", (figures.ram_bytes if on_cpu else figures.vram_bytes) / GIB),
         )
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget
@@ -15,7 +16,8 @@ class Report:
 
     Attributes:
         forecast: forecast of the current plan; None before the first step has ended if no plan was given, and for an
-            unlimited Session. For steps that no plan fits, what was measured.
+            unlimited Session. Its time is NaN until it is known: a step was timed that ran as all later ones do, and no
+            better plan is searched for. For steps that no plan fits, what was measured.
         measured: peaks and median time of the steps that followed this plan; without such steps, of all steps. None
             before the first one has ended.
         highest: peak bytes over all steps, the first one included, and the time of the slowest step.
@@ -46,13 +48,30 @@ class Report:
             if limit or any(values):
                 cells = "".join(f"{'-' if value is None else format_size(value):>14}" for value in values)
                 lines.append(f"{tier:<10}{format_size(limit) if limit else '-':>14}{cells}")
-        times = "".join(f"{'-' if figures is None else f'{figures.step_ms:.1f} ms':>14}" for figures in columns)
+        times = "".join(f"{said_time(figures):>14}" for figures in columns)
         lines.append(f"{'step':<10}{'':>14}{times}")
         lines.append(
             f"{self.num_steps} steps, {self.num_planned} by a plan, {self.num_in_force} by the one in force; "
             f"{format_size(self.moved_bytes)} moved away in the last one"
         )
         return "\n".join(lines + list(self.notes))
+
+
+def said_time(figures: Figures | None) -> str:
+    """The time of a step as text; a dash where it is not known."""
+    return "-" if figures is None or math.isnan(figures.step_ms) else f"{figures.step_ms:.1f} ms"
+
+
+def first_said(first: Figures | None, now: Figures | None) -> Figures | None:
+    """The bytes that were forecast first, and the time that was.
+
+    Args:
+        first: what this has returned after earlier steps; None before.
+        now: the forecast of a report.
+    """
+    if first is None or now is None or not math.isnan(first.step_ms):
+        return first or now
+    return replace(first, step_ms=now.step_ms)
 
 
 def highest_of(one: Figures | None, other: Figures) -> Figures:

@@ -251,7 +251,7 @@ class Session:
         if shared.compiled is not None:
             notes += [shared.compiled.mix, *shared.compiled.notes]
         return Report(
-            forecast=shared.plans.in_force.forecast if shared.plans.in_force else None,
+            forecast=shared.plans.forecast(),
             measured=measured,
             highest=highest,
             budget=shared.stack.budget,

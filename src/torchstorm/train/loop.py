@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import nn
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import SIZES, LanguageModel, ModelConfig, make_model
 from torchstorm.models.gpt import GPTConfig
+from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.train.checkpoint import Checkpoint, restore
@@ -37,7 +39,8 @@ class RunState:
         val_losses: (completed steps, validation loss in nats per token).
         train_seconds: time of training steps, without validations and checkpoints.
         step_seconds: time of each of those steps.
-        forecast: of the Session's first plan, before any step followed it; None without a plan.
+        forecast: what the Session first said: the bytes of its first plan, before any step followed it, and the time of
+            a step as soon as it knew one; NaN until then. None without a plan.
         corrected: of the plan in force after the last step; None without a plan, and before that.
         measured: measured over the steps with a plan (without a plan over all steps); None before the last step.
         highest: peak bytes over all steps, the unplanned first one included, and the time of the slowest step.
@@ -172,9 +175,8 @@ def run_training(
             state.losses.append(loss)
             state.step, state.train_seconds = done, state.train_seconds + seconds
             state.step_seconds.append(seconds)
-            plan = storm.plan() if state.forecast is None else None
-            if plan is not None:
-                state.forecast = plan.forecast
+            if not unlimited and (state.forecast is None or math.isnan(state.forecast.step_ms)):
+                state.forecast = first_said(state.forecast, storm.report().forecast)
             if done == config.steps or (config.val_every and done % config.val_every == 0):
                 val_loss = evaluate(model, config, corpus, device)
                 state.val_losses.append((done, val_loss))

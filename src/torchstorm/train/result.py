@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from torchstorm.offload.report import said_time
 from torchstorm.paths import write_document
 from torchstorm.plan.forecast import Figures
 from torchstorm.sizes import format_size
@@ -64,8 +66,8 @@ class TrainResult:
         """The result as a dictionary for JSON; sizes in bytes, times in ms unless the name says otherwise."""
         run, unlimited = self.run, self.unlimited
         return {
-            "forecast": run.forecast and vars(run.forecast),
-            "corrected": run.corrected and vars(run.corrected),
+            "forecast": _known(run.forecast),
+            "corrected": _known(run.corrected),
             "measured": run.measured and vars(run.measured),
             "highest": run.highest and vars(run.highest),
             "unlimited": unlimited and unlimited.measured and vars(unlimited.measured),
@@ -163,6 +165,13 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def _known(figures: Figures | None) -> dict[str, Any] | None:
+    """Figures for JSON, in which a time that is not known is null."""
+    if figures is None:
+        return None
+    return {**vars(figures), "step_ms": None if math.isnan(figures.step_ms) else figures.step_ms}
+
+
 def _table(result: TrainResult) -> Table:
     columns: list[tuple[str, Figures | None]] = [("measured", result.run.measured)]
     if result.config.has_budget:
@@ -182,7 +191,7 @@ def _table(result: TrainResult) -> Table:
             unnamed = "-" if result.config.plan is None else "plan's"
             budget = [getattr(result.config, tier) or unnamed] if result.config.has_budget else []
             table.add_row(f"{tier}, peak", *budget, *cells)
-    times = [f"{figures.step_ms:.1f} ms" if figures else "-" for _, figures in columns]
+    times = [said_time(figures) for _, figures in columns]
     table.add_row("step", *([""] if result.config.has_budget else []), *times)
     return table
 

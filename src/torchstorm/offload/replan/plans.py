@@ -161,6 +161,16 @@ class Plans:
             return planned.plan if planned is not None else None
         return replace(planned.plan, machine=machine(), workload=planned.subject)
 
+    def forecast(self) -> Figures | None:
+        """What can be said of steps that follow the plan in force; None without one. The time of a plan is not known as
+        long as it is that of a measured step, which takes longer, or another plan is about to come."""
+        planned = self.in_force
+        if planned is None or planned.plan is None or planned.is_given:
+            return planned.forecast if planned is not None else None
+        if self.is_measured_again(planned) or planned.asked is not None:
+            return replace(planned.forecast, step_ms=math.nan)
+        return planned.forecast
+
     def is_measured_again(self, planned: Planned) -> bool:
         """Whether the next step that follows it measures something."""
         return planned.num_measured < self.num_to_measure
