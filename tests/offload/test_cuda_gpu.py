@@ -249,6 +249,13 @@ def budget_for(make: Make, step: Step, share: float) -> int:
     return int(least + share * (most - least))
 
 
+def gives_up(session: Session) -> bool:
+    """Whether a tensor moves, or is computed again: which of the two is quicker depends on the machine."""
+    plan = session.plan()
+    assert plan is not None
+    return session.report().moved_bytes > 0 or plan.recomputes
+
+
 # ---------------------------------------------------------------------- tests
 
 
@@ -265,8 +272,7 @@ def test_a_session_changes_no_bit(name: str, check: bool) -> None:
     )
     assert_same(expected.outcome, found.outcome)
     assert found.session is not None
-    report = found.session.report()
-    assert report.moved_bytes > 0, "nothing moved, so nothing was tested"
+    assert gives_up(found.session), "everything stayed, so nothing was tested"
     assert max(found.peaks) <= budget
     found.session.close()
 
@@ -296,7 +302,7 @@ def test_every_step_is_within_the_budget_and_the_forecast_comes_true(name: str, 
     assert report.num_planned >= 3
     assert report.measured.vram_bytes == pytest.approx(report.forecast.vram_bytes, rel=0.05)
     assert report.highest.vram_bytes == max(found.peaks)
-    assert report.moved_bytes > 0
+    assert gives_up(session)
     session.close()
 
 
