@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from torchstorm.offload.recompute.operators import Operator
+from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.replan import planner
 from torchstorm.plan.forecast import KEEP, Placement
 from torchstorm.plan.plan import Plan
@@ -62,6 +64,19 @@ def recomputing(plan: Plan, wanted: Choose) -> Plan:
             if placements[number].tier not in (KEEP, RECOMPUTE):
                 placements[number] = replace(placements[number], fetch=min(placements[number].fetch, moment))
     return replace(plan, placements=tuple(placements))
+
+
+def recorded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations of functions that are recorded as a whole from now on, as they are."""
+    recorded: list[str] = []
+    record = Tape.record_function
+
+    def noted(self: Tape, func: Any, again: Any, what: Operator, *rest: Any) -> Any:
+        recorded.append(what.name)
+        return record(self, func, again, what, *rest)
+
+    monkeypatch.setattr(Tape, "record_function", noted)
+    return recorded
 
 
 def num_recomputed(plan: Plan) -> int:

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from offload.forced import at_random, force_recompute
+from offload.forced import at_random, force_recompute, recorded_as_a_whole
 from torchstorm.offload.recompute.operators import single
-from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.session import Session
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +47,7 @@ def test_what_drops_is_computed_again_from_the_state_that_it_drew_from(
     share: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     force_recompute(monkeypatch, at_random(random.Random(0), share))
-    recorded: set[str] = set()
-    record = Tape.record_function
-
-    def noted(self: Tape, func: Any, again: Any, what: Any, *rest: Any) -> Any:
-        recorded.add(what.name)
-        return record(self, func, again, what, *rest)
-
-    monkeypatch.setattr(Tape, "record_function", noted)
+    recorded = recorded_as_a_whole(monkeypatch)
     torch.manual_seed(0)
     model = Drops().cuda()
     torch.set_default_dtype(dtype)
@@ -75,7 +67,7 @@ def test_what_drops_is_computed_again_from_the_state_that_it_drew_from(
             assert session.report().num_planned >= 4
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {"aten.native_dropout.default", "aten.native_layer_norm.default"} <= recorded
+    assert {"aten.native_dropout.default", "aten.native_layer_norm.default"} <= set(recorded)
 
 
 def test_a_dropout_that_is_another_operation_is_not_taken_for_it() -> None:
