@@ -74,7 +74,10 @@ class Table:
             for value in plan.trace.ops[op].inputs
         }
         operations, sources = _makers(plan)
+        operations.update(op for replay in again.values() for op in replay.ops)
         sources.update(self.read_until)
+        # What an operation makes is told apart by the order in which it is saved, so all of it is looked at.
+        sources.update(plan.trace.values[value].storage for op in operations for value in plan.trace.ops[op].outputs)
         # What others are computed again from must be found by its value; records hold what is tiny themselves.
         if plan.recomputes:
             self.stays = [
@@ -83,7 +86,6 @@ class Table:
                 and (number not in sources or (one.parcel < 0 and one.nbytes < TINY_BYTES))
                 for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
             ]
-        operations.update(op for replay in again.values() for op in replay.ops)
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.calls = {call_of(number) for number in self.operations}
         self.counted_bytes = [storage.nbytes for storage in storages]
