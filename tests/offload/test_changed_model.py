@@ -443,6 +443,10 @@ def swap_two_layers(model: nn.Sequential) -> None:
     model[0], model[1][0] = model[1][0], model[0]
 
 
+def replace_all_buffers(model: nn.Sequential) -> None:
+    model[1][1]._buffers = {name: one.clone() for name, one in model[1][1]._buffers.items()}
+
+
 def use_attention(model: nn.Sequential) -> None:
     model.append(nn.MultiheadAttention(4, 1))
 
@@ -451,7 +455,7 @@ def use_attention(model: nn.Sequential) -> None:
     "change",
     [
         *(change_nothing, replace_a_weight, share_a_weight, drop_a_bias, delete_a_layer),
-        *(add_a_layer_within, add_a_buffer, swap_two_layers, use_attention),
+        *(add_a_layer_within, add_a_buffer, swap_two_layers, replace_all_buffers, use_attention),
     ],
 )
 def test_a_model_s_tensors_are_those_that_it_has_now(change: Callable[[nn.Sequential], None]) -> None:

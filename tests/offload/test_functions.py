@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import at_random, force_recompute, recomputing, recorded_as_a_whole
+from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.operators import function, operator, single
 from torchstorm.offload.replan import planner
 from torchstorm.offload.session import Session
@@ -340,3 +341,66 @@ def test_what_autocast_converts_within_a_function_is_computed_again_as_what_it_i
         plan = train(model, session, 6)
         assert sum(one.tier == "recompute" for one in plan.placements) == NUM_BLOCKS
         assert session.report().num_planned >= 4
+
+
+class Lists(nn.Module):
+    """Gives functions a list that it changes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            shape, dims = [4, WIDTH // 4], [1]
+            y = F.layer_norm(x.view(-1, *shape).sin(), shape)
+            shape.pop(0)
+            z = F.layer_norm(y.cos(), shape).flatten(1)
+            w = torch.flip(z.sin(), dims).exp()
+            dims[0] = 0
+            x = x + layer(z * w * 0.1).tanh()
+        return x
+
+
+def test_a_list_that_is_changed_after_the_call_is_recorded_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch)
+    recorded = recorded_as_a_whole(monkeypatch)
+    torch.manual_seed(0)
+    with Session(Lists(), ram="3MiB", disk=str(tmp_path)) as session:
+        assert train(session._shared.model, session, 6).recomputes
+    assert {"aten.native_layer_norm.default", "torch.flip"} <= set(recorded)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((WIDTH,), 1.5) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = (x * scale).sin() + x
+        return x
+
+
+def test_a_weight_that_is_given_other_memory_before_it_is_read_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's counter does not tell of it."""
+    force_recompute(monkeypatch)
+    torch.manual_seed(0)
+    model = Scaled()
+    with Session(model, ram="3MiB", disk=str(tmp_path)) as session:
+        assert train(model, session, 6).recomputes
+
+        def swap() -> None:
+            with session.step():
+                loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                model.scales[0].data = torch.full((WIDTH,), 2.5)
+                loss.backward()
+
+        with pytest.raises(UnsupportedError, match="was given other memory since"):
+            swap()
+        model.zero_grad()
+        train(model, session, 3)

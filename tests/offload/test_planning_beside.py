@@ -305,6 +305,35 @@ def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
     assert plans.in_force is now  # and stays
 
 
+def test_a_new_plan_is_compared_by_steps_beside_which_nothing_is_searched_for(storm: Session) -> None:
+    run_steps(storm, 3)
+    search_out(storm)
+    plans, planner = storm._shared.plans, storm._shared.planner
+    before = plans.in_force
+    assert before is not None
+    assert before.plan is not None
+    before.recent_s = [0.1] * 3
+    new = replace(before, plan=replace(before.plan, placements=before.plan.placements[::-1]), times_s=[], recent_s=[])
+    new.forecast = replace(new.forecast, step_ms=100.0)
+    new.replaced = before
+    assert plans.replace(before, new)
+    new.asked = Problem(
+        trace=new.trace, machine=planner.machine(), budget=Budget(), spare=Budget(), time_limit_s=1.0, than_s=1.0
+    )
+    for _ in range(6):
+        assert planner.judge(new, 0.2) is None
+    assert new.replaced is before
+    new.asked = None
+    assert planner.judge(new, 0.1) is None
+    assert planner.judge(new, 0.2) is None
+    was = planner.judge(new, 0.2)
+    assert was is not None
+    assert was.plan is not None
+    assert was.plan.placements == before.plan.placements
+    same = replace(new, plan=before.plan, times_s=[0.2, 0.2], replaced=before, num_lessons=3)
+    assert planner.judge(same, 0.2) is None  # the plan is the same: the machine is slower
+
+
 def test_training_goes_on_when_the_process_is_killed_and_the_report_says_so(storm: Session) -> None:
     run_steps(storm, 3)
     process_of(storm).kill()

@@ -59,7 +59,7 @@ class _Queue:  # pragma: gpu
         self.num_ended = 0  # copies known to have ended, the first ones
         self._num_queued = 0
         self._newest: Any = None  # the event behind the last one
-        self._lock = threading.Lock()  # copies have their numbers in the order of their events
+        self._lock = threading.RLock()  # copies have their numbers in the order of their events
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamCopy], ready: Any | None

@@ -88,7 +88,7 @@ class PinnedArena:
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
         self._lock = threading.RLock()
-        self._unpinning: threading.Thread | None = None
+        self._unpinning: list[threading.Thread] = []
 
     @property
     def held_bytes(self) -> int:
@@ -138,11 +138,9 @@ class PinnedArena:
                     self._segments.remove(segment)
                     leaving.append(segment)
             if leaving and beside:
-                self._wait_until_unpinned()
-                self._unpinning = threading.Thread(
-                    target=_release, args=(leaving,), name="torchstorm-unpin", daemon=True
-                )
-                self._unpinning.start()
+                thread = threading.Thread(target=_release, args=(leaving,), name="torchstorm-unpin", daemon=True)
+                thread.start()
+                self._unpinning.append(thread)
                 return
         _release(leaving)
 
@@ -154,9 +152,8 @@ class PinnedArena:
             _release(leaving)
 
     def _wait_until_unpinned(self) -> None:
-        if self._unpinning is not None:
-            self._unpinning.join()
-            self._unpinning = None
+        while self._unpinning:
+            self._unpinning.pop().join()
 
     def _in_one_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         for place, segment in enumerate(self._segments):

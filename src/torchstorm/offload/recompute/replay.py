@@ -160,6 +160,11 @@ def _argument(item: Any, call: Call, bytes_of: Callable[[Value], torch.Tensor]) 
                 f"{tuple(item.tensor.shape)} has changed since (version {item.version}, now {item.tensor._version}): "
                 "change weights and inputs after the step, not within its backward."
             )
+        if item.address and item.tensor.untyped_storage()._cdata != item.address:
+            raise UnsupportedError(
+                f"{call.operator.name} should run again in backward, but an argument of shape "
+                f"{tuple(item.tensor.shape)} was given other memory since (as by `.data =`): do so after the step."
+            )
         return item.tensor
     if isinstance(item, list | tuple):
         return type(item)([_argument(one, call, bytes_of) for one in item])

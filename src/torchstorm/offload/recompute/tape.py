@@ -236,7 +236,9 @@ class Tape(TorchDispatchMode):
         """What stands in a record for an argument."""
         if isinstance(arg, torch.Tensor):
             return self._describe_tensor(arg, inputs)
-        if isinstance(arg, list | tuple) and any(isinstance(item, torch.Tensor) for item in arg):
+        if isinstance(arg, list):  # which its owner may change
+            return [self._describe(item, inputs) for item in arg]
+        if isinstance(arg, tuple) and any(isinstance(item, torch.Tensor | list) for item in arg):
             return type(arg)([self._describe(item, inputs) for item in arg])
         return arg
 
@@ -263,7 +265,7 @@ class Tape(TorchDispatchMode):
         return tuple.__new__(Ref, (known, View.of(tensor)))
 
     def _leaf(self, tensor: torch.Tensor, address: int, version: int) -> Leaf:
-        leaf = Leaf(tensor, version)  # itself: below autograd, an alias would count its own versions
+        leaf = Leaf(tensor, version, address)  # itself: below autograd, an alias would count its own versions
         self._leaves.setdefault(address, []).append(leaf)
         return leaf
 
@@ -349,7 +351,7 @@ def _keep_a_copy(leaf: Leaf) -> None:
     """Gives a record a tensor of its own in place of one that is about to change."""
     if leaf.tensor._version == leaf.version:
         leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
-        leaf.version = leaf.tensor._version
+        leaf.version, leaf.address = leaf.tensor._version, leaf.tensor.untyped_storage()._cdata
 
 
 def _written_to(what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -286,13 +286,13 @@ class Planner:
             What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
         """
         planned.recent_s = [*planned.recent_s[1 - _NUM_JUDGED :], step_s]
-        if planned.replaced is not None and len(planned.recent_s) == _NUM_JUDGED:
-            before, planned.replaced = planned.replaced, None
-            if (was := self._as_it_was(before, planned)) is not None:
-                return was
         if self._beside is not None and planned.asked is not None:
             return None  # it may soon be replaced, and its steps share the processor with the search
         planned.times_s.append(step_s)
+        if planned.replaced is not None and len(planned.times_s) == _NUM_JUDGED:
+            before, planned.replaced = planned.replaced, None
+            if (was := self._as_it_was(before, planned)) is not None:
+                return was
         plan = planned.plan
         if plan is None or len(planned.times_s) != _NUM_JUDGED or planned.num_lessons >= _MOST_LESSONS:
             return None
@@ -325,9 +325,12 @@ class Planner:
         return corrected
 
     def _as_it_was(self, before: Planned, planned: Planned) -> Planned | None:
-        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None."""
-        before_s, measured_s = statistics.median(before.recent_s), statistics.median(planned.recent_s)
-        if before.plan is None or measured_s <= before_s * (1 + _NOISE):
+        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None. Its own may
+        have shared the processor with a search, which speaks for the new one."""
+        before_s, measured_s = statistics.median(before.recent_s), statistics.median(planned.times_s)
+        if before.plan is None or planned.plan is None or measured_s <= before_s * (1 + _NOISE):
+            return None
+        if before.plan.placements == planned.plan.placements:
             return None
         self.lessons.append(
             f"Steps took {measured_s * 1e3:.1f} ms by a new plan, and {before_s * 1e3:.1f} ms by the one before it, "

@@ -18,6 +18,9 @@ from torchstorm.offload.torch_private import asks_for_function_modes
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+_HELD = operator.attrgetter("_parameters", "_buffers", "_modules")
+
+
 class ModelTensors:
     """A model's parameters and buffers, each once.
 
@@ -33,7 +36,8 @@ class ModelTensors:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._held: list[dict[str, Any]] = []  # in which modules hold their tensors and modules
+        self._modules: list[torch.nn.Module] = []
+        self._held: list[dict[str, Any]] = []  # in which these hold their tensors and modules
         self._items: list[Any] = []  # in these
         self.parameters: list[torch.nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
@@ -41,13 +45,15 @@ class ModelTensors:
 
     def read(self) -> None:
         """Looks at the model, which may have been changed since."""
-        items = list(chain.from_iterable(map(dict.values, self._held)))
-        if not self._held or len(items) != len(self._items) or not all(map(operator.is_, items, self._items)):
+        held = list(chain.from_iterable(map(_HELD, self._modules)))
+        items = list(chain.from_iterable(map(dict.values, held)))
+        is_same = len(items) == len(self._items) and all(map(operator.is_, items, self._items))
+        if not held or not is_same or not all(map(operator.is_, held, self._held)):
             self._find()
 
     def _find(self) -> None:
-        modules = list(self._model.modules())
-        self._held = [held for one in modules for held in (one._parameters, one._buffers, one._modules)]
+        self._modules = modules = list(self._model.modules())
+        self._held = list(chain.from_iterable(map(_HELD, modules)))
         self._items = list(chain.from_iterable(map(dict.values, self._held)))
         self.parameters = list(_each_once(one._parameters for one in modules))
         self.buffers = list(_each_once(one._buffers for one in modules))

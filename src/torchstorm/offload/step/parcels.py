@@ -147,10 +147,17 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """A tensor that no operation of the step made: a weight, an input, a constant."""
+    """A tensor that no operation of the step made: a weight, an input, a constant.
+
+    Attributes:
+        tensor: itself.
+        version: autograd's version counter when it was read.
+        address: of its storage; 0 where it cannot have another one.
+    """
 
     tensor: torch.Tensor
     version: int
+    address: int = 0
 
 
 class Ref(NamedTuple):
