@@ -404,3 +404,25 @@ def test_a_weight_that_is_given_other_memory_before_it_is_read_again_is_an_error
             swap()
         model.zero_grad()
         train(model, session, 3)
+
+
+class Louder(TorchFunctionMode):
+    """Changes what a function returns."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 1.5 if func in (torch.tanh, torch.Tensor.tanh, F.layer_norm) else out
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["changed", "on a device"])
+def test_a_function_that_a_mode_of_the_user_s_changes_is_recorded_as_what_runs(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch)
+    recorded = recorded_as_a_whole(monkeypatch)
+    torch.manual_seed(0)
+    model = SavesResults()
+    with torch.device("cpu") if is_whole else Louder(), Session(model, ram="3MiB", disk=str(tmp_path)) as session:
+        assert train(model, session, 6).recomputes
+        assert session.report().num_planned >= 3
+    assert ("torch.tanh" in recorded) == is_whole

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from torchstorm.offload.recompute.operators import operator, single
 from torchstorm.offload.recompute.tape import Tape
@@ -80,7 +81,7 @@ class WatchedCalls(TorchFunctionMode):
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
-        if not writes and tape.takes_whole(number * _PLACES):
+        if not writes and tape.takes_whole(number * _PLACES) and _is_seen_by_no_other():
             again = single(func, args, kwargs)
             if again is not None:
                 return tape.record_function(func, *again, number * _PLACES, args, kwargs)
@@ -101,6 +102,13 @@ class WatchedCalls(TorchFunctionMode):
 def call_of(number: int) -> int:
     """The number of the call within which an operation of that number runs."""
     return number // _PLACES
+
+
+def _is_seen_by_no_other() -> bool:
+    """Whether no mode that was entered before is called next, which may run something else than the function. One that
+    says on which device new tensors are made does not."""
+    others = range(torch._C._len_torch_function_stack())
+    return all(type(torch._C._get_function_stack_at(place)) is DeviceContext for place in others)
 
 
 _known: dict[Any, tuple[int, bool]] = {}
