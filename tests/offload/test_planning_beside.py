@@ -22,6 +22,7 @@ from torch import nn
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import planner as planning
 from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Planned
 from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
 from torchstorm.plan import beside
@@ -103,6 +104,16 @@ def search_out(storm: Session) -> None:
     while plans.in_force.asked is not None:
         wait_for_answer(storm)
         run_steps(storm, 1)
+
+
+def searched_out(storm: Session) -> Planned:
+    """The plan of steps for which nothing is searched any more."""
+    run_steps(storm, 3)
+    search_out(storm)
+    found = storm._shared.plans.in_force
+    assert found is not None
+    assert found.plan is not None
+    return found
 
 
 def test_a_time_is_stated_once_it_is_known_and_no_better_plan_is_searched_for(storm: Session) -> None:
@@ -246,11 +257,8 @@ def test_an_answer_for_a_plan_that_was_replaced_is_dropped(monkeypatch: pytest.M
 
 
 def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: Session) -> None:
-    run_steps(storm, 3)
-    search_out(storm)
+    before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
-    before = plans.in_force
-    assert before is not None
     assert before.plan is not None
     assert before.asked is None
     before.times_s, before.is_given = [], False
@@ -272,12 +280,9 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
 def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
     new_s: float, is_kept: bool, storm: Session
 ) -> None:
-    run_steps(storm, 3)
-    search_out(storm)
+    before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
     planner._beside = None  # plans are made at once from here on
-    before = plans.in_force
-    assert before is not None
     before.times_s, before.recent_s, before.is_given = [], [], False
     planner.learn(plans, [before.forecast.step_ms / 1e3 * 3] * 3, 0)
     new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
@@ -306,11 +311,8 @@ def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
 
 
 def test_a_new_plan_is_compared_by_steps_beside_which_nothing_is_searched_for(storm: Session) -> None:
-    run_steps(storm, 3)
-    search_out(storm)
+    before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
-    before = plans.in_force
-    assert before is not None
     assert before.plan is not None
     before.recent_s = [0.1] * 3
     new = replace(before, plan=replace(before.plan, placements=before.plan.placements[::-1]), times_s=[], recent_s=[])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torchstorm.bench.measure import Meter, Reference, clean
 from torchstorm.bench.rows import GIB, Row
 from torchstorm.errors import BudgetError
-from torchstorm.offload.report import Report, first_said
+from torchstorm.offload.report import Report, first_said, known_ms
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.recompute import RECOMPUTE
@@ -141,7 +140,7 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
 
 def _is_settled(report: Report, num_steps: int, seconds: float) -> bool:
     """Whether a Session has no more to find out: for a while it may search for plans beside its steps."""
-    is_searching = report.forecast is not None and math.isnan(report.forecast.step_ms) and seconds < _MOST_SEARCHED_S
+    is_searching = report.forecast is not None and known_ms(report.forecast) is None and seconds < _MOST_SEARCHED_S
     return not is_searching and (report.num_in_force >= _SETTLED or num_steps >= _MOST_WARM)
 
 
@@ -152,7 +151,7 @@ def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[
         for name, figures in (("forecast", first), ("corrected", last))
         if figures is not None
         for what, value in (
-            ("step_s", None if math.isnan(figures.step_ms) else figures.step_ms / 1e3),
+            ("step_s", None if known_ms(figures) is None else figures.step_ms / 1e3),
             ("peak_gib", (figures.ram_bytes if on_cpu else figures.vram_bytes) / GIB),
         )
     }

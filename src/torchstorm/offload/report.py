@@ -57,9 +57,15 @@ class Report:
         return "\n".join(lines + list(self.notes))
 
 
+def known_ms(figures: Figures | None) -> float | None:
+    """Milliseconds of a step; None where they are not known."""
+    return None if figures is None or math.isnan(figures.step_ms) else figures.step_ms
+
+
 def said_time(figures: Figures | None) -> str:
     """The time of a step as text; a dash where it is not known."""
-    return "-" if figures is None or math.isnan(figures.step_ms) else f"{figures.step_ms:.1f} ms"
+    found = known_ms(figures)
+    return "-" if found is None else f"{found:.1f} ms"
 
 
 def first_said(first: Figures | None, now: Figures | None) -> Figures | None:
@@ -69,7 +75,7 @@ def first_said(first: Figures | None, now: Figures | None) -> Figures | None:
         first: what this has returned after earlier steps; None before.
         now: the forecast of a report.
     """
-    if first is None or now is None or not math.isnan(first.step_ms):
+    if first is None or now is None or known_ms(first) is not None:
         return first or now
     return replace(first, step_ms=now.step_ms)
 

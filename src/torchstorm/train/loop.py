@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from torch import nn
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import SIZES, LanguageModel, ModelConfig, make_model
 from torchstorm.models.gpt import GPTConfig
-from torchstorm.offload.report import first_said
+from torchstorm.offload.report import first_said, known_ms
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 from torchstorm.train.checkpoint import Checkpoint, restore
@@ -175,7 +174,7 @@ def run_training(
             state.losses.append(loss)
             state.step, state.train_seconds = done, state.train_seconds + seconds
             state.step_seconds.append(seconds)
-            if not unlimited and (state.forecast is None or math.isnan(state.forecast.step_ms)):
+            if not unlimited and known_ms(state.forecast) is None:
                 state.forecast = first_said(state.forecast, storm.report().forecast)
             if done == config.steps or (config.val_every and done % config.val_every == 0):
                 val_loss = evaluate(model, config, corpus, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchstorm.offload.report import said_time
+from torchstorm.offload.report import known_ms, said_time
 from torchstorm.paths import write_document
 from torchstorm.plan.forecast import Figures
 from torchstorm.sizes import format_size
@@ -167,9 +166,7 @@ def _printable(text: str) -> str:
 
 def _known(figures: Figures | None) -> dict[str, Any] | None:
     """Figures for JSON, in which a time that is not known is null."""
-    if figures is None:
-        return None
-    return {**vars(figures), "step_ms": None if math.isnan(figures.step_ms) else figures.step_ms}
+    return None if figures is None else {**vars(figures), "step_ms": known_ms(figures)}
 
 
 def _table(result: TrainResult) -> Table:

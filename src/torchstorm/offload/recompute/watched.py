@@ -107,8 +107,9 @@ def call_of(number: int) -> int:
 def _is_seen_by_no_other() -> bool:
     """Whether no mode that was entered before is called next, which may run something else than the function. One that
     says on which device new tensors are made does not."""
-    others = range(torch._C._len_torch_function_stack())
-    return all(type(torch._C._get_function_stack_at(place)) is DeviceContext for place in others)
+    num_others = torch._C._len_torch_function_stack()
+    at = torch._C._get_function_stack_at
+    return not num_others or all(type(at(place)) is DeviceContext for place in range(num_others))
 
 
 _known: dict[Any, tuple[int, bool]] = {}

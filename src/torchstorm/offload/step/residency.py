@@ -150,7 +150,7 @@ class Residency:
         """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
-        for candidate in (self._tiers[tier], *self._tiers.values()):
+        for candidate in dict.fromkeys((self._tiers[tier], *self._tiers.values())):
             try:
                 parcel.handle = candidate.put(content, label=label_of(parcel.block))
             except BudgetError:
@@ -357,8 +357,9 @@ class Residency:
         """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
         for order in heapq.nlargest(2, self._away):
             parcel = self._away[order]
-            on_cuda, limit = self.device.type == "cuda", self.limit_bytes
-            room = limit // 2 - allocated_bytes(self.device) if on_cuda else limit - self.resident_bytes
+            room = self.limit_bytes - self.resident_bytes
+            if self.device.type == "cuda":  # pragma: gpu
+                room = self.limit_bytes // 2 - allocated_bytes(self.device)
             if order < self._first_order or parcel.nbytes * 2 > room:
                 return
             self.fetch(parcel)
