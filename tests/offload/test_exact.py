@@ -483,6 +483,7 @@ def test_what_one_function_saves_of_a_storage_is_counted_once_and_comes_back_exa
                 assert torch.equal(found, wanted)
         plan = session.plan()
         assert session.report().moved_bytes > 0 or plan.recomputes
+        assert session.report().num_planned == 2, "the third and the fourth step; the others were measured"
     # Of every link: what is multiplied by the scale, and what TwoViews saves, 512 KiB each.
     assert sum(s.nbytes == 2 * x.nbytes for s in plan.trace.storages) == 2 * len(model)
 

@@ -88,7 +88,7 @@ def held(session: Session, spill: Path) -> Held:
         saved._run.numbered,
         residency.kept.by_ordinal,
     )
-    parcels = (residency.resident, residency._away, residency.known._at, residency.absent, residency.kept.released)
+    parcels = (residency.resident, residency.away, residency.known._at, residency.absent, residency.kept.released)
     return Held(
         resident_bytes=residency.resident_bytes - residency.staging_bytes,
         disk_bytes=session._shared.stack.tiers["disk"].used_bytes,

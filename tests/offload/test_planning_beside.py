@@ -226,11 +226,11 @@ def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_sear
     run_steps(storm, 3)
     for _ in range(2):  # a quick search, and the whole one
         wait_for_answer(storm)
-        (planned,) = storm._shared.plans._by_key.values()
+        (planned,) = storm._shared.plans._all
         assert planned.asked is not None
         if planned.asked.time_limit_s < 1:
             run_steps(storm, 1)
-    (planned,) = storm._shared.plans._by_key.values()
+    (planned,) = storm._shared.plans._all
     assert planned.plan is not None
     assert planned.asked is not None
     run = searching(storm)._running
@@ -253,7 +253,7 @@ def test_an_answer_for_a_plan_that_was_replaced_is_dropped(monkeypatch: pytest.M
     run_steps(storm, 2)  # the second one was measured, and a plan made for its times
     assert first.returncode is not None
     assert process_of(storm) is not first
-    assert len(storm._shared.plans._by_key) == 1
+    assert len(storm._shared.plans._all) == 1
 
 
 def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: Session) -> None:
@@ -263,7 +263,7 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     assert before.asked is None
     before.times_s, before.is_given = [], False
     slow_s = before.forecast.step_ms / 1e3 * 3
-    assert not planner.learn(plans, [slow_s] * 3, 0)
+    assert not planner.learn([slow_s] * 3, 0)
     now = plans.in_force
     assert now is not None
     assert now.plan is not None
@@ -284,7 +284,7 @@ def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
     plans, planner = storm._shared.plans, storm._shared.planner
     planner._beside = None  # plans are made at once from here on
     before.times_s, before.recent_s, before.is_given = [], [], False
-    planner.learn(plans, [before.forecast.step_ms / 1e3 * 3] * 3, 0)
+    planner.learn([before.forecast.step_ms / 1e3 * 3] * 3, 0)
     new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
     assert new is not None
     assert new is not before
@@ -292,9 +292,9 @@ def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
     assert new.plan is not None
     assert before.plan is not None
     new.plan = replace(new.plan, placements=tuple(reversed(before.plan.placements)))
-    planner.learn(plans, [new_s * before_s] * 2, 0)
+    planner.learn([new_s * before_s] * 2, 0)
     assert plans.in_force is new
-    is_changed = planner.learn(plans, [new_s * before_s], 0)
+    is_changed = planner.learn([new_s * before_s], 0)
     now = plans.in_force
     assert now is not None
     assert now.plan is not None
@@ -306,7 +306,7 @@ def test_a_new_plan_whose_steps_take_longer_gives_way_to_the_one_before(
     assert now.plan.placements == before.plan.placements
     assert now.forecast.step_ms == now.plan.forecast.step_ms == pytest.approx(before_s * 1e3)
     assert "which is back" in planner.lessons[-1]
-    planner.learn(plans, [before_s] * 6, 0)
+    planner.learn([before_s] * 6, 0)
     assert plans.in_force is now  # and stays
 
 
@@ -320,7 +320,13 @@ def test_a_new_plan_is_compared_by_steps_beside_which_nothing_is_searched_for(st
     new.replaced = before
     assert plans.replace(before, new)
     new.asked = Problem(
-        trace=new.trace, machine=planner.machine(), budget=Budget(), spare=Budget(), time_limit_s=1.0, than_s=1.0
+        trace=new.trace,
+        machine=planner.machine(),
+        budget=Budget(),
+        spare=Budget(),
+        time_limit_s=1.0,
+        than_s=1.0,
+        fixed={},
     )
     for _ in range(6):
         assert planner.judge(new, 0.2) is None
@@ -344,7 +350,7 @@ def test_training_goes_on_when_the_process_is_killed_and_the_report_says_so(stor
     assert storm._shared.planner._beside is None
     (note,) = [note for note in storm.report().notes if "process" in note]
     assert "ended with status" in note
-    storm._shared.plans._by_key.clear()
+    storm._shared.plans._all.clear()
     run_steps(storm, 3)
     plan = storm.plan()
     assert plan is not None
@@ -396,7 +402,7 @@ def test_two_sessions_plan_at_once() -> None:
 def test_several_problems_are_solved_one_after_another(storm: Session) -> None:
     run_steps(storm, 3)
     asked = process_of(storm)
-    (planned,) = storm._shared.plans._by_key.values()
+    (planned,) = storm._shared.plans._all
     assert planned.asked is not None
     ours, problems = searching(storm), [replace(planned.asked) for _ in range(3)]
     for problem in problems:

@@ -31,7 +31,7 @@ class FakeStack(SimpleNamespace):
         return replace(self.spare, vram=self.spare.vram + slack_bytes)
 
 
-def planner_of(plan: Plan) -> Planner:
+def planner_of(plan: Plan, plans: Plans) -> Planner:
     machine = plan.machine
     stack: Any = FakeStack(
         budget=plan.budget,
@@ -40,20 +40,21 @@ def planner_of(plan: Plan) -> Planner:
         fast_bytes=plan.budget.vram,
         machine=lambda: machine,
     )
-    return Planner(stack)
+    return Planner(stack, plans)
 
 
 def in_force(plan: Plan) -> Plans:
     plans = Plans(None, 2)
-    plans.put(("a step",), Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2))
+    plans.put(Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2, key=("a step",)))
     return plans
 
 
 def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
     over = 20 * MIB
-    assert planner.learn(plans, [], plan.budget.vram + over)
+    assert planner.learn([], plan.budget.vram + over)
     assert plans.in_force is not None
     assert plans.in_force.forecast.vram_bytes <= plan.budget.vram - over
     assert plans.in_force.plan is not None
@@ -64,45 +65,50 @@ def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free
 
 def test_a_plan_that_left_room_does_not_hide_how_much_was_not_forecast() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
     assert plans.in_force is not None
     left, over = 60 * MIB, 5 * MIB
     plans.in_force.forecast = replace(plan.forecast, vram_bytes=plan.budget.vram - left)
-    assert planner.learn(plans, [], plan.budget.vram + over)
+    assert planner.learn([], plan.budget.vram + over)
     assert plans.in_force.forecast.vram_bytes + left + over <= plan.budget.vram
 
 
 def test_a_plan_whose_times_were_corrected_often_is_still_held_to_the_budget() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
     assert plans.in_force is not None
     plans.in_force.num_lessons = 100
-    assert planner.learn(plans, [], plan.budget.vram + MIB)
+    assert planner.learn([], plan.budget.vram + MIB)
 
 
 def test_steps_still_above_the_budget_are_measured_anew() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
-    assert planner.learn(plans, [], plan.budget.vram + MIB)
-    assert planner.learn(plans, [], plan.budget.vram + MIB)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
+    assert planner.learn([], plan.budget.vram + MIB)
+    assert planner.learn([], plan.budget.vram + MIB)
     assert plans.get(("a step",)) is None
     assert "measured anew" in planner.lessons[1]
 
 
 def test_steps_within_the_budget_keep_their_plan() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
-    assert not planner.learn(plans, [], plan.budget.vram)
-    assert not planner.learn(plans, [], 0)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
+    assert not planner.learn([], plan.budget.vram)
+    assert not planner.learn([], 0)
     assert plans.in_force is not None
     assert plans.in_force.plan is plan
 
 
 def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_said_once() -> None:
     plan = plan_of()
-    planner, plans = planner_of(plan), in_force(plan)
+    plans = in_force(plan)
+    planner = planner_of(plan, plans)
     for _ in range(3):
-        assert not planner.learn(plans, [], 20 * plan.budget.vram)
+        assert not planner.learn([], 20 * plan.budget.vram)
     assert plans.in_force is not None
     assert plans.in_force.plan is plan
     assert len(planner.lessons) == 1
@@ -110,8 +116,8 @@ def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_s
     assert planner.slack_bytes == 0
     # Nor is it said of the plan that takes its place once times are known better.
     found = planner.plan(plan.trace, base_bytes=plan.trace.base_bytes, num_measured=4, before=plans.in_force)
-    plans.put(("a step",), found)
-    assert not planner.learn(plans, [], 20 * plan.budget.vram)
+    plans.put(found, plans.in_force)
+    assert not planner.learn([], 20 * plan.budget.vram)
     assert plans.in_force is found
     assert len(planner.lessons) == 1
 

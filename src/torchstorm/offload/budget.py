@@ -124,10 +124,10 @@ class Stack:
         """Peak of bytes in spill files since the step began."""
         return self.tiers[DISK].peak_bytes if DISK in self.tiers else 0
 
-    def trim(self, forecast: Figures) -> None:
-        """Gives pinned memory back that the plan has no use for."""
+    def trim(self, ram_bytes: int) -> None:
+        """Gives pinned memory back that plans, which take at most so much of it, have no use for."""
         if self.arenas:  # pragma: gpu
-            self.arenas[-1].trim(forecast.ram_bytes - self.spare.ram, beside=True)
+            self.arenas[-1].trim(ram_bytes - self.spare.ram, beside=True)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""

@@ -108,6 +108,7 @@ class Session:
             staging_bytes=stack.staging_bytes,
             check=check,
         )
+        plans = Plans(given, 4 if on_cuda else 2)
         self._shared = Shared(
             model=model,
             tensors=ModelTensors(model),
@@ -119,8 +120,8 @@ class Session:
             residency=residency,
             saved=SavedTensors(residency),
             # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
-            plans=Plans(given, 4 if on_cuda else 2),
-            planner=Planner(stack, None if plans_now(on_cpu=not on_cuda) else Beside()),
+            plans=plans,
+            planner=Planner(stack, plans, None if plans_now(on_cpu=not on_cuda) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
         self._running = threading.Lock()

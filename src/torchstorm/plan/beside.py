@@ -38,7 +38,7 @@ class Problem:
     """What `solve` is asked.
 
     Attributes:
-        trace, machine, budget, spare, time_limit_s: as in `solve`.
+        trace, machine, budget, spare, time_limit_s, fixed: as in `solve`.
         than_s: seconds of a step by the plan that the answer is to be better than.
     """
 
@@ -48,6 +48,7 @@ class Problem:
     spare: Budget
     time_limit_s: float
     than_s: float
+    fixed: dict[int, str]
 
 
 def plans_now(*, on_cpu: bool) -> bool:
@@ -180,6 +181,7 @@ def main() -> None:
             problem.budget,
             spare=problem.spare,
             time_limit_s=problem.time_limit_s,
+            fixed=problem.fixed,
         )
         answer = {"placements": plan.placements, "forecast": plan.forecast, "notes": plan.notes}
     sys.stdout.buffer.write(pickle.dumps(answer))

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torchstorm.plan.anneal import anneal
 from torchstorm.plan.polish import polish
@@ -48,6 +49,10 @@ class ParcelGroup:
         """Recompute time per byte saved."""
         return self.seconds / self.nbytes
 
+    def without(self, others: Container[int]) -> ParcelGroup:
+        """The group without some parcels."""
+        return replace(self, members=tuple(number for number in self.members if number not in others))
+
 
 def group_parcels(scheduler: Scheduler) -> list[ParcelGroup]:
     """Groups equal parcels of a trace; the group that is cheapest to recompute per byte comes first."""
@@ -76,19 +81,24 @@ class Search:
         scheduler: schedules choices.
         limit: bytes of the fast tier.
         deadline: end of the search, by `time.perf_counter`.
+        fixed: code of every parcel whose choice is made already.
     """
 
-    def __init__(self, scheduler: Scheduler, limit: int, deadline: float) -> None:
+    def __init__(
+        self, scheduler: Scheduler, limit: int, deadline: float, fixed: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
-        self._groups = group_parcels(scheduler)
+        groups = group_parcels(scheduler)
         # The search for a choice that fits must not depend on measured times: a budget that an error message names as
         # sufficient must be sufficient in the next step, whose times differ.
+        self._groups = [rest for one in groups if (rest := one.without(fixed)).members]
         self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._able = [False] * len(scheduler.trace.parcels)
-        for one in self._groups:
+        for one in groups:
             for number in one.members:
                 self._able[number] = one.seconds < math.inf
+        self._fixed = {at: code for at, code in fixed.items() if code != RECOMPUTED or self._able[at]}
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
 
@@ -96,6 +106,8 @@ class Search:
         """The best schedule found. It exceeds the limit if none was found that fits."""
         away = [self.scheduler.away] if self.scheduler.away != KEPT else []
         options = [[KEPT, *away, *([RECOMPUTED] if able else [])] for able in self._able]
+        for number, code in self._fixed.items():
+            options[number] = [code]
         if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
             return self._try_all(options)
         ranked = self._ranked(self._groups)
@@ -129,6 +141,11 @@ class Search:
 
     def attempt(self, choice: bytes) -> Schedule | None:
         """Schedules one choice; None if it is impossible. Results are cached."""
+        if self._fixed:
+            changed = bytearray(choice)
+            for number, code in self._fixed.items():
+                changed[number] = code
+            choice = bytes(changed)
         if choice not in self._seen:
             self._seen[choice] = self.scheduler.place(choice, self.limit)
         return self._seen[choice]
@@ -138,9 +155,10 @@ class Search:
         best = min((found for choice in choices if (found := self.attempt(choice))), key=lambda found: found.score)
         if best.over_bytes or best.slow_over_bytes:
             return best
-        if any(TO_DISK in found.choice for found in self._seen.values() if found is not None):
-            both = [[*choices, TO_DISK] for choices in options if TO_DISK not in choices]
-            if both and math.prod(len(one) for one in both) <= _EXHAUSTIVE:
+        to_disk = any(TO_DISK in found.choice for found in self._seen.values() if found is not None)
+        if to_disk and self.scheduler.away != TO_DISK:
+            both = [one if at in self._fixed else [*one, TO_DISK] for at, one in enumerate(options)]
+            if math.prod(len(one) for one in both) <= _EXHAUSTIVE:
                 self.scheduler.spreads = False
                 self._seen.clear()
                 choices = [bytes(choice) for choice in itertools.product(*both)]
@@ -187,7 +205,7 @@ class Search:
         parcels = self.scheduler.trace.parcels
         for rank in (lambda number: parcels[number].sealed, lambda number: parcels[number].nbytes):
             choice = bytearray([self.scheduler.away]) * len(parcels)
-            for number in sorted(range(len(parcels)), key=rank, reverse=True):
+            for number in sorted({*range(len(parcels))} - self._fixed.keys(), key=rank, reverse=True):
                 choice[number] = KEPT
                 least = self.scheduler.lower_bound(bytes(choice))
                 if least is None or least[0].max() > self.limit:

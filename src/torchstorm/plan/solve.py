@@ -7,8 +7,9 @@ Memory is limited in every interval. `search` generates choices, `schedule` comp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from torchstorm.errors import BudgetError, PlanError
 from torchstorm.plan.forecast import (
@@ -23,7 +24,7 @@ from torchstorm.plan.forecast import (
 )
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.schedule import KEPT, TO_DISK, TO_RAM, Schedule, Scheduler
+from torchstorm.plan.schedule import KEPT, TIERS, TO_DISK, TO_RAM, Schedule, Scheduler
 from torchstorm.plan.search import Search
 from torchstorm.plan.trace import Trace
 from torchstorm.sizes import format_size
@@ -38,6 +39,7 @@ def solve(
     own_bytes: Callable[[int], int] | None = None,
     slow_own_bytes: int = 0,
     time_limit_s: float = 10.0,
+    fixed: Mapping[int, str] = MappingProxyType({}),
 ) -> Plan:
     """Plans a step.
 
@@ -50,6 +52,7 @@ def solve(
             slower tier; the trace's `staging_bytes` if they do not depend on the budget.
         slow_own_bytes: bytes of a slower tier that a Session needs besides planned ones, before it has a plan.
         time_limit_s: seconds after which the best plan found so far is returned, with a note.
+        fixed: parcel -> its tier, where that is decided already. Where no plan fits with these, they are left out.
 
     Returns:
         The fastest plan found whose forecast is within the budget on every tier. With few parcels all choices are
@@ -70,8 +73,12 @@ def solve(
         ram_bytes=budget.ram - spare.ram if budget.ram and trace.device == "cuda" else None,
         disk_bytes=budget.disk - spare.disk if budget.disk else None,
     )
-    search = Search(scheduler, limit, deadline)
+    codes = {number: _code(tier, scheduler) for number, tier in fixed.items()}
+    search = Search(scheduler, limit, deadline, codes)
     found = search.run()
+    if codes and (found.over_bytes or found.slow_over_bytes):
+        search = Search(scheduler, limit, deadline)
+        found = search.run()
     if found.over_bytes:
         raise _too_little(scheduler, found, budget, spare, own_bytes or (lambda _: trace.staging_bytes), fast)
     if found.slow_over_bytes:
@@ -88,6 +95,11 @@ def solve(
         () if search.complete else (f"The planner stopped after {time_limit_s:g} s with the best plan it had found.",)
     )
     return Plan(trace=trace, budget=budget, placements=placements, forecast=forecast, notes=notes)
+
+
+def _code(tier: str, scheduler: Scheduler) -> int:
+    """What stands in a choice for a tier; a search does not tell the slower tiers apart."""
+    return scheduler.away if tier in (RAM, DISK) else TIERS.index(tier)
 
 
 def shift_base(trace: Trace, delta_bytes: int) -> Trace:

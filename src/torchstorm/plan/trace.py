@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchstorm.errors import PlanError
@@ -227,6 +227,16 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
             "host": HostCost(**fields.get("host", {})),
         }
     )
+
+
+def without_origin(trace: Trace, storage: int) -> Trace:
+    """The same step where it is not known what has made a storage, so that it cannot be recomputed."""
+    storages, values = list(trace.storages), list(trace.values)
+    value = storages[storage].value
+    storages[storage] = replace(storages[storage], value=-1)
+    if value >= 0 and values[value].storage == storage:
+        values[value] = replace(values[value], storage=-1)
+    return replace(trace, storages=tuple(storages), values=tuple(values))
 
 
 def make_parcels(storages: Sequence[SavedStorage], parcel_bytes: Sequence[int]) -> tuple[Parcel, ...]:

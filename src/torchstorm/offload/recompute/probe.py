@@ -44,11 +44,14 @@ class TracingProbe(Probe):
         self._device = device
         self._aside = aside
         self._room_bytes = room_bytes
-        self._made: dict[Value, tuple[int, torch.Tensor]] = {}
+        self._made: dict[Value, tuple[int, torch.Tensor, tuple[Any, ...]]] = {}
         self._seen: list[tuple[Value, torch.Tensor, torch.Tensor]] = []
         self._unequal: list[tuple[tuple[Any, ...], int, torch.Tensor]] = []
         self._refused: set[tuple[Any, ...]] = set()
         self._scratch: dict[tuple[Any, ...], int] = {}
+        self._judged: dict[tuple[tuple[Any, ...], int], bool] = {}  # kinds and places: whether they came out the same
+        self._changed: set[Value] = set()
+        self._num_judged = self._num_compared = 0
         # Of the operation that is running.
         self._storages: dict[Value, torch.UntypedStorage] = {}
         self._kind: tuple[Any, ...] = ()
@@ -81,7 +84,7 @@ class TracingProbe(Probe):
         for reference, place, row in zip(call.outputs, call.places, rows, strict=True):
             value = reference()
             if value is not None:
-                self._made[value] = (place, fingerprint(row))
+                self._made[value] = (place, fingerprint(row), self._kind)
         if self._is_new and rows:
             try:
                 again = self._again(call)
@@ -99,6 +102,20 @@ class TracingProbe(Probe):
         if made is not None:
             self._seen.append((value, made[1], fingerprint(flat_bytes(storage))))
 
+    def can_make(self, value: Value) -> bool:
+        """Whether running its operation again will make a value, and nobody has changed it since, as far as the step
+        has come. The host waits for the device."""
+        for kind, place, differs in self._unequal[self._num_judged :]:
+            self._judged[kind, place] = not differs.item() and self._judged.get((kind, place), True)
+        for one, made, seen in self._seen[self._num_compared :]:
+            if not torch.equal(made, seen):
+                self._changed.add(one)
+        self._num_judged, self._num_compared = len(self._unequal), len(self._seen)
+        known = self._made.get(value)
+        if known is None or value in self._changed or known[2] in self._refused:
+            return False
+        return self._judged.get((known[2], known[0]), False)
+
     def finish(self) -> None:
         """Takes the means to run again from every operation that failed. The host waits for the device."""
         bad: dict[tuple[Any, ...], set[int]] = {}
@@ -107,10 +124,9 @@ class TracingProbe(Probe):
             for (kind, place, _), differs in zip(self._unequal, failed, strict=True):
                 if differs:
                     bad.setdefault(kind, set()).add(place)
-        for value, (place, _) in self._made.items():
+        for value, (place, _, kind) in self._made.items():
             if value.call is None or not (bad or self._refused):
                 continue
-            kind = _kind(value.call)
             # Of several outputs some may be as before: attention's, beside a seed that it draws and does not use.
             if kind in self._refused or place in bad.get(kind, ()):
                 value.call = None

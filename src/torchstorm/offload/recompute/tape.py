@@ -140,6 +140,14 @@ class Tape(TorchDispatchMode):
             return self._remember(storage, version, None)
         return self._add_output(call, storage, version, place)
 
+    def name(self, storage: torch.UntypedStorage, version: int) -> Value:
+        """Gives what lies in a storage a name, if it has none, by which operations that read it later know it."""
+        return self.value_of(storage, version) or self._remember(storage, version, None)
+
+    def begin_late(self, mark: Callable[[], object]) -> None:
+        """From now on all operations are recorded, with their times."""
+        self.idle, self.wanted, self.mark, self.calls = False, None, mark, []
+
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
         self._known.pop(storage._cdata, None)
@@ -191,7 +199,7 @@ class Tape(TorchDispatchMode):
             out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self._unfinished = None
-        if self.mark is not None:
+        if start is not None and self.mark is not None:
             call.marks = (start, self.mark())
             self.calls.append(call)
         if type(out) is torch.Tensor:
@@ -219,7 +227,7 @@ class Tape(TorchDispatchMode):
             self.probe.before(call, _storages(described, args) | _storages(described_kwargs, kwargs))
         start = self.mark() if self.mark is not None else None
         out = func(*args, **kwargs)
-        if self.mark is not None:
+        if start is not None and self.mark is not None:
             call.marks = (start, self.mark())
             self.calls.append(call)
         self.num_calls += 1

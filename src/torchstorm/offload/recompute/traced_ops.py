@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.parcels import Call, Value
-from torchstorm.plan.trace import Op
+from torchstorm.plan.trace import Op, Trace
 from torchstorm.plan.trace import Value as TraceValue
 
 
@@ -13,9 +19,11 @@ class Origins:
 
     Args:
         saved: of every saved storage where its bytes come from, None where that is not known.
+        before: what made values that were made before the step was recorded.
     """
 
-    def __init__(self, saved: list[Value | None]) -> None:
+    def __init__(self, saved: Sequence[Value | None], before: Mapping[Value, Call]) -> None:
+        self._before = before
         self.numbers: dict[Value, int] = {}
         self._storage: dict[Value, int] = {}
         self._calls: dict[Call, None] = {}
@@ -29,11 +37,12 @@ class Origins:
             if value in self.numbers:
                 continue
             self.numbers[value] = len(self.numbers)
-            if value.call is not None:
-                self._calls[value.call] = None
-                wanted += value.call.inputs
+            call = self._maker(value)
+            if call is not None:
+                self._calls[call] = None
+                wanted += call.inputs
                 # All that one run of it makes counts, wanted or not.
-                wanted += [made for reference in value.call.outputs if (made := reference()) is not None]
+                wanted += [made for reference in call.outputs if (made := reference()) is not None]
 
     def number_of(self, value: Value | None, storage: int) -> int:
         """The number of a saved storage's value; -1 where it has none, or where a later storage holds the same value,
@@ -46,7 +55,7 @@ class Origins:
         return tuple(
             TraceValue(
                 nbytes=value.nbytes,
-                op=-1 if value.call is None else place[value.call],
+                op=-1 if (call := self._maker(value)) is None else place[call],
                 storage=self._storage.get(value, -1),
             )
             for value in self.numbers
@@ -70,8 +79,42 @@ class Origins:
             for call in self._ordered()
         )
 
+    def _maker(self, value: Value) -> Call | None:
+        return self._before.get(value, value.call)
+
     def _ordered(self) -> list[Call]:
         return sorted(self._calls, key=lambda call: call.order)
+
+
+def made_before(trace: Trace, saved: Sequence[Value | None]) -> dict[Value, Call]:
+    """What made the values that a step saved as long as it went like a traced one, as that trace has it.
+
+    Args:
+        trace: of the other step.
+        saved: the values of the first storages, None where nobody can ask for one any more.
+    """
+    found: dict[int, Value] = {}
+    for storage, value in zip(trace.storages, saved, strict=False):
+        if storage.value >= 0:
+            found[storage.value] = value or Value(storage.nbytes, None)
+    calls: dict[int, Call] = {}
+    wanted = list(found)
+    while wanted:
+        number = trace.values[wanted.pop()].op
+        if number < 0 or number in calls:
+            continue
+        op = trace.ops[number]
+        for other in (*op.inputs, *op.outputs):
+            if other not in found:
+                found[other] = Value(trace.values[other].nbytes, None)
+                wanted.append(other)
+        what = Operator(name=op.name, repeatable=True, is_view=False)
+        inputs, outputs = [found[at] for at in op.inputs], [weakref.ref(found[at]) for at in op.outputs]
+        call = Call(torch.device(trace.device), None, what, (), {}, inputs, outputs, [], None, op.number, number)
+        call.order -= len(trace.ops)  # before what was recorded
+        call.scratch_bytes, call.marks = op.scratch_bytes, (0.0, op.compute_s)
+        calls[number] = call
+    return {found[at]: calls[one.op] for at, one in enumerate(trace.values) if at in found and one.op in calls}
 
 
 def call_seconds(call: Call) -> float:

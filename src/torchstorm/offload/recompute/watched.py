@@ -75,9 +75,9 @@ class WatchedCalls(TorchFunctionMode):
             return self._record(number, func, writes, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def record_within(self, calls: Collection[int]) -> None:
-        """From now on operations are recorded within the calls of these numbers."""
-        self._calls, self._names = calls, {number % _NAMES for number in calls}
+    def record_within(self, calls: Collection[int] | None) -> None:
+        """From now on operations are recorded within the calls of these numbers; None for all."""
+        self._calls, self._names = calls, {number % _NAMES for number in calls or ()}
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
@@ -102,6 +102,11 @@ class WatchedCalls(TorchFunctionMode):
 def call_of(number: int) -> int:
     """The number of the call within which an operation of that number runs."""
     return number // _PLACES
+
+
+def moment_of(number: int) -> int:
+    """The number of the moment after which an operation of that number runs."""
+    return call_of(number) // (_NAMES * _COUNTS)
 
 
 def _is_seen_by_no_other() -> bool:

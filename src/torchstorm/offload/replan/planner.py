@@ -39,11 +39,13 @@ class Planner:
 
     Args:
         stack: tiers and budget.
+        plans: of the Session.
         beside: searches for better plans while training goes on; without it, steps wait until the search has ended.
     """
 
-    def __init__(self, stack: Stack, beside: Beside | None = None) -> None:
+    def __init__(self, stack: Stack, plans: Plans, beside: Beside | None = None) -> None:
         self._stack = stack
+        self._plans = plans
         self._beside = beside
         self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
@@ -126,6 +128,7 @@ class Planner:
             spare=self._stack.spare_with(slack_bytes),
             time_limit_s=time_limit_s,
             than_s=math.inf,
+            fixed=self._plans.placed_before(trace),
         )
 
     def _solve(self, problem: Problem) -> Plan:
@@ -138,6 +141,7 @@ class Planner:
             # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
             slow_own_bytes=max((parcel.nbytes for parcel in problem.trace.parcels), default=0) + SLOT_BYTES,
             time_limit_s=problem.time_limit_s,
+            fixed=problem.fixed,
         )
 
     def plan_after(self, shortage: Shortage, planned: Planned) -> Planned | None:
@@ -181,17 +185,17 @@ class Planner:
             )
         return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
 
-    def learn(self, plans: Plans, times_s: list[float], vram_bytes: int) -> bool:
+    def learn(self, times_s: list[float], vram_bytes: int) -> bool:
         """Compares what steps that followed the plan in force took with its forecast.
 
         Args:
-            plans: of the Session.
             times_s: of such steps.
             vram_bytes: their highest peak of device memory; 0 where it does not count.
 
         Returns:
             Whether another plan is in force now.
         """
+        plans = self._plans
         if plans.in_force is not None and vram_bytes > self._stack.budget.vram:
             better = self.judge_peak(plans.in_force, vram_bytes)
             if better is not plans.in_force and plans.replace(plans.in_force, better):
@@ -203,11 +207,11 @@ class Planner:
                 continue
             if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
                 return True
-        return self._take_better(plans)
+        return self._take_better()
 
-    def _take_better(self, plans: Plans) -> bool:
+    def _take_better(self) -> bool:
         """Takes over a plan that was found beside training; returns whether there is one."""
-        beside = self._beside
+        beside, plans = self._beside, self._plans
         if beside is None:
             return False
         answer = beside.answer(lambda problem: plans.waiting_for(problem) is not None)

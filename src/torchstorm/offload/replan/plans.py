@@ -1,9 +1,10 @@
-"""The plans of a Session, one for each kind of step."""
+"""The plans of a Session, one for each kind of step: how it begins, and the sequence of operations after that."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.trace import Trace
 
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
+_MOST_NEAR = 4
+_MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
 
 
 Key = tuple[Any, ...]
@@ -39,6 +42,11 @@ class Planned:
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         subject: the model and batch of the step; None where that was not noted.
         asked: what is solved beside training for a better plan; None for nothing.
+        key: how such steps begin.
+        is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
+        then: what the step after the last one that followed it has followed.
+        is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
+        is_followed: whether a step has followed it to its end.
     """
 
     plan: Plan | None
@@ -55,6 +63,11 @@ class Planned:
     is_given: bool = False
     subject: Workload | None = None
     asked: Problem | None = None
+    key: Key = ()
+    is_unrecorded: bool = False
+    then: Planned | None = None
+    is_of_rest: bool = False
+    is_followed: bool = False
 
     @property
     def recomputes(self) -> bool:
@@ -63,7 +76,11 @@ class Planned:
 
 
 class Plans:
-    """The plans of one Session, one for each kind of step; the longest unused are forgotten.
+    """The plans of one Session; the longest unused are forgotten.
+
+    Steps that begin alike may go on differently: transformers drops a mask that is all ones, a layer is left out, a
+    loss is added now and then. Each sequence of operations gets a plan of its own. A step begins with the plan that was
+    next when the last step's came before, and goes over to another one where it turns out to be for that.
 
     Args:
         given: the plan that the user brought, for the first kind of step.
@@ -73,9 +90,10 @@ class Plans:
     def __init__(self, given: Plan | None, num_to_measure: int) -> None:
         self.num_to_measure = num_to_measure
         self.in_force: Planned | None = None  # the one that was made or followed last
-        self._by_key: dict[Key, Planned] = {}
-        self._unrecorded: set[Key] = set()
-        self._own: set[Key] = set()  # steps that a plan for larger ones was not for
+        self._all: list[Planned] = []  # the last one used is the last one forgotten
+        self._last: Planned | None = None  # what the last step followed
+        self._num_left = 0  # steps that differed from all plans, since the rest of one was traced
+        self.have_left = False  # whether steps have differed from all plans
         self._state: int | None = None  # of the model, in which these plans were made
         self._state_now: int | None = None
         self.given = given  # until the first step asks for a plan
@@ -93,66 +111,128 @@ class Plans:
         return None not in (self._state, self._state_now) and self._state != self._state_now
 
     def get(self, key: Key) -> Planned | None:
-        """The plan for steps of a kind."""
+        """The plan for steps that begin so: of several the one that came next the last time, or was followed last."""
         if self._are_others:
-            self._by_key.clear()
-            self._unrecorded.clear()
-            self._own.clear()
+            self._all.clear()
+            self.have_left, self._last = False, None
         self._state = self._state_now
         if self.given is not None and self.in_force is not None:
-            self.given, self._by_key[key] = None, self.in_force
-        planned = self._by_key.get(key)
+            self.given, self.in_force.key = None, key
+            self._all.append(self.in_force)
+        planned = next((one for one in reversed(self._all) if one.key == key), None)
+        then = self._last.then if self._last is not None else None
+        if then is not None and then.key == key and then in self._all:
+            planned = then
         if planned is not None:
-            self._by_key[key] = self._by_key.pop(key)  # the last one used is the last one forgotten
+            self.use(planned)
         return planned
 
     def covering(self, key: Key) -> Planned | None:
         """The plan for the smallest larger steps: with as many dimensions, none of them smaller. None where there is
-        none, or where such a plan was not for steps of this kind."""
-        if key in self._own:
-            return None
-        found = [other for other in self._by_key if _covers(other, key) and self._is_settled(self._by_key[other])]
+        none."""
+        found = [one for one in reversed(self._all) if _covers(one.key, key) and one.plan is not None]
         if not found:
             return None
-        nearest = min(found, key=lambda other: math.prod(other[0]))
-        planned = self._by_key[nearest] = self._by_key.pop(nearest)
+        planned = min(found, key=lambda one: math.prod(one.key[0]))
+        self.use(planned)
         return planned
 
-    def _is_settled(self, planned: Planned) -> bool:
-        return planned.plan is not None and not self.is_measured_again(planned)
+    def others(self, planned: Planned, key: Key) -> Iterator[tuple[Planned, bool]]:
+        """Plans that a step which has followed one so far may go on with, the last used first; and whether each is for
+        steps of just its sizes."""
+        for one in reversed(self._all):
+            is_exact = one.key == key
+            if one is planned or one.plan is None or one.is_given:
+                continue
+            if is_exact or _covers(one.key, key):
+                yield one, is_exact
 
-    def note_own(self, key: Key) -> None:
-        """Steps of this kind are others than larger ones: they need a plan of their own."""
-        self._own.add(key)
+    def near(self, planned: Planned, key: Key) -> Iterator[Plan]:
+        """The few plans that a step is most likely to go over to from one."""
+        for one, _ in itertools.islice(self.others(planned, key), _MOST_NEAR):
+            assert one.plan is not None
+            yield one.plan
 
-    def put(self, key: Key, planned: Planned) -> None:
-        """Steps of a kind follow this plan from now on."""
-        old = self._by_key.pop(key, None)
-        if planned.subject is None and old is not None:
-            planned.subject = old.subject
-        self._by_key[key] = self.in_force = planned
-        while len(self._by_key) > _MOST_PLANS:
-            del self._by_key[next(iter(self._by_key))]
+    def placed_before(self, trace: Trace) -> dict[int, str]:
+        """Where plans for other steps have the parcels of a step before it parts from those. A plan that has them there
+        as well can be gone over to from these."""
+        found: dict[int, str] = {}
+        for planned in reversed(self._all):
+            plan = planned.plan
+            if plan is None or self.is_measured_again(planned):
+                continue
+            num_shared = _num_shared(trace, plan.trace)
+            if num_shared == trace.num_moments == plan.trace.num_moments:
+                continue  # it is for the same steps
+            for number, (one, other) in enumerate(zip(trace.parcels, plan.trace.parcels, strict=False)):
+                if max(one.sealed, other.sealed) >= num_shared or one.num_storages != other.num_storages:
+                    break
+                found.setdefault(number, plan.placements[number].tier)
+        return found
 
-    def drop(self, key: Key) -> Planned | None:
-        """Steps of a kind are measured anew; returns the plan that was not theirs."""
-        return self._by_key.pop(key, None)
+    def use(self, planned: Planned) -> None:
+        """A step follows this plan, which is forgotten last."""
+        self._all.remove(planned)
+        self._all.append(planned)
+
+    def followed(self, planned: Planned) -> None:
+        """A step has followed this plan to its end."""
+        if self._last is not None:
+            self._last.then = planned
+        self._last, planned.is_followed = planned, True
+
+    def left(self) -> bool:
+        """A step differs from all plans. Returns whether the rest of it is to be traced for one more: the more seldom,
+        the more plans were made so and have not been of use again."""
+        self.have_left = True
+        self._num_left += 1
+        num_unused = sum(one.is_of_rest and not one.is_followed for one in self._all)
+        if self._num_left < 2 ** min(num_unused, _MOST_WAITS):
+            return False
+        self._num_left = 0
+        return True
+
+    def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
+        """Steps follow this plan from now on, maybe in another one's place."""
+        if instead_of is not None:
+            planned.key, planned.is_followed = instead_of.key, instead_of.is_followed
+            planned.is_of_rest, planned.then = instead_of.is_of_rest, instead_of.then
+            if self._last is instead_of:
+                self._last = planned
+            for one in (*self._all, planned):
+                one.then = planned if one.then is instead_of else one.then
+            planned.subject = planned.subject or instead_of.subject
+            self.drop(instead_of)
+        elif planned.is_of_rest:
+            # What the first part of the other one was said to be made by was another step's.
+            self._all = [one for one in self._all if not (one.is_of_rest and _are_alike(one, planned))]
+        self._all.append(planned)
+        self.in_force = planned
+        del self._all[:-_MOST_PLANS]
+
+    def drop(self, planned: Planned) -> None:
+        """No step follows this plan any more."""
+        if planned in self._all:
+            self._all.remove(planned)
 
     def replace(self, old: Planned, new: Planned | None) -> bool:
         """Puts a plan in another's place, and in force; for None such steps are measured anew. False where the other is
         not in use."""
-        key = next((key for key, one in self._by_key.items() if one is old), None)
-        if key is None:
+        if old not in self._all:
             return False
         if new is None:
-            self.drop(key)
+            self.drop(old)
         else:
-            self.put(key, new)
+            self.put(new, old)
         return True
 
     def waiting_for(self, problem: Problem) -> Planned | None:
         """The plan in use that is to be replaced by a problem's answer."""
-        return next((one for one in self._by_key.values() if one.asked is problem), None)
+        return next((one for one in self._all if one.asked is problem), None)
+
+    def most_ram_bytes(self) -> int:
+        """The most that any plan in use keeps in host memory beside a GPU."""
+        return max((one.forecast.ram_bytes for one in self._all), default=0)
 
     def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
         """The plan in force, with the machine whose speeds it has, and what it is for."""
@@ -181,21 +261,18 @@ class Plans:
         Args:
             is_outdated: whether a plan gives way to another one within the step, which may recompute.
         """
-        if len(self._by_key) != 1 or self._unrecorded or self._are_others:
+        if len(self._all) != 1 or self.have_left or self._are_others:
             return True  # where steps have differed, the next one may be new again
-        (planned,) = self._by_key.values()
-        return self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
+        (planned,) = self._all
+        return planned.is_unrecorded or self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
 
-    def note_unrecorded(self, key: Key) -> None:
-        """A step of this kind was traced without its operations: the next one is traced again, with them."""
-        self._unrecorded.add(key)
 
-    def take_unrecorded(self, key: Key) -> bool:
-        """Whether this step, whose operations are recorded, was waited for."""
-        if key not in self._unrecorded:
-            return False
-        self._unrecorded.remove(key)
-        return True
+def _are_alike(one: Planned, other: Planned) -> bool:
+    """Whether steps begin alike and have the same moments."""
+    if one.key != other.key or one.trace.num_moments != other.trace.num_moments:
+        return False
+    pairs = zip(one.trace.moments, other.trace.moments, strict=True)
+    return all(a.signature == b.signature for a, b in pairs)
 
 
 def _covers(larger: Key, key: Key) -> bool:
@@ -204,3 +281,10 @@ def _covers(larger: Key, key: Key) -> bool:
         return False
     ours, others = key[0], larger[0]
     return len(ours) == len(others) and all(one <= other for one, other in zip(ours, others, strict=True))
+
+
+def _num_shared(trace: Trace, other: Trace) -> int:
+    """How many moments two steps begin with alike, but for sizes."""
+    pairs = enumerate(zip(trace.moments, other.moments, strict=False))
+    parted = (at for at, (one, two) in pairs if (one.kind, one.storage) != (two.kind, two.storage))
+    return next(parted, min(trace.num_moments, other.num_moments))

@@ -178,7 +178,7 @@ class _Step:
 
     def trace(self) -> Trace:
         num_moments = len(self._signatures)
-        origins = Origins([record.value for record in self._records])
+        origins = Origins([record.value for record in self._records], {})
         storages = tuple(
             SavedStorage(
                 nbytes=record.nbytes,

@@ -20,6 +20,7 @@ import torch
 from torchstorm.errors import StorageError
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
+from torchstorm.offload.step.departing import Departing
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
@@ -28,12 +29,15 @@ from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_para
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
-from torchstorm.offload.step.running import Choice, Running
+from torchstorm.offload.step.room import Room
+from torchstorm.offload.step.running import Change, Choice, Running
 from torchstorm.offload.step.saving import Saver
-from torchstorm.offload.step.settled import Settled, Tables
+from torchstorm.offload.step.settled import Settled
+from torchstorm.offload.step.tables import Table, Tables
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK
 
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
@@ -58,9 +62,22 @@ class SavedTensors:
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
         self._run = Running()
         self._tables = Tables()
-        self._saver = Saver(residency, leave_plan=self._leave_plan)
+        self._room = Room(
+            residency,
+            can_make=lambda value: self._run.can_make(value),
+            give_up_kept=lambda: self._saver.give_up_kept(self),
+            excess_bytes=lambda: self._run.recorder.excess_bytes if self._run.recorder is not None else 0,
+        )
+        self._saver = Saver(
+            residency, self._room, made_otherwise=lambda *moment: self._departing.made_otherwise(*moment)
+        )
+        self._departing = Departing(
+            *(residency, self._room, self._saver, self, lambda: self._run),
+            table_of=self._table_of,
+            settle_in=self._settle_in,
+            drop=self._drop,
+        )
         listen(self)
-        residency.excess_bytes = lambda: self._run.recorder.excess_bytes if self._run.recorder is not None else 0
 
     # ------------------------------------------------------------------ a step
 
@@ -68,6 +85,7 @@ class SavedTensors:
         self,
         fixed: set[int],
         choose: Callable[[tuple[Any, ...]], Choice],
+        change: Change,
         *,
         tape: Tape | None = None,
         watched: WatchedCalls | None = None,
@@ -77,12 +95,13 @@ class SavedTensors:
         Args:
             fixed: addresses of storages that never move: parameters and buffers.
             choose: called at the first save with what identifies the step.
+            change: called where the step turns out to be another one than its plan is for.
             tape: records the step's operations, so that saved tensors may be computed again.
             watched: within which calls it does so; None where it sees all of the step.
         """
         with self._locked:
             self._end()
-            self._run = Running(in_step=True, fixed=fixed, choose=choose, tape=tape, watched=watched)
+            self._run = Running(in_step=True, fixed=fixed, choose=choose, change=change, tape=tape, watched=watched)
             self.residency.begin_step()
 
     @property
@@ -132,7 +151,7 @@ class SavedTensors:
 
     def _end(self) -> None:
         """Forgets the step, but not what autograd still holds of it."""
-        self._give_up_kept()
+        self._saver.give_up_kept(self)
         if self._run.open is not None:
             self._saver.seal(self._run, move=False)
         for parcel in self._run.numbered.values():
@@ -142,7 +161,7 @@ class SavedTensors:
         if self._run.tape is not None:
             self._run.tape.clear()
         # These refer back to it: without that, its end need not wait for the garbage collector.
-        self._run.settled = self._run.watched = None
+        self._run.settled = self._run.watched = self._run.change = None
         self._run = Running()
 
     # ------------------------------------------------------------------ hooks
@@ -164,6 +183,8 @@ class SavedTensors:
         with self._locked, torch._C._DisableTorchDispatch():
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
+            if settled is not None and self.residency.kept.holds(storage._cdata):  # saved again, where no plan has it
+                self._saver.give_up_kept(self)
             saved, base = self.residency.known.find(storage, tensor)
             if saved is None:
                 saved = self._saved_by_the_same_call(storage, tensor)
@@ -184,8 +205,8 @@ class SavedTensors:
     def _saved_by_the_same_call(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved | None:
         """A compiled graph saves q, k and v as views of one storage with a version counter each. What one call of an
         autograd.Function saves, which a graph is, it saves at once: the bytes are the same ones."""
-        caller: types.FrameType | None = sys._getframe(2)
-        while caller is not None and caller.f_code is SavedTensors.pack.__code__:
+        caller: types.FrameType | None = sys._getframe(1)
+        while caller is not None and (caller.f_code is SavedTensors.pack.__code__ or caller.f_code in Settled.PACKING):
             caller = caller.f_back
         if caller is None or caller.f_code is not _APPLY:
             return None
@@ -200,7 +221,11 @@ class SavedTensors:
         run = self._run
         if type(packed) is Kept and packed.ticket is None and not self.closed:
             if run.settled is not None and run.open is None and run.settled.arrive(packed.storage):
-                return packed.unpack()
+                if (tensor := packed.unpack()) is not None:
+                    return tensor
+                with self._locked:  # another thread has left the plan just now
+                    assert packed.ticket is not None
+                    return self._give_back(packed.ticket)
         elif type(packed) is Untouched:
             return packed.unpack()
         assert isinstance(packed, Ticket | Kept)
@@ -215,7 +240,9 @@ class SavedTensors:
             if packed.ticket is not None:  # at the latest now that it has left the plan
                 return self._give_back(packed.ticket)
             self._depart(look_ahead=True)
-            return packed.unpack()
+            tensor = packed.unpack()
+            assert tensor is not None
+            return tensor
 
     def _arrive_to_unpack(self, saved: Saved | KeptStorage) -> None:
         if self._run.recorder is not None:
@@ -236,7 +263,7 @@ class SavedTensors:
         if tensor is None:
             if self._cuda and self._run.plan is None:  # pragma: gpu
                 incoming = saved.parcel.nbytes if saved.parcel.buffer is None else 0
-                self.residency.make_room_on_cuda(incoming, spare=saved.parcel)
+                self._room.make_on_cuda(incoming, spare=saved.parcel)
             tensor = self.residency.rebuild(saved, view)
         if tensor is None:
             hold = saved.parcel.hold
@@ -270,7 +297,7 @@ class SavedTensors:
                 run.pace.stop()
             run.moment = moment = run.moment + 1
             if not run.table.has(moment, kind, ordinal, nbytes, is_exact=run.is_exact):
-                self._leave_plan()
+                self._departing.depart(kind, ordinal, nbytes)
             elif moment in run.table.busy:
                 self._drop(moment)
             return
@@ -279,18 +306,17 @@ class SavedTensors:
         self._run.moment += 1
         if self._run.choose is not None:
             choose, self._run.choose = self._run.choose, None
-            self._run.plan, measure, self._run.is_exact = choose(
-                (tuple(tensor.shape), tensor.dtype) if tensor is not None else ()
-            )
-            if isinstance(measure, Pace):
-                self._run.pace = measure
-            else:
-                self._run.recorder = measure
+            choice = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
+            self._run.plan, self._run.is_exact = choice.plan, choice.is_exact
+            self._run.pace = choice.measure if isinstance(choice.measure, Pace) else None
+            self._run.recorder = choice.measure if isinstance(choice.measure, Recorder) else None
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
             if self._run.plan is not None:
-                self._run.table = self._tables.of(self._run.plan, all_recorded=self._run.watched is None)
-            self._run.set_up_tape(self.residency.device, room_bytes=self.residency.unused_bytes)
+                self._run.table = self._table_of(self._run.plan)
+                others = tuple(self._table_of(plan) for plan in choice.others)
+                self._run.table.record_for(others, any_other=choice.any_other)
+            self._run.set_up_tape(self.residency.device, room_bytes=self._room.unused_bytes)
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
             self._run.settled = self._settle_in()
@@ -299,13 +325,16 @@ class SavedTensors:
             self._run.recorder.watch(self._run.moment)
         plan, table = self._run.plan, self._run.table
         if table is not None and not table.has(self._run.moment, kind, ordinal, nbytes, is_exact=self._run.is_exact):
-            self._leave_plan()
+            self._departing.depart(kind, ordinal, nbytes)
             return
         if self._run.recorder is not None:
             self._run.recorder.lie_still(self.residency.resident.values())
         if plan is None:
             return
         self._drop(self._run.moment)
+
+    def _table_of(self, plan: Plan) -> Table:
+        return self._tables.of(plan, all_recorded=self._run.watched is None)
 
     def _settle_in(self) -> Settled | None:
         """The short way through a step; None where something is measured or decided on the spot."""
@@ -322,13 +351,9 @@ class SavedTensors:
             fetch=self._fetch,
             is_input=functools.partial(self._saver.is_input, self._run),
             save=functools.partial(self._saver.save_as_planned, self._run),
+            saved_by_the_same_call=self._saved_by_the_same_call,
             seal_if_full=functools.partial(self._saver.seal_if_full, self._run),
         )
-
-    def _give_up_kept(self) -> None:
-        """What stayed, and autograd still holds, may move from here on."""
-        for storage, alive in self.residency.kept.give_up():
-            self._saver.make_parcels(self, storage, alive)
 
     def _drop(self, moment: int) -> None:
         """Gives back what the plan drops at a moment."""
@@ -358,21 +383,9 @@ class SavedTensors:
         if self._run.plan is not None:
             self._fetch(self._run.moment)
         elif look_ahead and self._run.in_step:
-            self.residency.look_ahead()
+            self._room.look_ahead()
         if self._run.recorder is not None:
             self._run.recorder.leave(self.residency.resident.values())
-
-    def _leave_plan(self) -> None:
-        """The step is not the one that was planned: from here on it is decided on the spot."""
-        self._run.settled = None
-        self._give_up_kept()
-        if self._run.open is not None:
-            self._saver.seal(self._run, move=True)
-        self._run.plan = self._run.table = None
-        self._run.recorder = self._run.pace = None
-        self._run.numbered = {}
-        self._run.left_plan = True
-        self._run.record_only((), ())
 
     # ------------------------------------------------------------------ locking
 

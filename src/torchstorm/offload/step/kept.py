@@ -75,8 +75,8 @@ class Kept:
         storage.saved.append(weakref.ref(self))
         storage.num_live += 1
 
-    def unpack(self) -> torch.Tensor:
-        """The tensor as it was saved.
+    def unpack(self) -> torch.Tensor | None:
+        """The tensor as it was saved; None where the ticket stands for it by now.
 
         Raises:
             OutOfVRAMError: its step ran out of memory.
@@ -85,6 +85,8 @@ class Kept:
         """
         tensor = self.tensor
         if tensor is None:
+            if self.ticket is not None:
+                return None
             assert self.storage.lost is not None
             raise self.storage.lost()
         if tensor._version != self.version:

@@ -77,19 +77,24 @@ class Pace:
         self.stop()
         self._points.append((moment + 1, self._stopped, self._stopped, 0.0))
 
-    def refine(self, trace: Trace, plan: Plan, machine: Machine) -> Trace:
+    def refine(self, trace: Trace, plan: Plan, machine: Machine, *, scale: float = 1.0) -> Trace:
         """The trace of the step, which followed a plan, with these times; between two marks, as the trace has them in
-        proportion. On CUDA the host waits for the device here."""
+        proportion. On CUDA the host waits for the device here.
+
+        Args:
+            trace, plan: of the step, or of one that does `scale` times as much work.
+            machine: has the speeds of the link and the disk.
+        """
         if self._points[-1][0] != trace.num_moments:
             return trace
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        times = {call.number: call_seconds(call) for call in self.calls}
+        times = {call.number: call_seconds(call) * scale for call in self.calls}
         ops = tuple(replace(op, compute_s=times.get(op.number, op.compute_s)) for op in trace.ops)
         seconds = [moment.compute_s for moment in trace.moments]
         for (first, _, left, _), (last, arrived, _, _) in pairwise(self._points):
             known_s = sum(seconds[first:last])
-            measured_s = max(0.0, seconds_between(left, arrived))
+            measured_s = max(0.0, seconds_between(left, arrived)) * scale
             for moment in range(first, last):
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)

@@ -16,6 +16,8 @@ from torchstorm.memory.tier import Copy, Handle, Tier
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.step.views import View
 
+_ALIGNMENT = 512
+
 
 @dataclass(eq=False, slots=True)
 class Parcel:
@@ -199,6 +201,11 @@ class Call:
     order: int
     scratch_bytes: int = 0
     marks: tuple[object, object] | None = None
+
+
+def bytes_in_a_buffer(nbytes: int) -> int:
+    """What a storage takes of a buffer that it shares with others, where each begins as the CUDA allocator's own do."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @functools.cache

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +17,6 @@ from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, label_of, resized_error
 from torchstorm.offload.step.views import View, flat_bytes, held_only_here, version_counter
-from torchstorm.plan.forecast import KEEP
 
 
 class Residency:
@@ -55,22 +53,22 @@ class Residency:
         self.peak_bytes = staging_bytes
         self.moved_bytes = 0
         self.shortfall: tuple[int, str] | None = None
+        self.has_forgotten = False  # whether the step has let anything go to compute it again, without a plan
         self.resident: dict[int, Parcel] = {}  # by order of making
-        # On CUDA without a plan: the most that a stretch of the user's work has allocated beyond what it began with.
-        self.excess_bytes: Callable[[], int] = int
+        self.make_room: Callable[[int, str], None] = lambda nbytes, block: None  # see `Room`
         self._tiers, self._empty, self._check = tiers, empty, check
-        self._away: dict[int, Parcel] = {}  # by order of making
+        self.away: dict[int, Parcel] = {}  # by order of making
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
-        self._order = self._first_order = 0
+        self._order = self.first_order = 0
         self.known = SavedStorages()
         self.kept = KeptTensors(self._count)
 
     def begin_step(self) -> None:
         """Counts peaks and moved bytes from here."""
-        self._first_order = self._order
+        self.first_order = self._order
         self.peak_bytes = self.resident_bytes
         self.moved_bytes = 0
-        self.shortfall = None
+        self.shortfall, self.has_forgotten = None, False
 
     def remove(self, saved: Saved) -> None:
         """Autograd has let go of a storage; the last one of a parcel takes the parcel with it."""
@@ -83,10 +81,10 @@ class Residency:
         """Lets go of all bytes that the running step saved, though autograd still refers to them."""
         self.kept.lose(lambda block: dropped_error())
         for saved in self.known.all():
-            if saved.parcel.order >= self._first_order:
+            if saved.parcel.order >= self.first_order:
                 self._lose(saved, dropped_error)
-        for parcel in [*self.resident.values(), *self._away.values()]:
-            if parcel.order >= self._first_order:
+        for parcel in [*self.resident.values(), *self.away.values()]:
+            if parcel.order >= self.first_order:
                 self.discard(parcel)
 
     def note_resized(self, address: int) -> None:
@@ -180,8 +178,17 @@ class Residency:
                 saved.stale = saved.stale or parcel.hold._version != saved.version
             if saved.base is not None:
                 saved.stale = saved.stale or saved.base._version != saved.base_version
-        self._away[parcel.order] = parcel
+        self.away[parcel.order] = parcel
         self._release(parcel)
+
+    def forget(self, parcel: Parcel) -> None:
+        """Gives the parcel's room on the fast device back: its one storage is computed again when it is needed."""
+        assert parcel.buffer is not None
+        (saved,) = parcel.members
+        saved.fingerprint = fingerprint(parcel.buffer)
+        parcel.recomputed = self.has_forgotten = True
+        self._release(parcel)
+        self.absent.add(parcel)
 
     def fetch(self, parcel: Parcel) -> None:
         """Takes room for a parcel that is away and begins the copy in."""
@@ -208,7 +215,8 @@ class Residency:
             return None
         if parcel.buffer is None and parcel.handle is None:
             assert saved.value is not None
-            compute_again(saved.value, bytes_of=self._bytes_of, arrived=self._arrived)
+            arrived = functools.partial(self._arrived, wanted=saved)
+            compute_again(saved.value, bytes_of=self._bytes_of, arrived=arrived)
         row = self._bytes_of(saved)
         assert row is not None
         assert parcel.buffer is not None
@@ -244,8 +252,9 @@ class Residency:
         assert parcel.buffer is not None
         return parcel.buffer[saved.offset : saved.offset + saved.nbytes]
 
-    def _arrived(self, saved: Saved, row: torch.Tensor) -> None:
-        """Takes charge of bytes that were computed again."""
+    def _arrived(self, saved: Saved, row: torch.Tensor, *, wanted: Saved) -> None:
+        """Takes charge of bytes that were computed again: of those that are wanted now, and of others as far as there
+        is room."""
         parcel = saved.parcel
         if row.nbytes != saved.nbytes:
             raise UnsupportedError(
@@ -258,6 +267,8 @@ class Residency:
                 f"A tensor of {saved.nbytes} bytes saved in {parcel.block or 'the model'} was made by {made_by}; now "
                 "that it was computed again, its bytes are others."
             )
+        if saved is not wanted and self.device.type == "cpu" and self.resident_bytes + row.nbytes > self.limit_bytes:
+            return
         self.make_room(parcel.nbytes, parcel.block)
         parcel.buffer = row
         self.absent.discard(parcel)
@@ -271,18 +282,18 @@ class Residency:
                 parcel.back.wait()
         parcel.back = None
         came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
-        if self._check and came_back and self._is_alone(parcel):
+        if self._check and came_back and self.is_alone(parcel):
             assert parcel.buffer is not None
             parcel.buffer.fill_(0xFF)
         self._release(parcel)
         self.absent.discard(parcel)
-        self._away.pop(parcel.order, None)
+        self.away.pop(parcel.order, None)
         if parcel.handle is not None and parcel.tier is not None:
             parcel.tier.free(parcel.handle)
             parcel.handle = None
 
     def _hold(self, parcel: Parcel) -> None:
-        self._away.pop(parcel.order, None)
+        self.away.pop(parcel.order, None)
         self.resident[parcel.order] = parcel
         self._count(parcel.nbytes)
 
@@ -309,15 +320,6 @@ class Residency:
 
     # ------------------------------------------------------------------ room
 
-    def make_room(self, nbytes: int, block: str) -> None:
-        """Pushes out what is needed latest until `nbytes` more fit the budget; on CUDA plans see to that themselves."""
-        if self.device.type == "cuda":
-            return
-        if self._push_out_until(nbytes) < nbytes and (
-            self.shortfall is None or self.resident_bytes + nbytes > self.shortfall[0]
-        ):
-            self.shortfall = (self.resident_bytes + nbytes, block)
-
     def fingerprint_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """With `check`, what tells later whether the same bytes came back."""
         return fingerprint(flat_bytes(storage)) if self._check else None
@@ -328,70 +330,11 @@ class Residency:
             return 1 << 62
         return self.limit_bytes - allocated_bytes(self.device)  # pragma: gpu
 
-    def room_bytes(self, wanted_bytes: int) -> int:
-        """How much of `wanted_bytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""
-        return wanted_bytes if self.device.type == "cuda" else min(wanted_bytes, self._push_out_until(wanted_bytes))
-
-    def _push_out_until(self, nbytes: int) -> int:
-        """Pushes parcels out until `nbytes` fit or none is left that can go; returns the room there is then."""
-        stuck: set[Parcel] = set()  # the tiers have no room for these
-        while self.resident_bytes + nbytes > self.limit_bytes:
-            victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
-            if victim is None:
-                break
-            self._push_out(victim)
-            if victim.buffer is not None:
-                stuck.add(victim)
-        return self.limit_bytes - self.resident_bytes
-
-    def make_room_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
-        """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
-        allowed = min(self.limit_bytes // 2, self.limit_bytes - 2 * self.excess_bytes())
-        for victim in list(self._victims()):
-            if allocated_bytes(self.device) + nbytes <= allowed:
-                return
-            if victim is not spare:
-                self._push_out(victim)
-
-    def look_ahead(self) -> None:
-        """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
-        for order in heapq.nlargest(2, self._away):
-            parcel = self._away[order]
-            room = self.limit_bytes - self.resident_bytes
-            if self.device.type == "cuda":  # pragma: gpu
-                room = self.limit_bytes // 2 - allocated_bytes(self.device)
-            if order < self._first_order or parcel.nbytes * 2 > room:
-                return
-            self.fetch(parcel)
-
-    def _victims(self) -> Iterator[Parcel]:
-        """Resident parcels in the order in which they can best be spared: first made, last needed."""
-        if self.default_tier == KEEP:
-            return
-        in_use: list[Parcel] = []
-        for parcel in list(self.resident.values()):
-            if not parcel.movable or parcel.buffer is None:
-                continue
-            if parcel.used:
-                in_use.append(parcel)
-            else:
-                yield parcel
-        # After retain_graph a parcel stays in use as far as autograd tells; the storage's references tell more.
-        for parcel in in_use:
-            if parcel.buffer is not None and self._is_alone(parcel):
-                yield parcel
-
-    def _is_alone(self, parcel: Parcel) -> bool:
+    def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer."""
         assert parcel.buffer is not None
         ours = sum(len(saved.kept) + (saved.base is not None) for saved in parcel.members)
         return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + ours)
-
-    def _push_out(self, parcel: Parcel) -> None:
-        parcel.sealed = True
-        if parcel.handle is None:
-            self.put(parcel, self.default_tier)
-        self.drop(parcel)
 
 
 def _forget_kept(saved: Saved) -> None:

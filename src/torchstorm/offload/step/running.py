@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,13 +13,87 @@ from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.parcels import Parcel
-from torchstorm.offload.step.settled import Settled, Table
+from torchstorm.offload.step.parcels import Call, Parcel, Value
+from torchstorm.offload.step.settled import Settled
+from torchstorm.offload.step.tables import Table, fits, is_made_by
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.plan import Plan
 
-Choice = tuple[Plan | None, Recorder | Pace | None, bool]
-"""The plan to follow, or None; who measures the step, or None; whether the plan is for steps of just these sizes."""
+
+class Choice(NamedTuple):
+    """What is done with a step from here on.
+
+    Attributes:
+        plan: the one to follow; None where it is decided on the spot.
+        measure: who measures the step.
+        is_exact: whether the plan is for steps of just these sizes; else none may be larger.
+        others: plans that it may go over to.
+        any_other: whether it may turn out to be one that has no plan, and can keep the budget by computing again alone.
+    """
+
+    plan: Plan | None
+    measure: Recorder | Pace | None = None
+    is_exact: bool = True
+    others: tuple[Plan, ...] = ()
+    any_other: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Departure:
+    """Where a step turns out to be another one than its plan is for.
+
+    Attributes:
+        moment: its number, the first that is not the plan's.
+        kind, ordinal, nbytes: what the moment is.
+        sizes: bytes of the storages that autograd holds of this step, by number.
+        resident: those of them that are on the fast device.
+        made_by: of those the operations that made them, as far as these were recorded.
+        can_move: whether they have somewhere to go.
+        is_made_otherwise: whether the moment is the plan's, but another operation has made what is saved.
+    """
+
+    moment: int
+    kind: str
+    ordinal: int
+    nbytes: int
+    sizes: Mapping[int, int]
+    resident: Collection[int]
+    made_by: Mapping[int, Call]
+    can_move: bool
+    is_made_otherwise: bool
+
+    def is_of(self, other: Table, before: Table, *, is_exact: bool) -> bool:
+        """Whether a step that has followed one plan so far is one of another's: all its moments are."""
+        return (
+            other.begins_like(before, self.moment)
+            and other.has(self.moment, self.kind, self.ordinal, self.nbytes, is_exact=is_exact)
+            and all(fits(nbytes, other.sizes[at], is_exact=is_exact) for at, nbytes in self.sizes.items())
+            and (not self.is_made_otherwise or self._is_made_as(other))
+        )
+
+    def may_follow(self, other: Table, before: Table) -> bool:
+        """Whether such a step may go on with that plan: what is to be computed again was recorded, or can be moved."""
+        if not other.operations_before(self.moment) <= before.recorded:
+            return False
+        return self.can_move or all(self.is_let_go(other, at) for at in self.resident if other.is_computed_again(at))
+
+    def made_otherwise_than(self, other: Table) -> list[int]:
+        """The storages on the fast device that another plan computes again, and that another operation has made."""
+        again = [at for at in self.resident if other.is_computed_again(at)]
+        return [at for at in again if at in self.made_by and not self.is_let_go(other, at)]
+
+    def _is_made_as(self, other: Table) -> bool:
+        """Whether what the moment saves was made as another plan has it, where that computes it again."""
+        return not other.is_computed_again(self.ordinal) or self.is_let_go(other, self.ordinal)
+
+    def is_let_go(self, other: Table, ordinal: int) -> bool:
+        """Whether a storage on the fast device can be let go, since another plan computes it again."""
+        return ordinal in self.made_by and is_made_by(self.made_by[ordinal], other.leaving[ordinal][3])
+
+
+TableOf = Callable[[Plan], Table]
+Change = Callable[[Departure, Table, TableOf], Choice]
+"""What to do with a step from where it departs from its plan, of which the table is given."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -31,6 +105,7 @@ class Running:
         fixed: addresses of storages that never move: parameters and buffers.
         inputs: the model's inputs by storage address, which the reference keeps taken.
         choose: called at the first save; None after it.
+        change: called where the step turns out to be another one than its plan is for.
         moment: number of the latest moment.
         num_saved: storages saved so far.
         call_begins: the number of the first storage that the running autograd.Function saves.
@@ -45,6 +120,7 @@ class Running:
         watched: within which calls it does so; None where it sees all of the step.
         table: of the plan that is followed.
         probe: finds out what of them can run again.
+        proven: numbers of those that are known to, since the step has left a plan which says so.
         open: the buffer that takes the next small storage.
         blocks: names of the modules that run, innermost last.
     """
@@ -53,6 +129,7 @@ class Running:
     fixed: set[int] = field(default_factory=set)
     inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
     choose: Callable[[tuple[Any, ...]], Choice] | None = None
+    change: Change | None = None
     moment: int = 0
     num_saved: int = 0
     call_begins: int = 0
@@ -67,6 +144,7 @@ class Running:
     watched: WatchedCalls | None = None
     table: Table | None = None
     probe: TracingProbe | None = None
+    proven: Collection[int] = ()
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)
 
@@ -84,14 +162,20 @@ class Running:
             recorder.calls = tape.calls
             if self.plan is None:
                 self.probe = tape.probe = TracingProbe(device, aside=recorder.aside, room_bytes=room_bytes)
-        elif self.table is None or not self.table.operations:
+        elif self.table is None or not (self.table.recorded or self.table.may_change):
             tape.clear()
         else:
             if self.pace is not None:
                 self.pace.calls, tape.mark = tape.calls, self.pace.mark
             else:
                 tape.mark = None
-            self.record_only(self.table.operations, self.table.calls)
+            self.record_only(self.table.recorded, self.table.calls)
+
+    def can_make(self, value: Value) -> bool:
+        """Whether the operation that made a value is known to make it again."""
+        if value.call is None:
+            return False
+        return value.call.number in self.proven or (self.probe is not None and self.probe.can_make(value))
 
     def record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
         """From now on the tape records these operations, which run within these calls; where it sees all, it records
@@ -99,3 +183,10 @@ class Running:
         if self.tape is not None and self.watched is not None:
             self.tape.wanted = operations
             self.watched.record_within(calls)
+
+    def record_all(self, mark: Callable[[], object]) -> None:
+        """From now on the tape records everything, and its time."""
+        if self.tape is not None:
+            self.tape.begin_late(mark)
+        if self.watched is not None:
+            self.watched.record_within(None)

@@ -9,16 +9,18 @@ import torch
 from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
-from torchstorm.offload.step.parcels import Call, Parcel, Saved
+from torchstorm.offload.step.parcels import Call, Parcel, Saved, bytes_in_a_buffer
 from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.tables import is_made_by
 from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
 _FEW = 2**18  # of storages that a budget has room for, whatever each of them holds
-_ALIGNMENT = 512  # of storages in a shared buffer; the CUDA allocator's own
 
 
 def least_moved_bytes(limit_bytes: int) -> int:
@@ -37,12 +39,17 @@ class Saver:
 
     Args:
         residency: what is where, and moves it.
-        leave_plan: called where a step turns out to be another one than its plan is for.
+        room: makes room where no plan does.
+        made_otherwise: called where another operation than the plan's has made a storage, with that one's number and
+            bytes, and the operation, if it was recorded. Another plan may be followed then, or none.
     """
 
-    def __init__(self, residency: Residency, *, leave_plan: Callable[[], None]) -> None:
+    def __init__(
+        self, residency: Residency, room: Room, *, made_otherwise: Callable[[int, int, Call | None], None]
+    ) -> None:
         self._residency = residency
-        self._leave_plan = leave_plan
+        self._room = room
+        self._made_otherwise = made_otherwise
         self._cuda = residency.device.type == "cuda"
         self._slab_bytes = slab_bytes(residency.limit_bytes)
         self._least_moved = least_moved_bytes(residency.limit_bytes)
@@ -71,6 +78,11 @@ class Saver:
                 saved.kept[id(kept.ticket)] = kept.tensor
                 kept.tensor = None
 
+    def give_up_kept(self, owner: Keeper) -> None:
+        """What stayed, and autograd still holds, may move from here on; see `make_parcels`."""
+        for storage, alive in self._residency.kept.give_up():
+            self.make_parcels(owner, storage, alive)
+
     def is_input(self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
         """Whether a storage is one that the user gave to the model, which never moves."""
         # A small part of plain data is a slice of a data set, wherever the model got it from.
@@ -92,14 +104,14 @@ class Saver:
         if value is not None and run.probe is not None and run.recorder is not None:
             with run.recorder.aside():
                 run.probe.see(value, storage)
+        call = value.call if value is not None else None
+        if run.plan is not None and movable and not _is_made_as_planned(run.plan, ordinal, call):
+            self._made_otherwise(ordinal, nbytes, call)
+            tier = self._residency.default_tier
         if run.plan is not None:
             number = run.plan.trace.storages[ordinal].parcel if movable else -1
             tier = run.plan.placements[number].tier if number >= 0 else KEEP
             num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
-            call = value.call if value is not None else None
-            if tier == RECOMPUTE and (call is None or not is_made_by(call, run.plan.maker(ordinal))):
-                self._leave_plan()
-                number, num_together, tier = -1, 0, self._residency.default_tier
         block = run.blocks[-1] if run.blocks else ""
         if run.plan is not None:
             block = block or run.plan.trace.storages[ordinal].block
@@ -115,7 +127,7 @@ class Saver:
             offset = self._join(parcel, storage, nbytes)
         else:
             if self._cuda and run.plan is None:  # pragma: gpu
-                self._residency.make_room_on_cuda(0)
+                self._room.make_on_cuda(0)
             # Of an input only what was saved counts: a slice of a whole data set does not count as all of it.
             counted = min(nbytes, tensor.nbytes) if is_input else nbytes
             parcel, offset = self._residency.new_parcel(counted, block, movable=movable), 0
@@ -201,7 +213,7 @@ class Saver:
     def _join(self, slab: Parcel, storage: torch.UntypedStorage, nbytes: int) -> int:
         """Copies a storage into a shared buffer; returns where it begins there."""
         offset = slab.filled
-        slab.filled += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        slab.filled += bytes_in_a_buffer(nbytes)
         slab.num_joined += 1
         assert slab.buffer is not None
         with torch.no_grad():
@@ -219,9 +231,9 @@ class Saver:
         if run.plan is not None:
             size = run.plan.trace.parcels[number].nbytes
         else:
-            size = max(self._residency.room_bytes(self._slab_bytes), -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+            size = max(self._room.part_of(self._slab_bytes), bytes_in_a_buffer(nbytes))
             if self._cuda:  # pragma: gpu
-                self._residency.make_room_on_cuda(size)
+                self._room.make_on_cuda(size)
         slab = self._residency.new_shared_parcel(size, block)
         if run.plan is not None:
             slab.number = number
@@ -250,8 +262,9 @@ class Saver:
             self._residency.put(parcel, tier)
 
 
-def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
-    """Whether an operation is the one that a plan names, by number and name. A function that is recorded as a whole,
-    and is part of that number, runs no other."""
-    number, name = maker
-    return call.number == number and (call.operator.name == name or call.operator.name.startswith("torch."))
+def _is_made_as_planned(plan: Plan, ordinal: int, call: Call | None) -> bool:
+    """Whether what is to be computed again was made by the operation that will be run again; else True."""
+    number = plan.trace.storages[ordinal].parcel
+    if number < 0 or plan.placements[number].tier != RECOMPUTE:
+        return True
+    return call is not None and is_made_by(call, plan.maker(ordinal))

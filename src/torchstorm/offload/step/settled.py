@@ -6,26 +6,22 @@ Everything else, a tensor that moves as well as a step that turns out to be anot
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.recompute.tensors import has_bytes
-from torchstorm.offload.recompute.watched import call_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
 from torchstorm.offload.step.parcels import Parcel, Saved
 from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.tables import Table, fits
 from torchstorm.offload.step.views import View, share_a_counter
-from torchstorm.plan.forecast import KEEP
-from torchstorm.plan.plan import Plan
-from torchstorm.plan.recompute import RECOMPUTE, replays
+from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
-
-_MOST_TABLES = 16
 
 
 class Progress(Protocol):
@@ -36,122 +32,10 @@ class Progress(Protocol):
     pace: Pace | None
 
 
-def fits(nbytes: int, expected_bytes: int, *, is_exact: bool) -> bool:
-    """Whether a storage is as large as a plan has it; where the plan may be for larger steps, or smaller."""
-    return nbytes == expected_bytes or (not is_exact and nbytes < expected_bytes)
-
-
-class Table:
-    """A plan as lists, by moment and by storage.
-
-    Args:
-        plan: the plan.
-        all_recorded: whether all operations of its steps are, so that even what is tiny must be found by its value.
-
-    Attributes:
-        signatures: of the moments, `num_moments` of them.
-        stays: whether a storage stays, and nothing is computed again from it.
-        counted_bytes, movable, blocks: of the storages.
-        busy: moments at which something is dropped or fetched, and the one at which backward begins.
-        leaving: storage -> number of its parcel or -1, where that goes, whether it shares a buffer with others, number
-            and name of the operation that makes it, the module that saves it; of those that do not stay.
-        operations: numbers of those that run again.
-        calls: numbers of the calls within which they run.
-        read_until: storage -> the last moment at which something is computed again from it.
-    """
-
-    def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
-        storages = plan.trace.storages
-        self.signatures = [moment.signature for moment in plan.trace.moments]
-        self.num_moments = len(self.signatures)
-        self.movable = [storage.parcel >= 0 for storage in storages]
-        self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
-        again = (replays(plan.trace, plan.placements) or {}) if plan.recomputes else {}
-        self.read_until = {
-            plan.trace.values[value].storage: moment
-            for moment, replay in sorted(again.items())
-            for op in replay.ops
-            for value in plan.trace.ops[op].inputs
-        }
-        operations, sources = _makers(plan)
-        operations.update(op for replay in again.values() for op in replay.ops)
-        sources.update(self.read_until)
-        # What an operation makes is told apart by the order in which it is saved, so all of it is looked at.
-        sources.update(plan.trace.values[value].storage for op in operations for value in plan.trace.ops[op].outputs)
-        # What others are computed again from must be found by its value; records hold what is tiny themselves.
-        if plan.recomputes:
-            self.stays = [
-                stays
-                and (one.parcel >= 0 or not all_recorded)
-                and (number not in sources or (one.parcel < 0 and one.nbytes < TINY_BYTES))
-                for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
-            ]
-        self.operations = {plan.trace.ops[op].number for op in operations}
-        self.calls = {call_of(number) for number in self.operations}
-        self.counted_bytes = [storage.nbytes for storage in storages]
-        self.blocks = [storage.block for storage in storages]
-        first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
-        self.busy = {*plan.drops, *plan.fetches, first_use}
-        self.leaving = {number: _leaving(plan, number) for number, stays in enumerate(self.stays) if not stays}
-
-    def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
-        """Whether a moment that has come is the plan's."""
-        if moment >= self.num_moments:
-            return False
-        planned_kind, planned_ordinal, planned_bytes = self.signatures[moment]
-        if planned_kind != kind or planned_ordinal != ordinal:
-            return False
-        return fits(nbytes, planned_bytes, is_exact=is_exact)
-
-
 def _is_of_all(tensor: torch.Tensor, nbytes: int) -> bool:
     """Whether a tensor, or the one that it is a view of, is all of a storage: then they have one version counter."""
     base = tensor._base
     return (tensor if base is None else base).nbytes == nbytes
-
-
-def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
-    storage = plan.trace.storages[ordinal]
-    if storage.parcel < 0:  # too small to move, and something is computed again from it
-        return -1, KEEP, False, (-1, ""), storage.block
-    tier = plan.placements[storage.parcel].tier
-    is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
-    return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
-
-
-def _makers(plan: Plan) -> tuple[set[int], set[int]]:
-    """The operations that make what is to be computed again, and the storages that are not and from which they do: also
-    where the step itself has no use for it, since a later one may have."""
-    trace = plan.trace
-    again = [one.parcel >= 0 and plan.placements[one.parcel].tier == RECOMPUTE for one in trace.storages]
-    wanted = [one.value for one, is_made in zip(trace.storages, again, strict=True) if is_made]
-    operations: set[int] = set()
-    sources: set[int] = set()
-    while wanted:
-        value = trace.values[wanted.pop()]
-        if value.storage >= 0 and not again[value.storage]:
-            sources.add(value.storage)
-        elif value.op >= 0 and value.op not in operations:
-            operations.add(value.op)
-            wanted += trace.ops[value.op].inputs
-    return operations, sources
-
-
-class Tables:
-    """The tables of the plans that were followed last."""
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[int, bool], tuple[Plan, Table]] = {}
-
-    def of(self, plan: Plan, *, all_recorded: bool) -> Table:
-        """The table of a plan."""
-        key = id(plan), all_recorded
-        found = self._tables.get(key)
-        if found is None:
-            if len(self._tables) >= _MOST_TABLES:
-                del self._tables[next(iter(self._tables))]
-            found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
-        return found[1]
 
 
 class Settled:
@@ -170,8 +54,12 @@ class Settled:
         drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
         save: takes charge of what leaves, as `Saver.save_as_planned`.
+        saved_by_the_same_call: a storage as that call of an autograd.Function saved it which saves this tensor of it.
         seal_if_full: told that a storage has joined a parcel.
     """
+
+    PACKING: ClassVar[frozenset[types.CodeType]]
+    """What runs between the hook and the question which call it is in."""
 
     def __init__(
         self,
@@ -187,6 +75,7 @@ class Settled:
         fetch: Callable[[int], None],
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
         save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
+        saved_by_the_same_call: Callable[[torch.UntypedStorage, torch.Tensor], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
         self._residency = residency
@@ -200,7 +89,7 @@ class Settled:
         self._drop, self._fetch = drop, fetch
         self._owner = owner
         self._is_input = is_input
-        self._save, self._seal_if_full = save, seal_if_full
+        self._save, self._saved_by_the_same_call, self._seal_if_full = save, saved_by_the_same_call, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
@@ -277,6 +166,8 @@ class Settled:
         progress = self._progress
         known = self._residency.known
         saved, base = known.find(storage, tensor) if known.holds(storage._cdata) else (None, 0)
+        if saved is None and ordinal in table.saved_again:
+            saved = self._saved_by_the_same_call(storage, tensor)
         if saved is None and ordinal == progress.num_saved:
             saved = self._save(storage, tensor, ordinal)
             progress.num_saved += saved is not None
@@ -357,3 +248,6 @@ class Settled:
         self._fetch(moment)
         if self._progress.pace is not None:
             self._progress.pace.go_on(moment)
+
+
+Settled.PACKING = frozenset(one.__code__ for one in (Settled.pack, Settled._pack_planned, Settled._pack_away))

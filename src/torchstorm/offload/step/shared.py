@@ -67,10 +67,9 @@ class Shared:
 
     def learn(self) -> None:
         """Compares the steps that have ended with the forecast of the plan in force."""
-        if self.planner.learn(self.plans, self.measured.new_times_s(), self.measured.new_vram_bytes()):
+        if self.planner.learn(self.measured.new_times_s(), self.measured.new_vram_bytes()):
             self.measured.plan_changed()
-            if self.plans.in_force is not None:
-                self.stack.trim(self.plans.in_force.forecast)
+            self.stack.trim(self.plans.most_ram_bytes())
 
     def fixed_bytes(self, tier: str) -> int:
         """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""

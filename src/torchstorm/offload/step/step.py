@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,10 +27,12 @@ from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.inputs import NoteInputs, storages_of
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.running import Choice
+from torchstorm.offload.step.running import Choice, Departure, TableOf
 from torchstorm.offload.step.shared import Shared
+from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
-from torchstorm.plan.forecast import Figures
+from torchstorm.plan.forecast import KEEP, Figures
+from torchstorm.plan.trace import without_origin
 
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
@@ -70,7 +73,10 @@ class Step:
         )
         self._inputs = NoteInputs(shared.saved)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
-        self._borrowed: Planned | None = None  # a plan that was made for larger steps
+        self._planned: Planned | None = None  # what the step follows, as far as it has come
+        self._mistaken: list[tuple[Planned, int]] = []  # plans that have a storage made by what did not make it
+        self._is_planned_for = True  # whether what is measured is for a plan
+        self._is_exact = True  # whether that is for steps of just these sizes, and not for larger ones
         self._naming: Naming | None = None
         self._start = shared.clock.mark()
         self._tape = self._make_tape()
@@ -79,7 +85,7 @@ class Step:
         if self._tape is not None and not sees_all:
             saved = shared.saved
             self._watched = WatchedCalls(self._tape, moment=lambda: saved.moment)
-        shared.saved.begin(fixed, self._choose, tape=self._tape, watched=self._watched)
+        shared.saved.begin(fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)
 
@@ -87,7 +93,9 @@ class Step:
         """What records the step's operations; None where no plan needs them."""
         shared = self._shared
         is_outdated = partial(shared.planner.is_outdated, base_bytes=self._base_bytes)
-        if not shared.recompute or not shared.plans.needs_operations(is_outdated):
+        # With nowhere to move tensors, a step that no plan is for keeps the budget by computing again alone.
+        may_be_needed = shared.residency.default_tier == KEEP or shared.plans.needs_operations(is_outdated)
+        if not shared.recompute or not may_be_needed:
             return None
         return Tape(self._device, is_leaf=shared.saved.is_leaf, mark=shared.clock.mark)
 
@@ -119,38 +127,79 @@ class Step:
         self._key = key
         misuse.check_first_save(shared.model)
         if shared.unlimited:
-            return None, None, True
-        if self._tape is not None and plans.take_unrecorded(key):
-            plans.drop(key)
+            return Choice(None)
         if plans.given is not None:
             check_inputs(plans.given, self._inputs.shapes)
         planned = plans.get(key)
+        if planned is not None and planned.is_unrecorded and self._tape is not None:
+            plans.drop(planned)
+            planned = None
         if planned is not None and planner.is_outdated(planned, self._base_bytes):  # pragma: gpu
-            planned = planner.renewed(planned, self._base_bytes)
-            plans.put(key, planned)
+            planned, before = planner.renewed(planned, self._base_bytes), planned
+            plans.put(planned, before)
             shared.measured.plan_changed()
         if planned is None:
-            self._borrowed = plans.covering(key)
-            if self._borrowed is not None and not planner.is_outdated(self._borrowed, self._base_bytes):
-                return self._borrowed.plan, None, False
-            self._borrowed = None
-        if planned is not None and not plans.is_measured_again(planned):
-            return planned.plan, None, True
-        if planned is not None and planned.num_measured == 2:  # pragma: gpu
-            planned.num_measured = 3
-            return planned.plan, None, True
-        if planned is not None and (self._device.type == "cpu" or planned.num_measured > 1):
-            return planned.plan, Pace(self._device, self._start), True
-        recorder = Recorder(
-            self._device,
-            self._start,
-            base_bytes=self._base_bytes,
-            staging_bytes=shared.residency.staging_bytes,
-        )
+            planned = plans.covering(key)
+            if planned is not None and planner.is_outdated(planned, self._base_bytes):
+                planned = None
+            self._is_exact = planned is None
+        self._planned = planned
         if planned is None:
             shared.watch.is_new_kind = True
             self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
-        return planned.plan if planned else None, recorder, True
+            return Choice(None, self._recorder())
+        others = tuple(plans.near(planned, key))
+        has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or planned.recomputes)
+        return Choice(planned.plan, self._measure(planned), self._is_exact, others, has_tight_ram)
+
+    def _recorder(self) -> Recorder:
+        return Recorder(
+            self._device,
+            self._start,
+            base_bytes=self._base_bytes,
+            staging_bytes=self._shared.residency.staging_bytes,
+        )
+
+    def _measure(self, planned: Planned) -> Recorder | Pace | None:
+        """Who measures a step that follows a plan."""
+        if not self._shared.plans.is_measured_again(planned):
+            return None
+        if planned.num_measured == 2:  # pragma: gpu
+            planned.num_measured = 3
+            return None
+        if self._device.type == "cpu" or planned.num_measured > 1 or not self._is_exact:
+            return Pace(self._device, self._start)
+        return self._recorder()
+
+    def _change(self, departure: Departure, before: Table, table_of: TableOf) -> Choice:
+        """Called where the step turns out to be another one than its plan is for: the plan to go on with, or who
+        measures the rest of the step."""
+        shared, plans, planned = self._shared, self._shared.plans, self._planned
+        assert planned is not None
+        assert self._key is not None
+        if departure.is_made_otherwise:
+            self._mistaken.append((planned, departure.ordinal))
+        is_known = False
+        for other, is_exact in plans.others(planned, self._key):
+            assert other.plan is not None
+            table = table_of(other.plan)
+            if not departure.is_of(table, before, is_exact=is_exact):
+                continue
+            plans.use(other)  # the next step may begin with it
+            self._mistaken += [(other, at) for at in departure.made_otherwise_than(table)]
+            if departure.may_follow(table, before):
+                self._planned, self._is_exact = other, is_exact
+                return Choice(other.plan, None, is_exact)
+            is_known = True
+            break
+        self._is_planned_for = not is_known and plans.left() and not planned.is_given
+        # With nowhere to move tensors, what is recorded tells what can be computed again.
+        is_needed = self._is_planned_for or shared.residency.default_tier == KEEP
+        if not is_needed or (shared.recompute and self._tape is None):
+            return Choice(None)
+        shared.watch.is_new_kind = True
+        self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
+        return Choice(None, self._recorder())
 
     # ------------------------------------------------------------------ its end
 
@@ -169,29 +218,41 @@ class Step:
         left_plan, shortfall = shared.saved.left_plan, shared.residency.shortfall
         recorder = shared.saved.end()
         stop = shared.clock.mark()
-        planned = plans.get(self._key) if self._key is not None else None
-        followed = planned is not None and not left_plan and recorder is None
-        borrowed = self._borrowed is not None and not left_plan
-        self._count(stop, recorder, planned if followed else None, borrowed=borrowed)
+        planned = self._planned if not left_plan else None  # of a step that is another one than all before
+        self._count(stop, recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
-        if left_plan and self._key is not None and self._borrowed is not None:
-            plans.note_own(self._key)
-        elif left_plan and self._key is not None:
-            dropped = plans.drop(self._key)
-            if dropped is not None and dropped.is_given:
-                shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
-        elif recorder is not None and self._key is not None and not other_variants:
-            found = self._plan_next(self._key, recorder, planned)
+        found = None
+        if left_plan and self._planned is not None and self._planned.is_given:
+            plans.drop(self._planned)
+            shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
+        elif recorder is not None and self._is_planned_for and self._key is not None and not other_variants:
+            found = self._plan_next(recorder, planned)
             if found is None:
                 return  # the next step is another one, and measured
-            plans.put(self._key, found)
+            found.key, found.is_of_rest = self._key, left_plan  # those of the plan before it, if there is one
+            plans.put(found, planned)
             shared.measured.plan_changed()
-            shared.stack.trim(found.forecast)
+            shared.stack.trim(plans.most_ram_bytes())
+        self._correct_plans()
         if shortfall is not None:
-            is_measured = recorder is not None and not left_plan
-            shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
+            shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=found is not None))
 
-    def _plan_next(self, key: tuple[Any, ...], recorder: Recorder | Pace, planned: Planned | None) -> Planned | None:
+    def _correct_plans(self) -> None:
+        """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is
+        that of another plan, and steps of both may have differed before it was seen."""
+        shared = self._shared
+        for planned in {id(one): one for one, _ in self._mistaken if one.is_of_rest}.values():
+            trace = planned.trace
+            for at in {at for one, at in self._mistaken if one is planned}:
+                trace = without_origin(trace, at)
+            anew = None
+            with suppress(BudgetError):
+                base, num_measured = planned.base_bytes, planned.num_measured
+                anew = shared.planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
+            if shared.plans.replace(planned, anew):
+                shared.measured.plan_changed()
+
+    def _plan_next(self, recorder: Recorder | Pace, planned: Planned | None) -> Planned | None:
         """The plan for further steps of this kind, by what this one has measured; None where compiled blocks take other
         variants first.
 
@@ -202,7 +263,7 @@ class Step:
         if isinstance(recorder, Pace):
             assert planned is not None
             assert planned.plan is not None
-            trace = recorder.refine(planned.trace, planned.plan, shared.planner.machine())
+            trace = recorder.refine(planned.trace, planned.plan, shared.planner.machine(), scale=self._scale(planned))
             retimed = shared.planner.retimed(planned, trace, num_measured=planned.num_measured + 1)
             if retimed is not None:
                 return retimed
@@ -210,7 +271,7 @@ class Step:
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        blocks = shared.compiled if planned is None else None
+        blocks = shared.compiled if self._planned is None else None
         quick_plan = partial(shared.planner.quick_plan, base_bytes=base)
         if blocks is not None and blocks.rechoose(trace, quick_plan):
             return None
@@ -226,6 +287,7 @@ class Step:
                 return None
             elif not blind and (
                 shared.residency.shortfall is not None
+                or shared.residency.has_forgotten
                 or not shared.stack.allows(shared.measured.last, base - trace.base_bytes)
             ):
                 raise with_micro_batch(
@@ -238,15 +300,20 @@ class Step:
                 # between, which no plan foresees: such steps go on as this one. Or the next one is recorded.
                 assert shared.measured.last is not None
                 found = Planned(None, trace, shared.measured.last, base, shared.plans.num_to_measure)
-        if blind:
-            shared.plans.note_unrecorded(key)
+        found.is_unrecorded = blind
         if planned is None:
             found.subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
         return found
 
-    def _count(
-        self, stop: object, recorder: Recorder | Pace | None, followed: Planned | None, *, borrowed: bool
-    ) -> None:
+    def _scale(self, planned: Planned) -> float:
+        """About how many times the work of this step a step is that the plan was made for."""
+        if self._is_exact:
+            return 1.0
+        assert self._key is not None
+        planned_for, ours = math.prod(planned.key[0]), math.prod(self._key[0])
+        return float(planned_for / ours) if ours else 1.0
+
+    def _count(self, stop: object, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
         shared, vram = self._shared, 0
         if self._device.type == "cuda":  # pragma: gpu
@@ -260,10 +327,15 @@ class Step:
             ram_bytes=shared.residency.peak_bytes if on_cpu else shared.stack.ram_bytes(),
             disk_bytes=shared.stack.disk_bytes(),
         )
-        if followed is not None and followed is not shared.plans.in_force:
+        if followed is not None:
+            shared.plans.followed(followed)
+        is_exact = followed is not None and self._is_exact
+        if is_exact and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
-        shared.measured.count(figures, (self._start, stop), followed=followed is not None, borrowed=borrowed)
+        shared.measured.count(
+            figures, (self._start, stop), followed=is_exact, borrowed=followed is not None and not is_exact
+        )
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""
@@ -272,7 +344,7 @@ class Step:
         held = shared.residency.resident_bytes
         shortage = Shortage.read(error, self._device, held_bytes=held, budget_bytes=budget)
         drop_step(shared.saved, error)
-        planned = self._borrowed or (shared.plans.get(self._key) if self._key is not None else None)
+        planned = self._planned
         anew = shared.planner.plan_after(shortage, planned) if planned is not None else None
         if planned is not None and anew is not None and shared.plans.replace(planned, anew):
             shared.measured.plan_changed()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
-from torchstorm.offload.recompute.traced_ops import Origins, call_seconds
+from torchstorm.offload.recompute.traced_ops import Origins, call_seconds, made_before
 from torchstorm.offload.step.clock import CpuClock, seconds_between
-from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
+from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
@@ -69,6 +69,9 @@ class Recorder:
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
+        self._followed: Trace | None = None  # the trace of the plan that the step has followed so far
+        self._moments_before: tuple[Moment, ...] = ()  # those of it that have come
+        self._num_before = 0  # storages saved in them
         self._intervals: list[_Interval] = []
         self._interval = _Interval()
         self._stills = [0]  # by moment
@@ -86,6 +89,51 @@ class Recorder:
     def moment(self) -> int:
         """Number of the latest moment."""
         return len(self._signatures) - 1
+
+    def begin_late(self, followed: Trace, moment: int, num_saved: int, saved: Mapping[int, Saved]) -> None:
+        """The step has followed a plan so far, and turns out to be another one at this moment, whose hook runs. What
+        came before it is as that plan's trace has it, with the sizes of this step.
+
+        Args:
+            followed: that trace.
+            moment: the first one that is not in it.
+            num_saved: storages saved before that.
+            saved: of those, by number, the ones that autograd still holds.
+        """
+        self._is_paused = True
+        self._followed, self._num_before = followed, num_saved
+        sizes = [saved[at].nbytes if at in saved else followed.storages[at].nbytes for at in range(num_saved)]
+        self._moments_before = tuple(
+            replace(one, nbytes=sizes[one.storage] if one.storage >= 0 else one.nbytes)
+            for one in followed.moments[:moment]
+        )
+        self._signatures = [one.signature for one in self._moments_before]
+        self._stills = []
+        numbers: dict[int, int] = {}  # of parcels, without those that have no bytes in this step
+        for at, old in enumerate(followed.storages[:num_saved]):
+            one = saved.get(at)
+            is_movable = old.parcel >= 0 and sizes[at] > 0
+            record = StorageRecord(
+                nbytes=sizes[at] if one is None or one.parcel.shared else one.parcel.nbytes,
+                made=old.made,
+                block=old.block,
+                parcel=numbers.setdefault(old.parcel, len(numbers)) if is_movable else -1,
+                value=one.value if one is not None else None,
+                owned=old.owned if old.owned <= moment or old.parcel < 0 else None,
+                needed=old.needed if old.needed < moment else None,
+                freed=None if one is not None else min(old.freed, moment),
+            )
+            self._storages.append(record)
+            if one is not None:
+                one.parcel.number = record.parcel
+                self._records[one] = record
+                if self._device.type == "cuda" and record.owned is None:  # pragma: gpu
+                    self._unowned[one] = record
+            if record.parcel >= len(self._parcel_bytes):
+                self._parcel_bytes.append(0)
+            if record.parcel >= 0:
+                is_shared = followed.parcels[old.parcel].num_storages > 1
+                self._parcel_bytes[record.parcel] += bytes_in_a_buffer(record.nbytes) if is_shared else record.nbytes
 
     def arrive(self) -> None:
         """The interval ends here: a hook was entered, or the step is over."""
@@ -211,7 +259,9 @@ class Recorder:
         """The finished step as a value. On CUDA the host waits for the device here."""
         num_moments = len(self._signatures)
         moments = self._moments()
-        origins = Origins([record.value for record in self._storages])
+        values = [record.value for record in self._storages]
+        before = made_before(self._followed, values[: self._num_before]) if self._followed is not None else {}
+        origins = Origins(values, before)
         storages = tuple(
             SavedStorage(
                 nbytes=record.nbytes,
@@ -254,7 +304,8 @@ class Recorder:
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu
             torch.cuda.synchronize(self._device)
-        return tuple(
+        num_before = len(self._moments_before)
+        return self._moments_before + tuple(
             Moment(
                 kind=kind,
                 storage=storage,
@@ -264,6 +315,6 @@ class Recorder:
                 still_bytes=max(0, still),
             )
             for (kind, storage, nbytes), interval, still in zip(
-                self._signatures, self._intervals, self._stills, strict=True
+                self._signatures[num_before:], self._intervals, self._stills, strict=True
             )
         )

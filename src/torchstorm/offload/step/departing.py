@@ -1,0 +1,166 @@
+"""A step that turns out to be another one than its plan is for: it goes on with another plan, or without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchstorm.offload.step.packed import Keeper
+from torchstorm.offload.step.parcels import Call, Saved
+from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.room import Room
+from torchstorm.offload.step.running import Departure, Running, TableOf
+from torchstorm.offload.step.saving import Saver
+from torchstorm.offload.step.settled import Settled
+from torchstorm.offload.step.tables import Table
+from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.recompute import RECOMPUTE
+from torchstorm.plan.trace import PACK
+
+
+class Departing:
+    """Takes what a plan has placed so far over to what follows it; under the lock of the hooks.
+
+    Args:
+        residency: what is where.
+        room: how much is free.
+        saver: makes parcels of what stayed.
+        owner: gets tickets back.
+        running: the step that runs.
+        table_of: the table of a plan.
+        settle_in: the short way through the step, by its present plan.
+        drop: gives back what that plan drops at a moment.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        room: Room,
+        saver: Saver,
+        owner: Keeper,
+        running: Callable[[], Running],
+        *,
+        table_of: TableOf,
+        settle_in: Callable[[], Settled | None],
+        drop: Callable[[int], None],
+    ) -> None:
+        self._residency, self._room, self._saver, self._owner = residency, room, saver, owner
+        self._running, self._table_of, self._settle_in, self._drop = running, table_of, settle_in, drop
+
+    def depart(self, kind: str, ordinal: int, nbytes: int) -> None:
+        """The moment that has come is not the plan's: another plan is followed from here on, or none."""
+        run = self._running()
+        self._change(run, self._departure(run, kind, ordinal, nbytes), run.num_saved)
+        if run.plan is not None:
+            self._drop(run.moment)
+
+    def made_otherwise(self, ordinal: int, nbytes: int, call: Call | None) -> None:
+        """Another operation than the plan's has made what is saved at this moment: the same.
+
+        Args:
+            ordinal, nbytes: of the storage, which is counted already, and has no parcel yet.
+            call: that operation, if it was recorded.
+        """
+        run = self._running()
+        departure = self._departure(run, PACK, ordinal, nbytes)
+        made_by = {**departure.made_by, ordinal: call} if call is not None else departure.made_by
+        self._change(run, replace(departure, made_by=made_by, is_made_otherwise=True), ordinal)
+
+    def _change(self, run: Running, departure: Departure, num_saved: int) -> None:
+        """Goes on with another plan, or without one, after so many storages."""
+        before = run.table
+        assert run.change is not None
+        assert before is not None
+        choice = run.change(departure, before, self._table_of)
+        if choice.plan is None:
+            self._leave(run, departure, num_saved, choice.measure)
+            return
+        self._give_up(run)
+        run.recorder = run.pace = None
+        run.plan, run.is_exact, run.table = choice.plan, choice.is_exact, self._table_of(choice.plan)
+        self._place(run, choice.plan, run.table, departure)
+        run.record_only(run.table.operations, run.table.calls)
+        run.settled = self._settle_in()
+
+    def _departure(self, run: Running, kind: str, ordinal: int, nbytes: int) -> Departure:
+        kept = {one.ordinal: one.nbytes for one in self._residency.kept.by_ordinal.values() if one.num_live}
+        held = self._of_the_step()
+        return Departure(
+            moment=run.moment,
+            kind=kind,
+            ordinal=ordinal,
+            nbytes=nbytes,
+            sizes={**kept, **{at: saved.nbytes for at, saved in held.items()}},
+            resident={*kept, *(at for at, saved in held.items() if saved.parcel.buffer is not None)},
+            made_by={
+                at: saved.value.call
+                for at, saved in held.items()
+                if saved.value is not None and saved.value.call is not None and not saved.parcel.shared
+            },
+            can_move=self._residency.default_tier != KEEP,
+            is_made_otherwise=False,
+        )
+
+    def _of_the_step(self) -> dict[int, Saved]:
+        """What autograd holds of the step in parcels, by number."""
+        return {saved.ordinal: saved for saved in self._residency.known.all() if saved.ordinal >= 0}
+
+    def _give_up(self, run: Running) -> None:
+        """What the plan had for what is saved so far is over."""
+        run.settled = None
+        self._saver.give_up_kept(self._owner)
+        if run.open is not None:
+            self._saver.seal(run, move=True)
+
+    def _place(self, run: Running, plan: Plan, table: Table, departure: Departure) -> None:
+        """What was saved so far goes to where the plan that is followed now would have it."""
+        run.numbered = {}
+        for ordinal, saved in self._of_the_step().items():
+            number, parcel = plan.trace.storages[ordinal].parcel, saved.parcel
+            if number < 0 or parcel.buffer is None:
+                continue
+            placement = plan.placements[number]
+            if placement.tier == RECOMPUTE and parcel.handle is None and departure.is_let_go(table, ordinal):
+                for one in departure.made_by[ordinal].inputs:
+                    one.is_read = True
+                self._residency.forget(parcel)
+                continue
+            if placement.tier != KEEP and parcel.handle is None:
+                is_again = placement.tier == RECOMPUTE  # what made it was not recorded
+                self._residency.put(parcel, self._residency.default_tier if is_again else placement.tier)
+            if placement.tier in (KEEP, RECOMPUTE) or placement.drop <= run.moment or number in run.numbered:
+                self._residency.drop(parcel)
+            else:
+                parcel.number = number
+                run.numbered[number] = parcel
+
+    def _leave(self, run: Running, departure: Departure, num_saved: int, measure: object) -> None:
+        """From this moment on, before which so many storages were saved, it is decided on the spot, and measured, if
+        anyone does so."""
+        plan, table = run.plan, run.table
+        assert table is not None
+        self._give_up(run)
+        run.proven = table.recorded
+        run.plan = run.table = None
+        run.recorder = run.pace = None
+        run.numbered = {}
+        run.left_plan = True
+        if not isinstance(measure, Recorder):
+            run.record_only((), ())
+            return
+        assert plan is not None
+        saved = {at: one for at, one in self._of_the_step().items() if at < num_saved}
+        if run.tape is not None:
+            for one in saved.values():
+                if one.value is None and one.parcel.hold is not None:
+                    one.value = run.tape.name(one.parcel.hold.untyped_storage(), one.version)
+                    one.value.saved, one.value.held = one, None
+        measure.begin_late(plan.trace, run.moment, num_saved, saved)
+        measure.name(departure.kind, departure.ordinal, departure.nbytes)
+        measure.watch(run.moment)
+        measure.lie_still(self._residency.resident.values())
+        run.recorder = measure
+        run.record_all(measure.clock.mark)
+        run.set_up_tape(self._residency.device, room_bytes=self._room.unused_bytes)

@@ -1,0 +1,195 @@
+"""Makes room on the fast device where no plan has: moves what is needed latest, or lets it go to compute it again."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchstorm.memory.allocated import allocated_bytes
+from torchstorm.offload.recompute.traced_ops import call_seconds
+from torchstorm.offload.step.parcels import Call, Parcel, Value
+from torchstorm.offload.step.residency import Residency
+from torchstorm.plan.forecast import KEEP
+
+_AHEAD = 16  # part of the budget that is made free beyond what is asked for: to look through all parcels takes time
+
+
+class Room:
+    """What is decided on the spot; under the lock of the hooks.
+
+    Args:
+        residency: what is where.
+        can_make: whether the operation that made a value is known to make it again.
+        give_up_kept: makes parcels of what stays by plan.
+        excess_bytes: on CUDA, the most that a stretch of the user's work has allocated beyond what it began with.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        *,
+        can_make: Callable[[Value], bool],
+        give_up_kept: Callable[[], None],
+        excess_bytes: Callable[[], int],
+    ) -> None:
+        self._residency = residency
+        self._can_make = can_make
+        self._give_up_kept = give_up_kept
+        self._excess_bytes = excess_bytes
+        residency.make_room = self.make
+
+    def make(self, nbytes: int, block: str) -> None:
+        """Makes room for `nbytes` more within the budget; on CUDA plans see to that themselves."""
+        residency = self._residency
+        if residency.device.type == "cuda" or residency.resident_bytes + nbytes <= residency.limit_bytes:
+            return
+        self._push_out_until(nbytes)
+        needed = residency.resident_bytes + nbytes
+        if needed > residency.limit_bytes and (residency.shortfall is None or needed > residency.shortfall[0]):
+            residency.shortfall = (needed, block)
+
+    def part_of(self, nbytes: int) -> int:
+        """How much of `nbytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""
+        return nbytes if self._residency.device.type == "cuda" else min(nbytes, self._push_out_until(nbytes))
+
+    def make_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
+        """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
+        residency = self._residency
+        limit = residency.limit_bytes
+        allowed = min(limit // 2, limit - 2 * self._excess_bytes())
+        for victim in list(self._victims()):
+            if allocated_bytes(residency.device) + nbytes <= allowed:
+                return
+            if victim is not spare:
+                self._push_out(victim)
+
+    def unused_bytes(self) -> int:
+        """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""
+        if self._residency.device.type == "cpu":
+            return 1 << 62
+        return self._residency.limit_bytes - allocated_bytes(self._residency.device)  # pragma: gpu
+
+    def look_ahead(self) -> None:
+        """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
+        residency = self._residency
+        for order in heapq.nlargest(2, residency.away):
+            parcel = residency.away[order]
+            room = residency.limit_bytes - residency.resident_bytes
+            if residency.device.type == "cuda":  # pragma: gpu
+                room = residency.limit_bytes // 2 - allocated_bytes(residency.device)
+            if order < residency.first_order or parcel.nbytes * 2 > room:
+                return
+            residency.fetch(parcel)
+
+    # ------------------------------------------------------------------ moving
+
+    def _push_out_until(self, nbytes: int) -> int:
+        """Moves parcels, and then lets go of some, until `nbytes` fit or none is left that can go; returns the room
+        there is then."""
+        residency = self._residency
+        stuck: set[Parcel] = set()  # the tiers have no room for these
+        while residency.resident_bytes + nbytes > residency.limit_bytes:
+            victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
+            if victim is None and residency.kept.by_ordinal:  # beside what another step's graph holds
+                self._give_up_kept()
+                continue
+            if victim is None:
+                self._forget_until(nbytes)
+                break
+            self._push_out(victim)
+            if victim.buffer is not None:
+                stuck.add(victim)
+        return residency.limit_bytes - residency.resident_bytes
+
+    def _victims(self) -> Iterator[Parcel]:
+        """Resident parcels in the order in which they can best be spared: first made, last needed."""
+        residency = self._residency
+        if residency.default_tier == KEEP:
+            return
+        in_use: list[Parcel] = []
+        for parcel in list(residency.resident.values()):
+            if not parcel.movable or parcel.buffer is None:
+                continue
+            if parcel.used:
+                in_use.append(parcel)
+            else:
+                yield parcel
+        # After retain_graph a parcel stays in use as far as autograd tells; the storage's references tell more.
+        for parcel in in_use:
+            if parcel.buffer is not None and residency.is_alone(parcel):
+                yield parcel
+
+    def _push_out(self, parcel: Parcel) -> None:
+        parcel.sealed = True
+        if parcel.handle is None:
+            self._residency.put(parcel, self._residency.default_tier)
+        self._residency.drop(parcel)
+
+    # ------------------------------------------------------------------ computing again
+
+    def _forget_until(self, nbytes: int) -> None:
+        """Lets go of what takes least to compute again, by its bytes, until `nbytes` fit and some more do."""
+        residency = self._residency
+        goal = residency.limit_bytes - nbytes - residency.limit_bytes // _AHEAD
+        heap: list[tuple[float, int, Parcel, Value]] = []
+        for parcel in residency.resident.values():
+            value = _only_value(parcel)
+            calls = _calls_to_make(value, self._can_make) if value is not None else None
+            if value is not None and calls is not None:
+                heap.append((_seconds(calls) / parcel.nbytes, parcel.order, parcel, value))
+        heapq.heapify(heap)
+        while heap and residency.resident_bytes > goal:
+            _, order, parcel, value = heapq.heappop(heap)
+            calls = _calls_to_make(value, self._can_make)  # more by now, where what it is made from was let go
+            if calls is None:
+                continue
+            price = _seconds(calls) / parcel.nbytes
+            if heap and price > heap[0][0]:
+                heapq.heappush(heap, (price, order, parcel, value))
+                continue
+            for call in calls:
+                for one in call.inputs:
+                    one.is_read = True
+            residency.forget(parcel)
+
+
+def _only_value(parcel: Parcel) -> Value | None:
+    """What lies in a parcel that may be computed again; None where nothing may."""
+    if not parcel.movable or parcel.used or parcel.shared or parcel.handle is not None or len(parcel.members) != 1:
+        return None
+    (saved,) = parcel.members
+    if parcel.buffer is None or saved.ordinal < 0 or saved.base is not None or saved.has_other_memory:
+        return None
+    return saved.value if parcel.hold is None or parcel.hold._version == saved.version else None
+
+
+def _calls_to_make(value: Value, can_make: Callable[[Value], bool]) -> list[Call] | None:
+    """The operations that would have to run to make a value that is let go; None where it cannot be made so."""
+    calls: dict[Call, None] = {}
+    wanted = [value]
+    while wanted:
+        one = wanted.pop()
+        if one is not value and _is_at_hand(one):
+            continue
+        if one.call is None or not can_make(one):
+            return None
+        if one.call not in calls:
+            calls[one.call] = None
+            wanted += one.call.inputs
+    return list(calls)
+
+
+def _is_at_hand(value: Value) -> bool:
+    saved = value.saved
+    if saved is None:
+        return value.held is not None
+    return saved.parcel.buffer is not None or saved.parcel.handle is not None
+
+
+def _seconds(calls: list[Call]) -> float:
+    """What the operations take; on a GPU, where that is not known yet, by their number."""
+    if any(call.marks is not None and isinstance(call.marks[0], torch.cuda.Event) for call in calls):
+        return float(len(calls))  # pragma: gpu
+    return sum(map(call_seconds, calls))

@@ -1,0 +1,183 @@
+"""A plan as lists, which a settled step looks up in place of reading the plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+from torchstorm.offload.recompute.tape import TINY_BYTES
+from torchstorm.offload.recompute.watched import call_of, moment_of
+from torchstorm.offload.step.parcels import Call
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.recompute import RECOMPUTE, replays
+from torchstorm.plan.trace import PACK, UNPACK
+
+_MOST_TABLES = 64
+
+
+def fits(nbytes: int, expected_bytes: int, *, is_exact: bool) -> bool:
+    """Whether a storage is as large as a plan has it; where the plan may be for larger steps, or smaller."""
+    return nbytes == expected_bytes or (not is_exact and nbytes < expected_bytes)
+
+
+class Table:
+    """A plan as lists, by moment and by storage.
+
+    Args:
+        plan: the plan.
+        all_recorded: whether all operations of its steps are, so that even what is tiny must be found by its value.
+
+    Attributes:
+        signatures: of the moments, `num_moments` of them.
+        stays: whether a storage stays, and nothing is computed again from it.
+        counted_bytes, movable, blocks: of the storages.
+        busy: moments at which something is dropped or fetched, and the one at which backward begins.
+        leaving: storage -> number of its parcel or -1, where that goes, whether it shares a buffer with others, number
+            and name of the operation that makes it, the module that saves it; of those that do not stay.
+        saved_again: storages that are saved more than once.
+        operations: numbers of those that run again.
+        recorded: those, and what plans need that a step may go over to.
+        may_change: whether a step may go over to another plan.
+        calls: numbers of the calls within which these run.
+        sizes: bytes of the storages.
+        read_until: storage -> the last moment at which something is computed again from it.
+    """
+
+    def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
+        storages = plan.trace.storages
+        self.signatures = [moment.signature for moment in plan.trace.moments]
+        self.num_moments = len(self.signatures)
+        self.movable = [storage.parcel >= 0 for storage in storages]
+        self.stays = [one.parcel < 0 or plan.placements[one.parcel].tier == KEEP for one in storages]
+        again = (replays(plan.trace, plan.placements) or {}) if plan.recomputes else {}
+        self.read_until = {
+            plan.trace.values[value].storage: moment
+            for moment, replay in sorted(again.items())
+            for op in replay.ops
+            for value in plan.trace.ops[op].inputs
+        }
+        operations, sources = _makers(plan)
+        operations.update(op for replay in again.values() for op in replay.ops)
+        sources.update(self.read_until)
+        # What an operation makes is told apart by the order in which it is saved, so all of it is looked at.
+        sources.update(plan.trace.values[value].storage for op in operations for value in plan.trace.ops[op].outputs)
+        # What others are computed again from must be found by its value; records hold what is tiny themselves.
+        if plan.recomputes:
+            self.stays = [
+                stays
+                and (one.parcel >= 0 or not all_recorded)
+                and (number not in sources or (one.parcel < 0 and one.nbytes < TINY_BYTES))
+                for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
+            ]
+        self.operations = {plan.trace.ops[op].number for op in operations}
+        self.sizes = {one.storage: one.nbytes for one in plan.trace.moments if one.kind == PACK}
+        self._all_recorded = all_recorded
+        self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `begins_like`
+        self.counted_bytes = [storage.nbytes for storage in storages]
+        self.blocks = [storage.block for storage in storages]
+        first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
+        self.busy = {*plan.drops, *plan.fetches, first_use}
+        packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
+        self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
+        self._plan, self._stays = plan, self.stays
+        self._recorded_for: tuple[tuple[Table, ...], bool] | None = None
+        self.record_for(())
+
+    def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
+        """Whether a moment that has come is the plan's."""
+        if moment >= self.num_moments:
+            return False
+        planned_kind, planned_ordinal, planned_bytes = self.signatures[moment]
+        if planned_kind != kind or planned_ordinal != ordinal:
+            return False
+        return fits(nbytes, planned_bytes, is_exact=is_exact)
+
+    def begins_like(self, other: Table, moment: int) -> bool:
+        """Whether the moments before this one are another plan's as well, but for sizes."""
+        if other not in self._shared:
+            pairs = enumerate(zip(self.signatures, other.signatures, strict=False))
+            first = next((at for at, (one, two) in pairs if one[:2] != two[:2]), self.num_moments)
+            self._shared[other] = min(first, other.num_moments)
+        return self._shared[other] >= moment
+
+    def operations_before(self, moment: int) -> set[int]:
+        """Those that run again and are recorded before a moment, if not all operations are."""
+        return set() if self._all_recorded else {one for one in self.operations if moment_of(one) < moment}
+
+    def is_computed_again(self, ordinal: int) -> bool:
+        """Whether a storage is let go to be computed again."""
+        return not self._stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
+
+    def record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
+        """Has recorded what plans need that a step may go over to, as long as it goes like theirs: what is computed
+        again by those, and what from. Where it may turn out to be `any_other` step, all that can be computed again."""
+        if (others, any_other) == self._recorded_for:
+            return
+        self._recorded_for = others, any_other
+        self.recorded, self.stays = self.operations, self._stays
+        self.may_change = any_other or bool(others)
+        if any_other:
+            self.recorded = {op.number for op in self._plan.trace.ops}
+            self.stays = [
+                stays and one.parcel < 0 for stays, one in zip(self._stays, self._plan.trace.storages, strict=True)
+            ]
+        for other in others:
+            other.begins_like(self, 0)
+            parting = other._shared[self]
+            self.recorded = self.recorded | other.operations_before(parting)
+            saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
+            self.stays = [a and b for a, b in zip(self.stays, other._stays[:saved], strict=False)] + self.stays[saved:]
+        self.calls = {call_of(number) for number in self.recorded}
+        self.leaving = {number: _leaving(self._plan, number) for number, stays in enumerate(self.stays) if not stays}
+
+
+def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
+    storage = plan.trace.storages[ordinal]
+    if storage.parcel < 0:  # too small to move, and something is computed again from it
+        return -1, KEEP, False, (-1, ""), storage.block
+    tier = plan.placements[storage.parcel].tier
+    is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
+    return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
+
+
+def _makers(plan: Plan) -> tuple[set[int], set[int]]:
+    """The operations that make what is to be computed again, and the storages that are not and from which they do: also
+    where the step itself has no use for it, since a later one may have."""
+    trace = plan.trace
+    again = [one.parcel >= 0 and plan.placements[one.parcel].tier == RECOMPUTE for one in trace.storages]
+    wanted = [one.value for one, is_made in zip(trace.storages, again, strict=True) if is_made]
+    operations: set[int] = set()
+    sources: set[int] = set()
+    while wanted:
+        value = trace.values[wanted.pop()]
+        if value.storage >= 0 and not again[value.storage]:
+            sources.add(value.storage)
+        elif value.op >= 0 and value.op not in operations:
+            operations.add(value.op)
+            wanted += trace.ops[value.op].inputs
+    return operations, sources
+
+
+class Tables:
+    """The tables of the plans that were followed last."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, bool], tuple[Plan, Table]] = {}
+
+    def of(self, plan: Plan, *, all_recorded: bool) -> Table:
+        """The table of a plan."""
+        key = id(plan), all_recorded
+        found = self._tables.get(key)
+        if found is None:
+            if len(self._tables) >= _MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
+        return found[1]
+
+
+def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
+    """Whether an operation is the one that a plan names, by number and name. A function that is recorded as a whole,
+    and is part of that number, runs no other."""
+    number, name = maker
+    return call.number == number and (call.operator.name == name or call.operator.name.startswith("torch."))
