@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -308,6 +310,89 @@ def test_the_first_step_computes_nothing_again_whose_operation_gives_other_bytes
         assert one.grad is not None
         assert other.grad is not None
         assert torch.equal(one.grad, other.grad)
+
+
+class InParts(nn.Module):
+    """Saves parts of one storage with a version counter each: as they are, or changed after the first was saved."""
+
+    def __init__(self, *, is_recurrent: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(NUM_BLOCKS))
+        self.recurrent = nn.GRU(WIDTH, WIDTH) if is_recurrent else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recurrent is not None:
+            return self.recurrent(x.view(8, -1, WIDTH))[0]
+        for layer in self.layers:
+            one, other = torch.unsafe_chunk(layer(x), 2, -1)
+            x = one * other
+        return x
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+@pytest.mark.parametrize("is_recurrent", [True, False], ids=["GRU", "unsafe_chunk"])
+def test_parts_of_a_storage_are_exact_in_steps_that_compute_again(is_recurrent: bool, share: float) -> None:
+    torch.manual_seed(0)
+    model = InParts(is_recurrent=is_recurrent)
+    x = torch.randn(ROWS, WIDTH)
+
+    def gradients(session: Session | None) -> list[torch.Tensor]:
+        with session.step() if session is not None else contextlib.nullcontext():
+            model(x).square().mean().backward()
+        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        model.zero_grad()
+        return found
+
+    expected = gradients(None)
+    with Session(model, unlimited=True) as session:
+        gradients(session)
+        budget = int(session.usage().ram_bytes * share)
+    with Session(model, ram=budget) as session:
+        for index in range(4):
+            assert all(map(torch.equal, expected, gradients(session)))
+            assert session.usage().ram_bytes <= budget or not index, "only plans compute parts again"
+
+
+class Twice(torch.autograd.Function):
+    """Cannot be computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def test_what_nobody_saves_is_not_held_for_the_sake_of_unknown_steps() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                y = Twice.apply(torch.tanh(layer(x)))
+                made.append(weakref.ref(y))
+                x = x + y
+            return x
+
+    torch.manual_seed(0)
+    model = Adding()
+    x = torch.randn(ROWS, WIDTH)
+    with Session(model, unlimited=True) as session, session.step():
+        model(x).mean().backward()
+    budget = session.usage().ram_bytes * 7 // 10
+    with Session(model, ram=budget) as session:
+        for _ in range(4):
+            made.clear()
+            with session.step():
+                loss = model(x).mean()
+                assert sum(one() is not None for one in made) <= 1
+                loss.backward()
 
 
 def test_what_backward_needs_in_another_order_is_there_in_a_first_step_that_computes_again() -> None:

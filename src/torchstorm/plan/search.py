@@ -90,15 +90,15 @@ class Search:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
         groups = group_parcels(scheduler)
-        # The search for a choice that fits must not depend on measured times: a budget that an error message names as
-        # sufficient must be sufficient in the next step, whose times differ.
-        self._groups = [rest for one in groups if (rest := one.without(fixed)).members]
-        self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._able = [False] * len(scheduler.trace.parcels)
         for one in groups:
             for number in one.members:
                 self._able[number] = one.seconds < math.inf
         self._fixed = {at: code for at, code in fixed.items() if code != RECOMPUTED or self._able[at]}
+        self._groups = [rest for one in groups if (rest := one.without(self._fixed)).members]
+        # The search for a choice that fits must not depend on measured times: a budget that an error message names as
+        # sufficient must be sufficient in the next step, whose times differ.
+        self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
 

@@ -116,6 +116,11 @@ class TracingProbe(Probe):
             return False
         return self._judged.get((known[2], known[0]), False)
 
+    def is_as_made(self, value: Value, row: torch.Tensor) -> bool:
+        """Whether (nbytes,) uint8 are the bytes that a value was made with; True where that is not known."""
+        known = self._made.get(value)
+        return known is None or torch.equal(known[1], fingerprint(row))
+
     def finish(self) -> None:
         """Takes the means to run again from every operation that failed. The host waits for the device."""
         bad: dict[tuple[Any, ...], set[int]] = {}

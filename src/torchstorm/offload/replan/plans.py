@@ -196,24 +196,31 @@ class Plans:
         """Steps follow this plan from now on, maybe in another one's place."""
         if instead_of is not None:
             planned.key, planned.is_followed = instead_of.key, instead_of.is_followed
-            planned.is_of_rest, planned.then = instead_of.is_of_rest, instead_of.then
-            if self._last is instead_of:
-                self._last = planned
-            for one in (*self._all, planned):
-                one.then = planned if one.then is instead_of else one.then
-            planned.subject = planned.subject or instead_of.subject
+            planned.is_of_rest, planned.subject = instead_of.is_of_rest, planned.subject or instead_of.subject
+            then, is_last = instead_of.then, self._last is instead_of
+            came_from = [one for one in self._all if one.then is instead_of and one is not instead_of]
             self.drop(instead_of)
+            planned.then = planned if then is instead_of else then
+            self._last = planned if is_last else self._last
+            for one in came_from:
+                one.then = planned
         elif planned.is_of_rest:
             # What the first part of the other one was said to be made by was another step's.
-            self._all = [one for one in self._all if not (one.is_of_rest and _are_alike(one, planned))]
+            for one in [one for one in self._all if one.is_of_rest and _are_alike(one, planned)]:
+                self.drop(one)
         self._all.append(planned)
         self.in_force = planned
-        del self._all[:-_MOST_PLANS]
+        for one in self._all[:-_MOST_PLANS]:
+            self.drop(one)
 
     def drop(self, planned: Planned) -> None:
         """No step follows this plan any more."""
         if planned in self._all:
             self._all.remove(planned)
+        planned.then = None
+        self._last = None if self._last is planned else self._last
+        for one in self._all:
+            one.then = None if one.then is planned else one.then
 
     def replace(self, old: Planned, new: Planned | None) -> bool:
         """Puts a plan in another's place, and in force; for None such steps are measured anew. False where the other is

@@ -79,8 +79,10 @@ class Departing:
             return
         self._give_up(run)
         run.recorder = run.pace = None
+        run.has_changed = True
         run.plan, run.is_exact, run.table = choice.plan, choice.is_exact, self._table_of(choice.plan)
         self._place(run, choice.plan, run.table, departure)
+        run.recorded = run.table.recorded_after(run.moment, run.recorded)
         run.record_only(run.table.operations, run.table.calls)
         run.settled = self._settle_in()
 
@@ -97,8 +99,12 @@ class Departing:
             made_by={
                 at: saved.value.call
                 for at, saved in held.items()
-                if saved.value is not None and saved.value.call is not None and not saved.parcel.shared
+                if saved.value is not None
+                and saved.value.saved is saved
+                and saved.value.call is not None
+                and not saved.parcel.shared
             },
+            recorded=run.recorded,
             can_move=self._residency.default_tier != KEEP,
             is_made_otherwise=False,
         )
@@ -122,12 +128,10 @@ class Departing:
             if number < 0 or parcel.buffer is None:
                 continue
             placement = plan.placements[number]
-            if placement.tier == RECOMPUTE and parcel.handle is None and departure.is_let_go(table, ordinal):
-                for one in departure.made_by[ordinal].inputs:
-                    one.is_read = True
-                self._residency.forget(parcel)
+            is_let_go = placement.tier == RECOMPUTE and departure.is_let_go(table, ordinal)
+            if is_let_go and self._room.let_go(parcel):
                 continue
-            if placement.tier != KEEP and parcel.handle is None:
+            if placement.tier != KEEP and parcel.handle is None and departure.can_move:
                 is_again = placement.tier == RECOMPUTE  # what made it was not recorded
                 self._residency.put(parcel, self._residency.default_tier if is_again else placement.tier)
             if placement.tier in (KEEP, RECOMPUTE) or placement.drop <= run.moment or number in run.numbered:
@@ -139,10 +143,9 @@ class Departing:
     def _leave(self, run: Running, departure: Departure, num_saved: int, measure: object) -> None:
         """From this moment on, before which so many storages were saved, it is decided on the spot, and measured, if
         anyone does so."""
-        plan, table = run.plan, run.table
-        assert table is not None
+        plan = run.plan
         self._give_up(run)
-        run.proven = table.recorded
+        run.num_proven = run.tape.num_calls if run.tape is not None else 0
         run.plan = run.table = None
         run.recorder = run.pace = None
         run.numbered = {}
@@ -155,8 +158,9 @@ class Departing:
         if run.tape is not None:
             for one in saved.values():
                 if one.value is None and one.parcel.hold is not None:
-                    one.value = run.tape.name(one.parcel.hold.untyped_storage(), one.version)
-                    one.value.saved, one.value.held = one, None
+                    value = run.tape.name(one.parcel.hold.untyped_storage(), one.version)
+                    if value.saved is None:
+                        one.value, value.saved, value.held = value, one, None
         measure.begin_late(plan.trace, run.moment, num_saved, saved)
         measure.name(departure.kind, departure.ordinal, departure.nbytes)
         measure.watch(run.moment)

@@ -62,12 +62,7 @@ class SavedTensors:
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
         self._run = Running()
         self._tables = Tables()
-        self._room = Room(
-            residency,
-            can_make=lambda value: self._run.can_make(value),
-            give_up_kept=lambda: self._saver.give_up_kept(self),
-            excess_bytes=lambda: self._run.recorder.excess_bytes if self._run.recorder is not None else 0,
-        )
+        self._room = Room(residency, running=lambda: self._run, give_up_kept=lambda: self._saver.give_up_kept(self))
         self._saver = Saver(
             residency, self._room, made_otherwise=lambda *moment: self._departing.made_otherwise(*moment)
         )
@@ -316,6 +311,7 @@ class SavedTensors:
                 self._run.table = self._table_of(self._run.plan)
                 others = tuple(self._table_of(plan) for plan in choice.others)
                 self._run.table.record_for(others, any_other=choice.any_other)
+                self._run.recorded = self._run.table.recorded
             self._run.set_up_tape(self.residency.device, room_bytes=self._room.unused_bytes)
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)

@@ -66,7 +66,7 @@ class LetGo:
         when the step was measured."""
         if not self._residency.absent or saved.value is None or not saved.value.is_read:
             return False
-        if run.table is None or saved.ordinal < 0:
+        if run.table is None or saved.ordinal < 0 or run.has_changed:
             return True
         until = run.table.read_until.get(saved.ordinal)
         return saved.value.call is None if until is None else run.moment < until

@@ -211,12 +211,19 @@ class Residency:
         parcel = saved.parcel
         if saved.lost is not None:
             raise saved.lost()
-        if self._is_stale(saved):
+        if self.is_stale(saved):
             return None
         if parcel.buffer is None and parcel.handle is None:
             assert saved.value is not None
             arrived = functools.partial(self._arrived, wanted=saved)
             compute_again(saved.value, bytes_of=self._bytes_of, arrived=arrived)
+            if parcel.buffer is None and saved.value.saved not in (
+                None,
+                saved,
+            ):  # saved again, and there
+                row = self._bytes_of(saved.value.saved)
+                if row is not None:
+                    self._arrived(saved, row, wanted=saved)
         row = self._bytes_of(saved)
         assert row is not None
         assert parcel.buffer is not None
@@ -228,7 +235,7 @@ class Residency:
                 self.known.add(saved, storage._cdata)
         return view.over(saved.base)
 
-    def _is_stale(self, saved: Saved) -> bool:
+    def is_stale(self, saved: Saved) -> bool:
         """Whether the bytes are no longer those that were saved."""
         parcel = saved.parcel
         if parcel.hold is not None and parcel.hold._version != saved.version:
@@ -242,7 +249,7 @@ class Residency:
     def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
         """(nbytes,) uint8 over a saved storage's bytes, fetched if need be; None if they must be computed."""
         parcel = saved.parcel
-        if self._is_stale(saved) or (parcel.buffer is None and parcel.handle is None):
+        if self.is_stale(saved) or (parcel.buffer is None and parcel.handle is None):
             return None
         if parcel.buffer is None:
             self.fetch(parcel)

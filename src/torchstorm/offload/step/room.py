@@ -11,6 +11,7 @@ from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.parcels import Call, Parcel, Value
 from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.running import Running
 from torchstorm.plan.forecast import KEEP
 
 _AHEAD = 16  # part of the budget that is made free beyond what is asked for: to look through all parcels takes time
@@ -21,23 +22,20 @@ class Room:
 
     Args:
         residency: what is where.
-        can_make: whether the operation that made a value is known to make it again.
+        running: the step that runs: knows which operations can run again.
         give_up_kept: makes parcels of what stays by plan.
-        excess_bytes: on CUDA, the most that a stretch of the user's work has allocated beyond what it began with.
     """
 
     def __init__(
         self,
         residency: Residency,
         *,
-        can_make: Callable[[Value], bool],
+        running: Callable[[], Running],
         give_up_kept: Callable[[], None],
-        excess_bytes: Callable[[], int],
     ) -> None:
         self._residency = residency
-        self._can_make = can_make
+        self._running = running
         self._give_up_kept = give_up_kept
-        self._excess_bytes = excess_bytes
         residency.make_room = self.make
 
     def make(self, nbytes: int, block: str) -> None:
@@ -58,7 +56,9 @@ class Room:
         """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
         residency = self._residency
         limit = residency.limit_bytes
-        allowed = min(limit // 2, limit - 2 * self._excess_bytes())
+        recorder = self._running().recorder
+        excess = recorder.excess_bytes if recorder is not None else 0  # of any stretch of the user's work so far
+        allowed = min(limit // 2, limit - 2 * excess)
         for victim in list(self._victims()):
             if allocated_bytes(residency.device) + nbytes <= allowed:
                 return
@@ -129,63 +129,77 @@ class Room:
 
     # ------------------------------------------------------------------ computing again
 
+    def let_go(self, parcel: Parcel) -> bool:
+        """Lets go of a parcel whose operation and what that reads are known, to compute it again; returns whether it
+        could."""
+        value = self._only_value(parcel)
+        calls = self._calls_to_make(value, lambda one: one.call is not None) if value is not None else None
+        if calls is None:
+            return False
+        self._forget(parcel, calls)
+        return True
+
     def _forget_until(self, nbytes: int) -> None:
         """Lets go of what takes least to compute again, by its bytes, until `nbytes` fit and some more do."""
-        residency = self._residency
+        residency, run = self._residency, self._running()
         goal = residency.limit_bytes - nbytes - residency.limit_bytes // _AHEAD
         heap: list[tuple[float, int, Parcel, Value]] = []
         for parcel in residency.resident.values():
-            value = _only_value(parcel)
-            calls = _calls_to_make(value, self._can_make) if value is not None else None
+            value = self._only_value(parcel)
+            calls = self._calls_to_make(value, run.can_make) if value is not None else None
             if value is not None and calls is not None:
                 heap.append((_seconds(calls) / parcel.nbytes, parcel.order, parcel, value))
         heapq.heapify(heap)
         while heap and residency.resident_bytes > goal:
             _, order, parcel, value = heapq.heappop(heap)
-            calls = _calls_to_make(value, self._can_make)  # more by now, where what it is made from was let go
+            calls = self._calls_to_make(value, run.can_make)  # more by now, where what it is made from was let go
             if calls is None:
                 continue
             price = _seconds(calls) / parcel.nbytes
             if heap and price > heap[0][0]:
                 heapq.heappush(heap, (price, order, parcel, value))
-                continue
-            for call in calls:
-                for one in call.inputs:
-                    one.is_read = True
-            residency.forget(parcel)
+            elif run.is_as_made(value, parcel):
+                self._forget(parcel, calls)
 
+    def _forget(self, parcel: Parcel, calls: list[Call]) -> None:
+        for call in calls:
+            for one in call.inputs:
+                one.is_read = True
+        self._residency.forget(parcel)
 
-def _only_value(parcel: Parcel) -> Value | None:
-    """What lies in a parcel that may be computed again; None where nothing may."""
-    if not parcel.movable or parcel.used or parcel.shared or parcel.handle is not None or len(parcel.members) != 1:
-        return None
-    (saved,) = parcel.members
-    if parcel.buffer is None or saved.ordinal < 0 or saved.base is not None or saved.has_other_memory:
-        return None
-    return saved.value if parcel.hold is None or parcel.hold._version == saved.version else None
-
-
-def _calls_to_make(value: Value, can_make: Callable[[Value], bool]) -> list[Call] | None:
-    """The operations that would have to run to make a value that is let go; None where it cannot be made so."""
-    calls: dict[Call, None] = {}
-    wanted = [value]
-    while wanted:
-        one = wanted.pop()
-        if one is not value and _is_at_hand(one):
-            continue
-        if one.call is None or not can_make(one):
+    def _only_value(self, parcel: Parcel) -> Value | None:
+        """What lies in a parcel that may be computed again; None where nothing may. Parts of a storage that were saved
+        with a version counter each are not told apart by what made them."""
+        if not parcel.movable or parcel.used or parcel.shared or parcel.handle is not None or len(parcel.members) != 1:
             return None
-        if one.call not in calls:
-            calls[one.call] = None
-            wanted += one.call.inputs
-    return list(calls)
+        (saved,) = parcel.members
+        if parcel.buffer is None or saved.ordinal < 0 or saved.base is not None or saved.has_other_memory:
+            return None
+        if saved.value is None or saved.value.saved is not saved or len(self._residency.known.at(saved.address)) > 1:
+            return None
+        return None if self._residency.is_stale(saved) else saved.value
 
+    def _calls_to_make(self, value: Value, can_make: Callable[[Value], bool]) -> list[Call] | None:
+        """The operations that would have to run to make a value that is let go; None where it cannot be made so."""
+        calls: dict[Call, None] = {}
+        wanted = [value]
+        while wanted:
+            one = wanted.pop()
+            if one is not value and self._is_at_hand(one):
+                continue
+            if one.call is None or not can_make(one):
+                return None
+            if one.call not in calls:
+                calls[one.call] = None
+                wanted += one.call.inputs
+        return list(calls)
 
-def _is_at_hand(value: Value) -> bool:
-    saved = value.saved
-    if saved is None:
-        return value.held is not None
-    return saved.parcel.buffer is not None or saved.parcel.handle is not None
+    def _is_at_hand(self, value: Value) -> bool:
+        saved = value.saved
+        if saved is None:
+            return value.held is not None and value.held[0]._version == value.held[1]
+        has_bytes = saved.parcel.buffer is not None or saved.parcel.handle is not None
+        return has_bytes and not self._residency.is_stale(saved)
 
 
 def _seconds(calls: list[Call]) -> float:

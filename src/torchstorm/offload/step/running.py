@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Departure:
         sizes: bytes of the storages that autograd holds of this step, by number.
         resident: those of them that are on the fast device.
         made_by: of those the operations that made them, as far as these were recorded.
+        recorded: numbers of the operations that were recorded so far.
         can_move: whether they have somewhere to go.
         is_made_otherwise: whether the moment is the plan's, but another operation has made what is saved.
     """
@@ -59,6 +60,7 @@ class Departure:
     sizes: Mapping[int, int]
     resident: Collection[int]
     made_by: Mapping[int, Call]
+    recorded: Set[int]
     can_move: bool
     is_made_otherwise: bool
 
@@ -71,9 +73,9 @@ class Departure:
             and (not self.is_made_otherwise or self._is_made_as(other))
         )
 
-    def may_follow(self, other: Table, before: Table) -> bool:
+    def may_follow(self, other: Table) -> bool:
         """Whether such a step may go on with that plan: what is to be computed again was recorded, or can be moved."""
-        if not other.operations_before(self.moment) <= before.recorded:
+        if not other.operations_before(self.moment) <= self.recorded:
             return False
         return self.can_move or all(self.is_let_go(other, at) for at in self.resident if other.is_computed_again(at))
 
@@ -120,7 +122,9 @@ class Running:
         watched: within which calls it does so; None where it sees all of the step.
         table: of the plan that is followed.
         probe: finds out what of them can run again.
-        proven: numbers of those that are known to, since the step has left a plan which says so.
+        recorded: numbers of those that were recorded by plans so far.
+        num_proven: how many were recorded when the step left its plan: those are known to run again.
+        has_changed: whether the step has gone over to another plan.
         open: the buffer that takes the next small storage.
         blocks: names of the modules that run, innermost last.
     """
@@ -144,7 +148,9 @@ class Running:
     watched: WatchedCalls | None = None
     table: Table | None = None
     probe: TracingProbe | None = None
-    proven: Collection[int] = ()
+    recorded: Set[int] = frozenset()
+    num_proven: int = 0
+    has_changed: bool = False
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)
 
@@ -172,10 +178,18 @@ class Running:
             self.record_only(self.table.recorded, self.table.calls)
 
     def can_make(self, value: Value) -> bool:
-        """Whether the operation that made a value is known to make it again."""
+        """Whether the operation that made a value is known to make it again: by the plan that was followed when it ran,
+        or because it has."""
         if value.call is None:
             return False
-        return value.call.number in self.proven or (self.probe is not None and self.probe.can_make(value))
+        if value.call.order < self.num_proven and value.call.number in self.recorded:
+            return True
+        return self.probe is not None and self.probe.can_make(value)
+
+    def is_as_made(self, value: Value, parcel: Parcel) -> bool:
+        """Whether a parcel has the bytes that its operation made, as far as that is known."""
+        assert parcel.buffer is not None
+        return self.probe is None or self.probe.is_as_made(value, parcel.buffer)
 
     def record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
         """From now on the tape records these operations, which run within these calls; where it sees all, it records

@@ -30,6 +30,7 @@ class Progress(Protocol):
     moment: int
     num_saved: int
     pace: Pace | None
+    settled: Settled | None
 
 
 def _is_of_all(tensor: torch.Tensor, nbytes: int) -> bool:
@@ -105,6 +106,8 @@ class Settled:
             with torch._C._DisableTorchDispatch():
                 return Untouched(tensor)
         with self._lock:
+            if self._progress.settled is not self:  # another thread has left the plan just now
+                return None
             if self._kept.released:
                 self._kept.settle()
             if torch._C._len_torch_dispatch_stack():
@@ -223,6 +226,8 @@ class Settled:
         if table is None:
             return True
         with self._lock:
+            if self._progress.settled is not self:
+                return False
             moment = self._progress.moment + 1
             if moment >= table.num_moments:
                 return False

@@ -32,7 +32,7 @@ from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import KEEP, Figures
-from torchstorm.plan.trace import without_origin
+from torchstorm.plan.trace import PACK, without_origin
 
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
@@ -183,16 +183,20 @@ class Step:
         for other, is_exact in plans.others(planned, self._key):
             assert other.plan is not None
             table = table_of(other.plan)
+            if shared.planner.is_outdated(other, self._base_bytes):
+                continue
             if not departure.is_of(table, before, is_exact=is_exact):
                 continue
             plans.use(other)  # the next step may begin with it
             self._mistaken += [(other, at) for at in departure.made_otherwise_than(table)]
-            if departure.may_follow(table, before):
+            if departure.may_follow(table):
                 self._planned, self._is_exact = other, is_exact
                 return Choice(other.plan, None, is_exact)
             is_known = True
             break
-        self._is_planned_for = not is_known and plans.left() and not planned.is_given
+        # What backward has let go of by now has the sizes of the plan, which may be for larger steps.
+        has_all_sizes = self._is_exact or departure.kind == PACK
+        self._is_planned_for = not is_known and plans.left() and not planned.is_given and has_all_sizes
         # With nowhere to move tensors, what is recorded tells what can be computed again.
         is_needed = self._is_planned_for or shared.residency.default_tier == KEEP
         if not is_needed or (shared.recompute and self._tape is None):

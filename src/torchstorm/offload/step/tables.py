@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Set
 
 from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.recompute.watched import call_of, moment_of
@@ -11,7 +12,7 @@ from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, replays
-from torchstorm.plan.trace import PACK, UNPACK
+from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 _MOST_TABLES = 64
 
@@ -81,7 +82,7 @@ class Table:
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
         self._plan, self._stays = plan, self.stays
-        self._recorded_for: tuple[tuple[Table, ...], bool] | None = None
+        self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
         self.record_for(())
 
     def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
@@ -105,6 +106,11 @@ class Table:
         """Those that run again and are recorded before a moment, if not all operations are."""
         return set() if self._all_recorded else {one for one in self.operations if moment_of(one) < moment}
 
+    def recorded_after(self, moment: int, before: Set[int]) -> set[int]:
+        """What is recorded of a step that has recorded other operations until this moment, and these from then on."""
+        mine, theirs = self.operations_before(moment), {one for one in before if moment_of(one) < moment}
+        return (self.operations - mine) | theirs
+
     def is_computed_again(self, ordinal: int) -> bool:
         """Whether a storage is let go to be computed again."""
         return not self._stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
@@ -112,13 +118,14 @@ class Table:
     def record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
         """Has recorded what plans need that a step may go over to, as long as it goes like theirs: what is computed
         again by those, and what from. Where it may turn out to be `any_other` step, all that can be computed again."""
-        if (others, any_other) == self._recorded_for:
+        recorded_for = tuple(map(weakref.ref, others)), any_other
+        if recorded_for == self._recorded_for:
             return
-        self._recorded_for = others, any_other
+        self._recorded_for = recorded_for
         self.recorded, self.stays = self.operations, self._stays
         self.may_change = any_other or bool(others)
         if any_other:
-            self.recorded = {op.number for op in self._plan.trace.ops}
+            self.recorded = self.operations | _possible(self._plan.trace)
             self.stays = [
                 stays and one.parcel < 0 for stays, one in zip(self._stays, self._plan.trace.storages, strict=True)
             ]
@@ -130,6 +137,16 @@ class Table:
             self.stays = [a and b for a, b in zip(self.stays, other._stays[:saved], strict=False)] + self.stays[saved:]
         self.calls = {call_of(number) for number in self.recorded}
         self.leaving = {number: _leaving(self._plan, number) for number, stays in enumerate(self.stays) if not stays}
+
+
+def _possible(trace: Trace) -> set[int]:
+    """Numbers of the operations that can run again from what autograd saves, whatever else is let go."""
+    possible: set[int] = set()
+    for at, op in enumerate(trace.ops):
+        inputs = [trace.values[value] for value in op.inputs]
+        if all(one.storage >= 0 or one.op in possible for one in inputs):
+            possible.add(at)
+    return {trace.ops[at].number for at in possible}
 
 
 def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
