@@ -264,8 +264,13 @@ def step_s(
 
 def every_placement(trace: Trace, tiers: Sequence[str]) -> Iterator[tuple[list[Placement], dict[int, Again]]]:
     """Every choice of these tiers with all moments of leaving and coming back; no two parcels of which make sense only
-    together are left out. For a handful of parcels."""
+    together are left out. For a handful of parcels. What the step does not need is not computed again where it can
+    move: what it is made of would have to stay, for a step that does need it."""
+    can_move = not {"ram", "disk"}.isdisjoint(tiers)
     for chosen in itertools.product(tiers, repeat=len(trace.parcels)):
+        unneeded = (one.needed >= trace.num_moments for one in trace.parcels)
+        if can_move and any(a and b == "recompute" for a, b in zip(unneeded, chosen, strict=True)):
+            continue
         try:
             again = computed_again(trace, [Placement(tier=tier) for tier in chosen])
         except Impossible:

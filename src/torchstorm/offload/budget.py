@@ -127,7 +127,7 @@ class Stack:
     def trim(self, ram_bytes: int) -> None:
         """Gives pinned memory back that plans, which take at most so much of it, have no use for."""
         if self.arenas:  # pragma: gpu
-            self.arenas[-1].trim(ram_bytes - self.spare.ram, beside=True)
+            self.arenas[-1].trim(max(0, ram_bytes - self.spare.ram), beside=True)
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""

@@ -284,8 +284,8 @@ def _are_alike(one: Planned, other: Planned) -> bool:
 
 def _covers(larger: Key, key: Key) -> bool:
     """Whether a step's first saved tensor is no larger than another's, and else alike."""
-    if len(larger) != len(key) or not key or larger[1:] != key[1:]:
-        return False
+    if len(larger) != len(key) or not (key and isinstance(key[0], tuple)) or larger[1:] != key[1:]:
+        return False  # a step that begins with a tensor of an earlier one has no sizes of its own
     ours, others = key[0], larger[0]
     return len(ours) == len(others) and all(one <= other for one, other in zip(ours, others, strict=True))
 

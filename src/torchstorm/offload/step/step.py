@@ -34,6 +34,7 @@ from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import KEEP, Figures
 from torchstorm.plan.trace import PACK, without_origin
 
+_MUCH = 0.4  # of the budget: another step may well need more than all of it
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
 
@@ -149,8 +150,12 @@ class Step:
             self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
             return Choice(None, self._recorder())
         others = tuple(plans.near(planned, key))
-        has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or planned.recomputes)
+        has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or self._is_tight(planned))
         return Choice(planned.plan, self._measure(planned), self._is_exact, others, has_tight_ram)
+
+    def _is_tight(self, planned: Planned) -> bool:
+        """Whether a step that saves more than another, as far as can be expected, might not fit."""
+        return planned.recomputes or planned.trace.saved_bytes > _MUCH * self._shared.residency.limit_bytes
 
     def _recorder(self) -> Recorder:
         return Recorder(

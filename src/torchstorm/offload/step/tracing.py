@@ -14,6 +14,7 @@ from torchstorm.offload.step.clock import CpuClock, seconds_between
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
+from torchstorm.plan.solve import shift_base
 from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
 from torchstorm.plan.typical import typical
 from torchstorm.transfer.engine import StreamClock
@@ -103,9 +104,10 @@ class Recorder:
         self._is_paused = True
         self._followed, self._num_before = followed, num_saved
         sizes = [saved[at].nbytes if at in saved else followed.storages[at].nbytes for at in range(num_saved)]
+        # Beside as much of other memory as there is in this step.
+        moments = shift_base(followed, self._base_bytes - followed.base_bytes).moments
         self._moments_before = tuple(
-            replace(one, nbytes=sizes[one.storage] if one.storage >= 0 else one.nbytes)
-            for one in followed.moments[:moment]
+            replace(one, nbytes=sizes[one.storage] if one.storage >= 0 else one.nbytes) for one in moments[:moment]
         )
         self._signatures = [one.signature for one in self._moments_before]
         self._stills = []
