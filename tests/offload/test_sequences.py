@@ -9,7 +9,6 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.forced import at_random, force_recompute
+from offload.test_watched import Doubled
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.tracing import Recorder
@@ -73,6 +73,11 @@ def take(model: Net, step: Step, seed: int, session: Session | None) -> list[tor
     else:
         with session.step():
             model(x, masked_from, skipped).square().mean().backward()
+    return taken(model)
+
+
+def taken(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients, which the model has no more: zero for a weight that was not used."""
     found = [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
     model.zero_grad()
     return found
@@ -214,13 +219,10 @@ def test_steps_that_differ_in_what_makes_a_tensor_and_in_nothing_else_are_exact(
         torch.manual_seed(seed)
         x = torch.randn(ROWS, WIDTH)
         model(x).square().mean().backward()
-        expected = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        model.zero_grad()
+        expected = taken(model)
         with session.step():
             model(x).square().mean().backward()
-        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        model.zero_grad()
-        assert all(map(torch.equal, expected, found)), seed
+        assert all(map(torch.equal, expected, taken(model))), seed
 
 
 @pytest.mark.no_cover
@@ -240,9 +242,7 @@ def test_a_llama_whose_batches_are_padded_now_and_then_follows_plans(has_disk: b
         mask[1, length // 2 :] = seed % 3 == 0
         with session.step() if session is not None else contextlib.nullcontext():
             model(input_ids=tokens, attention_mask=mask, labels=tokens, use_cache=False).loss.backward()
-        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        model.zero_grad()
-        return found
+        return taken(model)
 
     plain, model = llama(), llama()
     with Session(model, unlimited=True) as session:
@@ -339,9 +339,7 @@ def test_parts_of_a_storage_are_exact_in_steps_that_compute_again(is_recurrent: 
     def gradients(session: Session | None) -> list[torch.Tensor]:
         with session.step() if session is not None else contextlib.nullcontext():
             model(x).square().mean().backward()
-        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        model.zero_grad()
-        return found
+        return taken(model)
 
     expected = gradients(None)
     with Session(model, unlimited=True) as session:
@@ -351,18 +349,6 @@ def test_parts_of_a_storage_are_exact_in_steps_that_compute_again(is_recurrent: 
         for index in range(4):
             assert all(map(torch.equal, expected, gradients(session)))
             assert session.usage().ram_bytes <= budget or not index, "only plans compute parts again"
-
-
-class Twice(torch.autograd.Function):
-    """Cannot be computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
 
 
 def test_what_nobody_saves_is_not_held_for_the_sake_of_unknown_steps() -> None:
@@ -375,7 +361,7 @@ def test_what_nobody_saves_is_not_held_for_the_sake_of_unknown_steps() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
-                y = Twice.apply(torch.tanh(layer(x)))
+                y = Doubled.apply(torch.tanh(layer(x)))
                 made.append(weakref.ref(y))
                 x = x + y
             return x

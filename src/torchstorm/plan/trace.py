@@ -229,6 +229,13 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
     )
 
 
+def num_shared(trace: Trace, other: Trace) -> int:
+    """How many moments two steps begin with alike, but for sizes."""
+    pairs = enumerate(zip(trace.moments, other.moments, strict=False))
+    parted = (at for at, (one, two) in pairs if (one.kind, one.storage) != (two.kind, two.storage))
+    return next(parted, min(trace.num_moments, other.num_moments))
+
+
 def without_origin(trace: Trace, storage: int) -> Trace:
     """The same step where it is not known what has made a storage, so that it cannot be recomputed."""
     storages, values = list(trace.storages), list(trace.values)

@@ -12,7 +12,7 @@ from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import Trace, num_shared
 
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_NEAR = 4
@@ -161,11 +161,11 @@ class Plans:
             plan = planned.plan
             if plan is None or self.is_measured_again(planned):
                 continue
-            num_shared = _num_shared(trace, plan.trace)
-            if num_shared == trace.num_moments == plan.trace.num_moments:
+            shared = num_shared(trace, plan.trace)
+            if shared == trace.num_moments == plan.trace.num_moments:
                 continue  # it is for the same steps
             for number, (one, other) in enumerate(zip(trace.parcels, plan.trace.parcels, strict=False)):
-                if max(one.sealed, other.sealed) >= num_shared or one.num_storages != other.num_storages:
+                if max(one.sealed, other.sealed) >= shared or one.num_storages != other.num_storages:
                     break
                 found.setdefault(number, plan.placements[number].tier)
         return found
@@ -288,10 +288,3 @@ def _covers(larger: Key, key: Key) -> bool:
         return False  # a step that begins with a tensor of an earlier one has no sizes of its own
     ours, others = key[0], larger[0]
     return len(ours) == len(others) and all(one <= other for one, other in zip(ours, others, strict=True))
-
-
-def _num_shared(trace: Trace, other: Trace) -> int:
-    """How many moments two steps begin with alike, but for sizes."""
-    pairs = enumerate(zip(trace.moments, other.moments, strict=False))
-    parted = (at for at, (one, two) in pairs if (one.kind, one.storage) != (two.kind, two.storage))
-    return next(parted, min(trace.num_moments, other.num_moments))

@@ -67,7 +67,7 @@ class Departure:
     def is_of(self, other: Table, before: Table, *, is_exact: bool) -> bool:
         """Whether a step that has followed one plan so far is one of another's: all its moments are."""
         return (
-            other.begins_like(before, self.moment)
+            other.num_shared(before) >= self.moment
             and other.has(self.moment, self.kind, self.ordinal, self.nbytes, is_exact=is_exact)
             and all(fits(nbytes, other.sizes[at], is_exact=is_exact) for at, nbytes in self.sizes.items())
             and (not self.is_made_otherwise or self._is_made_as(other))

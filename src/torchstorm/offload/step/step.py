@@ -146,9 +146,7 @@ class Step:
             self._is_exact = planned is None
         self._planned = planned
         if planned is None:
-            shared.watch.is_new_kind = True
-            self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
-            return Choice(None, self._recorder())
+            return self._traced()
         others = tuple(plans.near(planned, key))
         has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or self._is_tight(planned))
         return Choice(planned.plan, self._measure(planned), self._is_exact, others, has_tight_ram)
@@ -156,6 +154,13 @@ class Step:
     def _is_tight(self, planned: Planned) -> bool:
         """Whether a step that saves more than another, as far as can be expected, might not fit."""
         return planned.recomputes or planned.trace.saved_bytes > _MUCH * self._shared.residency.limit_bytes
+
+    def _traced(self) -> Choice:
+        """No plan is followed from here on, and a trace is made for one."""
+        shared = self._shared
+        shared.watch.is_new_kind = True
+        self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
+        return Choice(None, self._recorder())
 
     def _recorder(self) -> Recorder:
         return Recorder(
@@ -206,9 +211,7 @@ class Step:
         is_needed = self._is_planned_for or shared.residency.default_tier == KEEP
         if not is_needed or (shared.recompute and self._tape is None):
             return Choice(None)
-        shared.watch.is_new_kind = True
-        self._naming = self._naming or Naming(shared.model, shared.saved.blocks)
-        return Choice(None, self._recorder())
+        return self._traced()
 
     # ------------------------------------------------------------------ its end
 

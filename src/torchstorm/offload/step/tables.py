@@ -12,7 +12,7 @@ from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, replays
-from torchstorm.plan.trace import PACK, UNPACK, Trace
+from torchstorm.plan.trace import PACK, UNPACK, Trace, num_shared
 
 _MOST_TABLES = 64
 
@@ -74,7 +74,7 @@ class Table:
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.sizes = {one.storage: one.nbytes for one in plan.trace.moments if one.kind == PACK}
         self._all_recorded = all_recorded
-        self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `begins_like`
+        self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `num_shared`
         self.counted_bytes = [storage.nbytes for storage in storages]
         self.blocks = [storage.block for storage in storages]
         first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
@@ -94,13 +94,12 @@ class Table:
             return False
         return fits(nbytes, planned_bytes, is_exact=is_exact)
 
-    def begins_like(self, other: Table, moment: int) -> bool:
-        """Whether the moments before this one are another plan's as well, but for sizes."""
-        if other not in self._shared:
-            pairs = enumerate(zip(self.signatures, other.signatures, strict=False))
-            first = next((at for at, (one, two) in pairs if one[:2] != two[:2]), self.num_moments)
-            self._shared[other] = min(first, other.num_moments)
-        return self._shared[other] >= moment
+    def num_shared(self, other: Table) -> int:
+        """How many moments it begins with as another plan does, but for sizes."""
+        found = self._shared.get(other)
+        if found is None:
+            found = self._shared[other] = num_shared(self._plan.trace, other._plan.trace)
+        return found
 
     def operations_before(self, moment: int) -> set[int]:
         """Those that run again and are recorded before a moment, if not all operations are."""
@@ -130,8 +129,7 @@ class Table:
                 stays and one.parcel < 0 for stays, one in zip(self._stays, self._plan.trace.storages, strict=True)
             ]
         for other in others:
-            other.begins_like(self, 0)
-            parting = other._shared[self]
+            parting = self.num_shared(other)
             self.recorded = self.recorded | other.operations_before(parting)
             saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
             self.stays = [a and b for a, b in zip(self.stays, other._stays[:saved], strict=False)] + self.stays[saved:]
