@@ -172,7 +172,7 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
     trace = replace(trace_of(0.0), device="cuda", moments=moments)
     plan = plan_of(trace, *[Placement(tier="ram", drop=2, fetch=3)] * 10)
     found = pace.refine(trace, plan, Machine(name="bare"))
-    assert found.host == HostCost(record_s=70e-6, move_s=120e-6, idle_s=pytest.approx(idle_s))
+    assert found.host == HostCost(record_s=35e-6, move_s=120e-6, idle_s=pytest.approx(idle_s))
     assert sum(times(found)[:10]) == pytest.approx(forward_s)
     assert sum(times(found)[10:]) == pytest.approx(5e-3)
 

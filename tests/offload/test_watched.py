@@ -21,6 +21,7 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls, call_of
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.running import Running
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 256, 6
 
@@ -408,7 +409,7 @@ def test_what_is_computed_from_memory_that_was_freed_says_so(tmp_path: Path) -> 
 def test_thousands_of_operations_of_one_call_are_numbered_as_of_that_call() -> None:
     tape = Tape(torch.device("cpu"), is_leaf=lambda _: False, mark=lambda: 0.0)
     recurrent = nn.GRU(8, 8)
-    with WatchedCalls(tape, moment=lambda: 3):
+    with WatchedCalls(tape, Running(moment=3)):
         recurrent(torch.randn(400, 2, 8) * 2)
     found = Counter(call_of(call.number) for call in tape.calls)
     assert sorted(found.values())[-1] > 1024

@@ -176,7 +176,7 @@ def forecast_s(
             for number in again[index].sources:
                 if placements[number].tier in (RAM, DISK) and placements[number].drop <= index:
                     arrive(number)
-            clock += again[index].seconds
+            clock += again[index].compute_s
         if moment.kind == UNPACK:
             for number in needs.get(index, ()):
                 arrive(number)
@@ -189,8 +189,7 @@ def forecast_s(
 
 
 def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved: int, moved_bytes: float) -> float:
-    """Seconds that a step takes longer because following a plan is work for the host, beyond what `again` has of it;
-    negative where the host has time to spare.
+    """Seconds that a step takes longer because following a plan is work for the host.
 
     Args:
         trace, machine: as in `solve`.
@@ -200,8 +199,8 @@ def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved
     if trace.device == "cpu":
         return moved_bytes * machine.disk_delay_s_per_byte
     host = trace.host
-    moves_s = num_moved * host.move_s
-    return moves_s - min(host.idle_s, moves_s + host.record_s * sum(len(replay.ops) for replay in again))
+    own_s = num_moved * host.move_s + host.record_s * sum(len(replay.ops) for replay in again)
+    return max(0.0, own_s - host.idle_s)
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:

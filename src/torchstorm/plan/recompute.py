@@ -39,7 +39,8 @@ class Replay:
         made: parcels that exist from this moment on.
         sources: parcels that it reads. Moved ones must be back by then.
         transient_bytes: peak of temporarily allocated bytes.
-        seconds: time of all its operations, and what recording them takes the host in forward.
+        compute_s: time of all its operations.
+        seconds: that, and what recording them takes the host in forward.
     """
 
     ops: list[int] = field(default_factory=list)
@@ -47,6 +48,7 @@ class Replay:
     sources: list[int] = field(default_factory=list)
     transient_bytes: int = 0
     seconds: float = 0.0
+    compute_s: float = 0.0
 
 
 def can_recompute(trace: Trace) -> list[bool]:
@@ -193,6 +195,7 @@ class Replayer:
                 wanted += reversed(missing)
                 continue
             replay.ops.append(index)
+            replay.compute_s += op.compute_s
             replay.seconds += op.compute_s + self._record_s
             for output in op.outputs:
                 is_read = output not in there  # otherwise the existing value is read

@@ -402,7 +402,7 @@ class Scheduler:
                 if kind != _FETCH:
                     delay = max(delay, came[one] - clock[moment])
             if kind == _REPLAY:
-                delay += again[moment].seconds
+                delay += again[moment].compute_s
         moved_bytes = float(self._sizes[moved].sum())
         own_s = host_s(self.trace, self.machine, again.values(), num_moved=len(moved), moved_bytes=moved_bytes)
         return clock[self.num] + delay + own_s

@@ -15,7 +15,7 @@ def recompute_seconds(trace: Trace, placements: Sequence[Placement]) -> list[flo
     seconds = [0.0] * len(trace.parcels)
     for replay in (replays(trace, placements) or {}).values():
         for number in replay.made:
-            seconds[number] += replay.seconds / len(replay.made)
+            seconds[number] += replay.compute_s / len(replay.made)
     return seconds
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
+from torchstorm.offload.recompute.repeats import Repeats, Unfinished
 from torchstorm.offload.recompute.tensors import (
     collect,
     covers_all,
@@ -28,17 +29,12 @@ from torchstorm.offload.recompute.tensors import (
     plain_arguments,
     tensors_of,
 )
-from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, weak_reference
 from torchstorm.offload.torch_private import pause_in_backward, skip_dynamo
 
 # Asked at every operation that is recorded.
 _backward = torch._C._current_graph_task_id  # which one runs; -1 for none
-_vmap_level = torch._C._functorch.maybe_current_level
-_with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
-
-TINY_BYTES = 4096
-"""What no record knows and is smaller is kept for the records that use it."""
 
 
 class Tape(TorchDispatchMode):
@@ -63,13 +59,15 @@ class Tape(TorchDispatchMode):
         self.num_calls = 0
         self.wanted: Collection[int] | None = None  # numbers of the operations to record; None for all
         self.is_within_call = True  # outside of what `WatchedCalls` sees, nothing is recorded
+        self.repeats: Repeats | None = None  # records of an earlier step, of functions that are single operations
+        self.within: list[Call] | None = None  # what is recorded within a function, while it runs
+        self.saved_within: list[Value] = []  # what autograd saves meanwhile of what these make
         self._device = device
-        self._kind = device.type
+        self.kind = device.type
         self._is_leaf = is_leaf
-        self._known: dict[int, Value] = {}  # what lies in the storage at an address
-        self._leaves: dict[int, list[Leaf]] = {}
-        # A function that runs, its arguments, and places of those of its results that autograd has yet to save.
-        self._unfinished: tuple[Call, list[torch.Tensor], Iterator[int]] | None = None
+        self.known: dict[int, Value] = {}  # what lies in the storage at an address
+        self.leaves: dict[int, list[Leaf]] = {}  # what records refer to, by the same
+        self.unfinished: Unfinished | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -103,41 +101,36 @@ class Tape(TorchDispatchMode):
             return out
         return self._record(func, what, number, args, kwargs)
 
-    def takes_whole(self, number: int) -> bool:
-        """Whether what a function does, as a single operation of that number, is to be recorded now, and is no more
-        than it was told to do."""
-        return (
-            self.wanted is not None
-            and number in self.wanted
-            and not self.idle
-            and _backward() == -1
-            and forward_ad._current_level < 0
-            and _with_gradients()
-            and not _is_autocast(self._kind)  # which converts arguments
-            and _vmap_level() is None  # whose tensors have no bytes of their own
-        )
-
     def value_of(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage, None where that is not known."""
-        known = self._known.get(storage._cdata)
+        known = self.known.get(storage._cdata)
         return known if known is not None and known.version == version else None
 
     def value_to_save(self, storage: torch.UntypedStorage, version: int) -> Value | None:
         """What lies in a storage that autograd saves. Where not everything is recorded, it gets a name now, by which
         operations that read it later know it."""
-        found = self._known.get(storage._cdata)
+        found = self.known.get(storage._cdata)
         if found is not None and found.version == version:
+            if self.within is not None and found.call in self.within:
+                self.saved_within.append(found)
             return found
         if self.wanted is None or self.idle:
             return None
-        if self._unfinished is None or storage.nbytes() < TINY_BYTES:
+        runs = self.unfinished
+        if runs is None or (storage.nbytes() < TINY_BYTES and not runs.is_observed):
             return self._remember(storage, version, None)  # what is tiny may be a number that a function was given
         # Autograd saves results before a function returns them.
-        call, arguments, places = self._unfinished
-        is_given = any(tensor.untyped_storage()._cdata == storage._cdata for tensor in arguments)
+        call, arguments, places, again, _ = runs
+        address = storage._cdata
+        is_given = any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == address for one in arguments)
         place = None if is_given else next(places, None)
         if place is None:
             return self._remember(storage, version, None)
+        if place == 0 and again is not None:
+            again.renew(storage, version, found)
+            again.nbytes = storage.nbytes()
+            self.known[address] = again
+            return again
         return self._add_output(call, storage, version, place)
 
     def name(self, storage: torch.UntypedStorage, version: int) -> Value:
@@ -147,22 +140,28 @@ class Tape(TorchDispatchMode):
     def begin_late(self, mark: Callable[[], object]) -> None:
         """From now on all operations are recorded, with their times."""
         self.idle, self.wanted, self.mark, self.calls = False, None, mark, []
+        self.repeats = None
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
-        self._known.pop(storage._cdata, None)
-        for leaf in self._leaves.pop(storage._cdata, ()):
+        known = self.known.pop(storage._cdata, None)
+        if known is not None:
+            known.out = None
+        for leaf in self.leaves.pop(storage._cdata, ()):
             if storage.nbytes() < TINY_BYTES:
                 _keep_a_copy(leaf)
             else:
                 leaf.version = -1
 
-    def clear(self) -> None:
-        """Forgets the step. Records live on in what autograd still holds."""
+    def clear(self, *, is_over: bool = False) -> None:
+        """Forgets the step. Records live on in what autograd still holds, unless all of it `is_over`."""
         self.idle = True
+        if is_over and self.repeats is not None:
+            self.repeats.forget_passing()
         self.calls = []
-        self._known = {}
-        self._leaves = {}
+        self.repeats = None
+        self.known = {}
+        self.leaves = {}
 
     # ------------------------------------------------------------------ recording
 
@@ -186,24 +185,28 @@ class Tape(TorchDispatchMode):
         described = []
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                described.append(self._describe_tensor(arg, inputs))
+                described.append(self.describe_tensor(arg, inputs))
             else:
                 described.append(self._describe(arg, inputs) if isinstance(arg, list | tuple) else arg)
         named = {name: self._describe(arg, inputs) for name, arg in kwargs.items()} if kwargs else kwargs
-        state = self._generator(kwargs).get_state() if what.draws else None
-        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], state, number, self.num_calls)
+        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], None, number, 0)
+        if what.draws:
+            call.state = self.generator(kwargs).get_state()
+        call.order = self.num_calls
         self.num_calls += 1
-        self._unfinished = call, arguments, iter(what.saves)
+        self.unfinished = Unfinished(call, arguments, iter(what.saves))
         start = self.mark() if self.mark is not None else None
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
-            self._unfinished = None
+            self.unfinished = None
         if start is not None and self.mark is not None:
             call.marks = (start, self.mark())
             self.calls.append(call)
         if type(out) is torch.Tensor:
-            self._made(call, [out], arguments)
+            self.made(call, [out], arguments)
+        if self.repeats is not None:
+            self.repeats.keep(number, func, call, out, args, kwargs)
         return out
 
     def _record(self, func: Any, what: Operator, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,7 +225,7 @@ class Tape(TorchDispatchMode):
         if what.in_place and what.overwrites and covers_all(args[0]) and isinstance(described[0], Ref):
             call.inputs = [value for value in inputs if value is not described[0].value]
         if what.draws:
-            call.state = self._generator(kwargs).get_state()
+            call.state = self.generator(kwargs).get_state()
         if self.probe is not None:
             self.probe.before(call, _storages(described, args) | _storages(described_kwargs, kwargs))
         start = self.mark() if self.mark is not None else None
@@ -231,11 +234,13 @@ class Tape(TorchDispatchMode):
             call.marks = (start, self.mark())
             self.calls.append(call)
         self.num_calls += 1
+        if self.within is not None:
+            self.within.append(call)
         tensors = tensors_of(out)
         if what.in_place:
             self._written(call, args[0])
         else:
-            self._made(call, tensors, arguments)
+            self.made(call, tensors, arguments)
         if self.probe is not None:
             self.probe.after(call, out)
         return out
@@ -243,20 +248,21 @@ class Tape(TorchDispatchMode):
     def _describe(self, arg: Any, inputs: list[Value]) -> Any:
         """What stands in a record for an argument."""
         if isinstance(arg, torch.Tensor):
-            return self._describe_tensor(arg, inputs)
+            return self.describe_tensor(arg, inputs)
         if isinstance(arg, list):  # which its owner may change
             return [self._describe(item, inputs) for item in arg]
         if isinstance(arg, tuple) and any(isinstance(item, torch.Tensor | list) for item in arg):
             return type(arg)([self._describe(item, inputs) for item in arg])
         return arg
 
-    def _describe_tensor(self, tensor: torch.Tensor, inputs: list[Value]) -> Ref | Leaf:
+    def describe_tensor(self, tensor: torch.Tensor, inputs: list[Value]) -> Ref | Leaf:
+        """What stands in a record for an argument, whose value is added to the inputs if it is not among them."""
         if tensor.is_inference():  # it has no version counter, so nobody knows whether it will still be what it is
             inputs.append(Value(0, None))
             return Leaf(tensor, 0)
         storage, version = tensor.untyped_storage(), tensor._version
         address = storage._cdata
-        known = self._known.get(address)
+        known = self.known.get(address)
         if known is None:
             if tensor.device != self._device or self._is_leaf(address) or storage.nbytes() < TINY_BYTES:
                 return self._leaf(tensor, address, version)
@@ -274,25 +280,25 @@ class Tape(TorchDispatchMode):
 
     def _leaf(self, tensor: torch.Tensor, address: int, version: int) -> Leaf:
         leaf = Leaf(tensor, version, address)  # itself: below autograd, an alias would count its own versions
-        self._leaves.setdefault(address, []).append(leaf)
+        self.leaves.setdefault(address, []).append(leaf)
         return leaf
 
     def _remember(self, storage: torch.UntypedStorage, version: int, call: Call | None) -> Value:
         """Gives a name to what lies in a storage now."""
         address = storage._cdata
-        before = self._known.get(address)
+        before = self.known.get(address)
         watch = weak_reference(storage) if before is None else before.watch
-        value = self._known[address] = Value(storage.nbytes(), call, watch, version)
+        value = self.known[address] = Value(storage.nbytes(), call, watch, version)
         return value
 
-    def _made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+    def made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
         """Names an operation's outputs; what shares an argument's storage is a view, whatever the schema says."""
         for place, tensor in enumerate(tensors):
             if tensor.device != self._device or not has_bytes(tensor):
                 continue
             storage = tensor.untyped_storage()
             address, version = storage._cdata, tensor._version
-            known = self._known.get(address)
+            known = self.known.get(address)
             if known is not None and known.version == version:
                 continue  # autograd has saved it by now, or it is a view of what is known
             if storage.nbytes() and not any(one.untyped_storage()._cdata == address for one in arguments):
@@ -309,23 +315,24 @@ class Tape(TorchDispatchMode):
         call.places.append(place)
         return value
 
-    def _generator(self, kwargs: dict[str, Any]) -> torch.Generator:
-        return kwargs.get("generator") or default_generator(self._device)
+    def generator(self, kwargs: dict[str, Any] | None) -> torch.Generator:
+        """What an operation draws from."""
+        return (kwargs or {}).get("generator") or default_generator(self._device)
 
     # ------------------------------------------------------------------ writes
 
     def _protect_leaves(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A weight, buffer or input is about to change: records that use it get a copy of what it was."""
         for tensor in _written_to(what, args, kwargs):
-            for leaf in self._leaves.pop(tensor.untyped_storage()._cdata, ()):
+            for leaf in self.leaves.pop(tensor.untyped_storage()._cdata, ()):
                 _keep_a_copy(leaf)
 
     def _forget_written(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in _written_to(what, args, kwargs):
             address = tensor.untyped_storage()._cdata
-            known = self._known.get(address)
+            known = self.known.get(address)
             if known is not None:
-                self._known[address] = Value(known.nbytes, None, known.watch, -1)
+                self.known[address] = Value(known.nbytes, None, known.watch, -1)
 
 
 # Set here, and not by its name in the class: PyTorch would wrap it in what takes 10 us a call.

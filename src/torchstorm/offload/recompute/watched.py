@@ -11,14 +11,16 @@ calls more, as of a step that logs something, change no other call's number.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from torchstorm.offload.recompute.operators import operator, single
+from torchstorm.offload.recompute.repeats import NOT_REPEATED, keep_counters
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
@@ -26,8 +28,26 @@ _NAMES = 1 << 20  # of functions
 _COUNTS = 1 << 10  # of a function's calls after a moment
 _PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with some ten operations a time step
 
+# Asked at every function that is recorded.
+_backward = torch._C._current_graph_task_id  # which one runs; -1 for none
+_vmap_level = torch._C._functorch.maybe_current_level
+_num_modes, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+_with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+
 _GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+
+class Progress(Protocol):
+    """How far a step is."""
+
+    @property
+    def moment(self) -> int:
+        """Number of its latest moment."""
+
+
+class _Begun:
+    moment = 0
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -35,17 +55,17 @@ class WatchedCalls(TorchFunctionMode):
 
     Args:
         tape: records.
-        moment: gives the number of the latest moment of the step.
+        progress: of the step; it may be set later.
         enters: whether the tape is to be entered for every call; else it is active all the time, and only numbered.
     """
 
-    def __init__(self, tape: Tape, *, moment: Callable[[], int], enters: bool = True) -> None:
+    def __init__(self, tape: Tape, progress: Progress | None = None, *, enters: bool = True) -> None:
         super().__init__()
         pause_in_backward(WatchedCalls)
         self._calls: Collection[int] | None = None  # within which operations are recorded; None for all
         self._names: Collection[int] = ()  # of the functions that are called there
         self._tape = tape
-        self._moment_now = moment
+        self.progress: Progress = progress or _Begun()
         self._enters = enters
         self._moment = -1
         self._counts: dict[int, int] = {}  # calls of every function since that moment
@@ -65,13 +85,18 @@ class WatchedCalls(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._tape.idle:
             return func(*args, **kwargs) if kwargs else func(*args)
-        moment, counts = self._moment_now(), self._counts
+        moment, counts = self.progress.moment, self._counts
         if moment != self._moment:
             self._moment = moment
             counts.clear()
         count = counts[name] = counts.get(name, 0) + 1
         number = (moment * _COUNTS + count) * _NAMES + name
         if calls is None or writes or number in calls:
+            tape = self._tape
+            if tape.repeats is not None and not writes and _is_plain(tape.kind):
+                out = tape.repeats.run(tape, number * _PLACES, func, args, kwargs)
+                if out is not NOT_REPEATED:
+                    return out
             return self._record(number, func, writes, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -81,7 +106,9 @@ class WatchedCalls(TorchFunctionMode):
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
-        if not writes and tape.takes_whole(number * _PLACES) and _is_seen_by_no_other():
+        if writes:
+            keep_counters(tape, args, kwargs)
+        elif _takes_whole(tape, number * _PLACES):
             again = single(func, args, kwargs)
             if again is not None:
                 return tape.record_function(func, *again, number * _PLACES, args, kwargs)
@@ -91,12 +118,42 @@ class WatchedCalls(TorchFunctionMode):
         tape.is_within_call = True
         if self._enters:
             see_operations(tape)
+        if tape.repeats is not None:
+            tape.within, tape.saved_within = [], []
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         finally:
             tape.is_within_call = False
             if self._enters:
                 see_no_more_operations()
+            calls, tape.within = tape.within, None
+        if tape.repeats is not None and calls is not None and not writes and _is_plain(tape.kind):
+            tape.repeats.keep_chosen(tape, number * _PLACES, func, calls, tape.saved_within, out, args, kwargs)
+        return out
+
+
+def _takes_whole(tape: Tape, number: int) -> bool:
+    """Whether what a function does, as a single operation of that number, is to be recorded now, and is no more than it
+    was told to do."""
+    return tape.wanted is not None and number in tape.wanted and not tape.idle and _is_plain(tape.kind)
+
+
+def _is_plain(kind: str) -> bool:
+    """Whether a function does now no more than it is told to do, on a device of that kind."""
+    return (
+        _backward() == -1
+        and forward_ad._current_level < 0
+        and _with_gradients()
+        and not _is_autocast(kind)  # which converts arguments
+        and _vmap_level() is None  # whose tensors have no bytes of their own
+        and (not _num_modes() or _is_seen_by_no_other())
+    )
+
+
+def _is_seen_by_no_other() -> bool:
+    """Whether no mode that was entered before a function's is called next, which may run something else than it. One
+    that says on which device new tensors are made does not."""
+    return all(type(_mode_at(place)) is DeviceContext for place in range(_num_modes()))
 
 
 def call_of(number: int) -> int:
@@ -107,14 +164,6 @@ def call_of(number: int) -> int:
 def moment_of(number: int) -> int:
     """The number of the moment after which an operation of that number runs."""
     return call_of(number) // (_NAMES * _COUNTS)
-
-
-def _is_seen_by_no_other() -> bool:
-    """Whether no mode that was entered before is called next, which may run something else than the function. One that
-    says on which device new tensors are made does not."""
-    num_others = torch._C._len_torch_function_stack()
-    at = torch._C._get_function_stack_at
-    return not num_others or all(type(at(place)) is DeviceContext for place in range(num_others))
 
 
 _known: dict[Any, tuple[int, bool]] = {}

@@ -140,6 +140,11 @@ class _Step:
         self._left = 0.0
         self.given: list[torch.Tensor] = []  # to the model, at its first call
 
+    @property
+    def moment(self) -> int:
+        """Number of the latest moment."""
+        return len(self._signatures) - 1
+
     def run(
         self,
         model: torch.nn.Module,
@@ -158,7 +163,7 @@ class _Step:
         naming = Naming(model, self._blocks)
         calls: AbstractContextManager[Any] = nullcontext()
         if not any(asks_for_function_modes(type(module)) for module in model.modules()):
-            calls = WatchedCalls(self._tape, moment=lambda: len(self._signatures) - 1, enters=False)
+            calls = WatchedCalls(self._tape, self, enters=False)
         inputs = model.register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         try:
             with (

@@ -97,12 +97,9 @@ class SavedTensors:
         with self._locked:
             self._end()
             self._run = Running(in_step=True, fixed=fixed, choose=choose, change=change, tape=tape, watched=watched)
+            if watched is not None:
+                watched.progress = self._run
             self.residency.begin_step()
-
-    @property
-    def moment(self) -> int:
-        """Number of the step's latest moment."""
-        return self._run.moment
 
     @property
     def left_plan(self) -> bool:
@@ -154,7 +151,7 @@ class SavedTensors:
         for saved in self.residency.known.all():
             saved.ordinal = -1
         if self._run.tape is not None:
-            self._run.tape.clear()
+            self._run.tape.clear(is_over=not self.residency.known)
         # These refer back to it: without that, its end need not wait for the garbage collector.
         self._run.settled = self._run.watched = self._run.change = None
         self._run = Running()
@@ -166,9 +163,12 @@ class SavedTensors:
         if torch._C._is_torch_function_mode_enabled():  # no mode sees what is done here
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
+        if type(tensor) is torch.nn.Parameter:
+            return Untouched(tensor)
         settled = self._run.settled
         if settled is not None:
-            packed = settled.pack(tensor)
+            made = settled.pack_made(settled.repeats, tensor) if settled.repeats is not None else None
+            packed = made or settled.pack(tensor)
             if packed is not None:
                 return packed
         storage = storage_of(tensor, self.residency.device)
@@ -312,7 +312,8 @@ class SavedTensors:
                 others = tuple(self._table_of(plan) for plan in choice.others)
                 self._run.table.record_for(others, any_other=choice.any_other)
                 self._run.recorded = self._run.table.recorded
-            self._run.set_up_tape(self.residency.device, room_bytes=self._room.unused_bytes)
+            may_repeat = not (self.residency.known or self.residency.checks)
+            self._run.set_up_tape(self.residency.device, may_repeat=may_repeat, room_bytes=self._room.unused_bytes)
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
             self._run.settled = self._settle_in()
@@ -347,6 +348,9 @@ class SavedTensors:
             fetch=self._fetch,
             is_input=functools.partial(self._saver.is_input, self._run),
             save=functools.partial(self._saver.save_as_planned, self._run),
+            save_made=functools.partial(self._saver.save_made, self._run),
+            repeats=self._run.tape.repeats if self._run.tape is not None else None,
+            notice=self._run.tape.value_to_save if self._run.tape is not None else None,
             saved_by_the_same_call=self._saved_by_the_same_call,
             seal_if_full=functools.partial(self._saver.seal_if_full, self._run),
         )

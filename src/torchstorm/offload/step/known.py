@@ -14,13 +14,15 @@ class SavedStorages:
     def __init__(self) -> None:
         self._at: dict[int, list[Saved]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._at)
+
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> tuple[Saved | None, int]:
         """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
         for saved in self._at.get(storage._cdata, ()):
             came_back = saved.base is not None and saved.address != storage._cdata
             token, version = (saved.base, saved.base_version) if came_back else (saved.token, saved.version)
-            assert token is not None
-            if tensor._version == version and share_a_counter(token, tensor):
+            if token is not None and tensor._version == version and share_a_counter(token, tensor):
                 return saved, saved.offset if came_back else 0
         return None, 0
 
@@ -28,7 +30,8 @@ class SavedStorages:
         """The record of a storage that this step saved as number `first` or later, and that nothing has changed since
         it was made, by whatever version counter."""
         for saved in self._at.get(storage._cdata, ()):
-            if saved.ordinal >= first and saved.version == 0 and saved.token._version == 0:
+            token = saved.token
+            if saved.ordinal >= first and saved.version == 0 and token is not None and token._version == 0:
                 return saved
         return None
 

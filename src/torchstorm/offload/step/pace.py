@@ -25,9 +25,9 @@ from torchstorm.plan.typical import typical
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
-# What the hooks take the host in forward, measured on the hosts of an H200: docs/decisions/0014.
-_RECORD_S, _MOVE_S = 70e-6, 120e-6
-_MARK_S = 12e-6  # of the two marks that time an operation
+# What following a plan takes the host in forward, measured on the hosts of an H200: docs/decisions/0014 and 0017.
+_RECORD_S, _MOVE_S = 35e-6, 120e-6
+_TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two marks that time it
 _MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 _FEW = 8  # marks that tell too little
 
@@ -116,7 +116,7 @@ class Pace:
         if not host_s:
             return trace
         num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
-        own_s = len(self.calls) * (_RECORD_S + _MARK_S) + num_moved * _MOVE_S
+        own_s = len(self.calls) * _TIMED_RECORD_S + num_moved * _MOVE_S
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))

@@ -14,9 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchstorm.errors import OutOfVRAMError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Copy, Handle, Tier
 from torchstorm.offload.recompute.operators import Operator
-from torchstorm.offload.step.views import View
+from torchstorm.offload.step.views import View, weak_reference
 
 _ALIGNMENT = 512
+
+TINY_BYTES = 4096
+"""What no record knows and is smaller is kept for the records that use it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +85,7 @@ class Saved:
         kept: tensors that are handed back as they were, by handle.
         stale: whether its bytes changed in place while they were being copied.
         value: where its bytes come from, where the step is recorded.
+        origin: the tensor that was saved, which shares the version counter as long as it lives, in place of `counter`.
         fingerprint: with self-check, of bytes that are to be computed again, as they were saved.
         lost: makes the error to raise where its bytes, which were let go, are asked for; None where they were not.
     """
@@ -102,6 +106,7 @@ class Saved:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     stale: bool = False
     value: Value | None = None
+    origin: weakref.ref[torch.Tensor] | None = None
     fingerprint: torch.Tensor | None = None
     lost: Callable[[], TorchstormError] | None = None
 
@@ -112,11 +117,11 @@ class Saved:
         return storage is not None and storage.data_ptr() != self.pointer
 
     @property
-    def token(self) -> torch.Tensor:
-        """A tensor that shares the version counter."""
-        token = self.counter if self.counter is not None else self.parcel.hold
-        assert token is not None
-        return token
+    def token(self) -> torch.Tensor | None:
+        """A tensor that shares the version counter; None where none does any more that could change the bytes."""
+        if self.counter is not None:
+            return self.counter
+        return self.origin() if self.origin is not None else self.parcel.hold
 
 
 class Value:
@@ -132,9 +137,15 @@ class Value:
         is_read: whether an operation reads them that only those that a plan needs were recorded with.
         watch: keeps the storage's address from being used again for another one.
         version: autograd's version counter when they were there.
+        out: the tensor that a function returned with them, as long as nothing changes it; None where none is known.
+        view: how that looks at the storage.
+        saved_before: the record of the same in an earlier step, of which nothing is left.
     """
 
-    __slots__ = ("__weakref__", "call", "held", "is_read", "lost", "nbytes", "saved", "version", "watch")
+    __slots__ = (
+        *("__weakref__", "call", "held", "is_read", "lost", "nbytes", "out", "saved"),
+        *("saved_before", "version", "view", "watch"),
+    )
 
     def __init__(self, nbytes: int, call: Call | None, watch: StorageWeakRef | None = None, version: int = 0) -> None:
         self.nbytes = nbytes
@@ -145,6 +156,15 @@ class Value:
         self.held: tuple[torch.Tensor, int] | None = None
         self.lost: Callable[[], TorchstormError] | None = None
         self.is_read = False
+        self.out: weakref.ref[torch.Tensor] | None = None
+        self.view: View | None = None
+        self.saved_before: Saved | None = None
+
+    def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
+        """A later step makes it again, in another storage, in which lay what was there before."""
+        self.watch = weak_reference(storage) if before is None else before.watch
+        self.version = version
+        self.saved = self.held = self.lost = None
 
 
 @dataclass(eq=False, slots=True)

@@ -56,7 +56,8 @@ class Residency:
         self.has_forgotten = False  # whether the step has let anything go to compute it again, without a plan
         self.resident: dict[int, Parcel] = {}  # by order of making
         self.make_room: Callable[[int, str], None] = lambda nbytes, block: None  # see `Room`
-        self._tiers, self._empty, self._check = tiers, empty, check
+        self.checks = check
+        self._tiers, self._empty = tiers, empty
         self.away: dict[int, Parcel] = {}  # by order of making
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
         self._order = self.first_order = 0
@@ -138,6 +139,13 @@ class Residency:
         self._order += 1
         self.absent.add(parcel)
         return parcel
+
+    def let_go_again(self, parcel: Parcel) -> None:
+        """Makes a parcel that `new_absent_parcel` made, and of which nothing is left, a new one."""
+        parcel.order = self._order
+        self._order += 1
+        parcel.used, parcel.recomputed = False, True
+        self.absent.add(parcel)
 
     def put(self, parcel: Parcel, tier: str) -> None:
         """Begins the copy out, to the named tier or, where that has no room, to another."""
@@ -242,8 +250,10 @@ class Residency:
             saved.stale = True
         if saved.base is not None and saved.base._version != saved.base_version:
             saved.stale = True
-        if parcel.recomputed and parcel.buffer is None and saved.token._version != saved.version:
-            saved.stale = True  # autograd would not have it either
+        if parcel.recomputed and parcel.buffer is None:
+            token = saved.token
+            if token is not None and token._version != saved.version:
+                saved.stale = True  # autograd would not have it either
         return saved.stale
 
     def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
@@ -289,7 +299,7 @@ class Residency:
                 parcel.back.wait()
         parcel.back = None
         came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
-        if self._check and came_back and self.is_alone(parcel):
+        if self.checks and came_back and self.is_alone(parcel):
             assert parcel.buffer is not None
             parcel.buffer.fill_(0xFF)
         self._release(parcel)
@@ -329,7 +339,7 @@ class Residency:
 
     def fingerprint_of(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """With `check`, what tells later whether the same bytes came back."""
-        return fingerprint(flat_bytes(storage)) if self._check else None
+        return fingerprint(flat_bytes(storage)) if self.checks else None
 
     def unused_bytes(self) -> int:
         """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""

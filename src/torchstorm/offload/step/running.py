@@ -154,12 +154,13 @@ class Running:
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)
 
-    def set_up_tape(self, device: torch.device, *, room_bytes: Callable[[], int]) -> None:
+    def set_up_tape(self, device: torch.device, *, may_repeat: bool, room_bytes: Callable[[], int]) -> None:
         """The step's plan is known now, or that it is traced: so is what its operations are recorded for.
 
         Args:
             device: the fast device.
-            room_bytes: what may be allocated on it beside all that is there.
+            may_repeat: whether records of an earlier step may be used again, of which nothing is left.
+            room_bytes: what may be allocated on the device beside all that is there.
         """
         tape, recorder = self.tape, self.recorder
         if tape is None:
@@ -175,6 +176,9 @@ class Running:
                 self.pace.calls, tape.mark = tape.calls, self.pace.mark
             else:
                 tape.mark = None
+                if may_repeat:
+                    tape.repeats = self.table.repeats
+                    tape.repeats.forget_passing()
             self.record_only(self.table.recorded, self.table.calls)
 
     def can_make(self, value: Value) -> bool:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
-from torchstorm.offload.step.parcels import Call, Parcel, Saved, bytes_in_a_buffer
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Running
@@ -203,6 +202,36 @@ class Saver:
         residency.known.add(saved, address)
         if parcel.hold is not None and tier != KEEP:
             residency.send(parcel, tier)
+        return saved
+
+    def save_made(self, run: Running, value: Value, tensor: torch.Tensor, ordinal: int) -> Saved:
+        """The same for a tensor that a recorded function returned, and that is to be computed again.
+
+        Args:
+            run: the step, which follows a plan.
+            value: its bytes.
+            tensor: what autograd saves.
+            ordinal: the storage's number.
+        """
+        assert run.table is not None
+        assert value.watch is not None
+        number, _, _, _, block = run.table.leaving[ordinal]
+        storage, nbytes = tensor.untyped_storage(), value.nbytes
+        address, watch, pointer = storage._cdata, value.watch, storage.data_ptr()
+        saved = value.saved_before
+        if saved is None or saved.nbytes != nbytes:
+            parcel = self._residency.new_absent_parcel(nbytes, block)
+            saved = Saved(parcel, nbytes, 0, value.version, None, address, watch, pointer, block)
+        else:  # gone from everywhere, since nothing is left of the step that it belonged to
+            parcel = saved.parcel
+            self._residency.let_go_again(parcel)
+            saved.version, saved.address, saved.watch, saved.pointer = value.version, address, watch, pointer
+            saved.counter, saved.stale, saved.lost, saved.block = None, False, None, block
+        parcel.number, saved.ordinal = number, ordinal
+        run.numbered[number] = parcel
+        saved.value, saved.origin, value.saved, value.saved_before = value, value.out, saved, saved
+        parcel.members.add(saved)
+        self._residency.known.add(saved, address)
         return saved
 
     def seal_if_full(self, run: Running, parcel: Parcel) -> None:

@@ -12,13 +12,14 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
-from torchstorm.offload.step.parcels import Parcel, Saved
+from torchstorm.offload.step.parcels import Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
-from torchstorm.offload.step.tables import Table, fits
+from torchstorm.offload.step.tables import Table, fits, is_made_by
 from torchstorm.offload.step.views import View, share_a_counter
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
@@ -54,7 +55,9 @@ class Settled:
         owner: gets tickets back.
         drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
-        save: takes charge of what leaves, as `Saver.save_as_planned`.
+        save, save_made: take charge of what leaves, as `Saver.save_as_planned` and `Saver.save_made`.
+        repeats: records of the step's operations; None where it has no such ones.
+        notice: hears of storages that stay and that a recorded operation makes, and of their versions.
         saved_by_the_same_call: a storage as that call of an autograd.Function saved it which saves this tensor of it.
         seal_if_full: told that a storage has joined a parcel.
     """
@@ -76,6 +79,9 @@ class Settled:
         fetch: Callable[[int], None],
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
         save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
+        save_made: Callable[[Value, torch.Tensor, int], Saved],
+        repeats: Repeats | None,
+        notice: Callable[[torch.UntypedStorage, int], object] | None,
         saved_by_the_same_call: Callable[[torch.UntypedStorage, torch.Tensor], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
@@ -90,8 +96,42 @@ class Settled:
         self._drop, self._fetch = drop, fetch
         self._owner = owner
         self._is_input = is_input
+        self._save_made, self.repeats, self._notice = save_made, repeats, notice
         self._save, self._saved_by_the_same_call, self._seal_if_full = save, saved_by_the_same_call, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
+
+    def pack_made(self, repeats: Repeats, tensor: torch.Tensor) -> Ticket | None:
+        """What autograd gets for a tensor that a recorded function returned, or a view of one, and that is to be
+        computed again; None for any other one."""
+        table, progress = self._table, self._progress
+        made = table.made.get(progress.moment + 1) if table is not None else None
+        if made is None or table is None or torch._C._len_torch_dispatch_stack():
+            return None
+        ordinal, maker = made
+        value = repeats.returned(tensor, maker[0])
+        if value is None or value.call is None or not is_made_by(value.call, maker):
+            return None
+        with self._lock:
+            moment = progress.moment + 1
+            if progress.settled is not self or table.made.get(moment) is not made:  # another thread was faster
+                return None
+            if not fits(value.nbytes, table.signatures[moment][2], is_exact=self._is_exact):
+                return None
+            saved = value.saved
+            if (ordinal != progress.num_saved) if saved is None else (saved.ordinal != ordinal):
+                return None
+            is_busy = moment in table.busy
+            if is_busy:
+                self._begin(moment)
+            if saved is None:
+                saved = self._save_made(value, tensor, ordinal)
+                progress.num_saved += 1
+            progress.moment = moment
+            saved.live += 1
+            ticket = Ticket(self._owner, saved, View.of(tensor))
+            if is_busy:
+                self._finish(moment)
+            return ticket
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
@@ -139,6 +179,8 @@ class Settled:
             if not self._is_its_own(tensor) or not self._count(counted_bytes):
                 return None
             progress.num_saved += 1
+            if ordinal in table.noticed and self._notice is not None:
+                self._notice(storage, tensor._version)
             found = kept.by_ordinal[ordinal] = KeptStorage(
                 address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
             )

@@ -84,8 +84,7 @@ class Step:
         self._watched: WatchedCalls | None = None
         sees_all = tensors.asks_for_modes or shared.compiled is not None or shared.runs_compiled
         if self._tape is not None and not sees_all:
-            saved = shared.saved
-            self._watched = WatchedCalls(self._tape, moment=lambda: saved.moment)
+            self._watched = WatchedCalls(self._tape)
         shared.saved.begin(fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)

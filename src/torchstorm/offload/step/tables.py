@@ -6,9 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Set
 
-from torchstorm.offload.recompute.tape import TINY_BYTES
+from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.recompute.watched import call_of, moment_of
-from torchstorm.offload.step.parcels import Call
+from torchstorm.offload.step.parcels import TINY_BYTES, Call
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, replays
@@ -42,7 +42,11 @@ class Table:
         may_change: whether a step may go over to another plan.
         calls: numbers of the calls within which these run.
         sizes: bytes of the storages.
+        noticed: storages that a recorded operation makes: its results are told apart by the order in which they are
+            saved, so the tape hears of those that stay, too.
+        made: of the moments at which what is computed again is saved, its number, and what makes it.
         read_until: storage -> the last moment at which something is computed again from it.
+        repeats: what was recorded of the last step.
     """
 
     def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
@@ -61,8 +65,6 @@ class Table:
         operations, sources = _makers(plan)
         operations.update(op for replay in again.values() for op in replay.ops)
         sources.update(self.read_until)
-        # What an operation makes is told apart by the order in which it is saved, so all of it is looked at.
-        sources.update(plan.trace.values[value].storage for op in operations for value in plan.trace.ops[op].outputs)
         # What others are computed again from must be found by its value; records hold what is tiny themselves.
         if plan.recomputes:
             self.stays = [
@@ -81,6 +83,7 @@ class Table:
         self.busy = {*plan.drops, *plan.fetches, first_use}
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
+        self.repeats = Repeats()
         self._plan, self._stays = plan, self.stays
         self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
         self.record_for(())
@@ -121,6 +124,7 @@ class Table:
         if recorded_for == self._recorded_for:
             return
         self._recorded_for = recorded_for
+        self.repeats.clear()  # what of an operation's results is looked at may differ
         self.recorded, self.stays = self.operations, self._stays
         self.may_change = any_other or bool(others)
         if any_other:
@@ -134,7 +138,16 @@ class Table:
             saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
             self.stays = [a and b for a, b in zip(self.stays, other._stays[:saved], strict=False)] + self.stays[saved:]
         self.calls = {call_of(number) for number in self.recorded}
+        trace = self._plan.trace
+        self.noticed = {
+            trace.values[value].storage for op in trace.ops if op.number in self.recorded for value in op.outputs
+        }
         self.leaving = {number: _leaving(self._plan, number) for number, stays in enumerate(self.stays) if not stays}
+        self.made = {
+            moment: (ordinal, self.leaving[ordinal][3])
+            for moment, (kind, ordinal, _) in enumerate(self.signatures)
+            if kind == PACK and not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
+        }
 
 
 def _possible(trace: Trace) -> set[int]:

@@ -1,0 +1,392 @@
+"""Records of an earlier step, used again where a step does the same.
+
+To record a function takes the host longer than most functions do: who made each argument, how it is looked at, and what
+is made. Steps that follow one plan call the same functions with the same weights and with what the same functions have
+returned. So a record is kept, and the next step only compares: an argument is the very tensor that a recorded function
+has returned, or the same weight, or an equal number. What differs is described anew, so that a record is always one of
+this step's call.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from torchstorm.offload.recompute.tensors import collect, has_bytes
+from torchstorm.offload.step.packed import is_of_parameter
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Ref, Value
+from torchstorm.offload.step.views import View, version_counter
+from torchstorm.offload.torch_private import attention_backend
+
+NOT_REPEATED = object()
+_TENSOR, _CONTAINERS, _FIRST = torch.Tensor, (list, tuple), (0,)
+
+
+class Unfinished(NamedTuple):
+    """A recorded function that runs.
+
+    Attributes:
+        call: its record.
+        arguments: what it is given, tensors among them.
+        places: of those of its results that autograd has yet to save before it returns.
+        again: what it returned in an earlier step, and makes again.
+        is_observed: whether the places are those that autograd was seen to save, however small.
+    """
+
+    call: Call
+    arguments: Sequence[Any]
+    places: Iterator[int]
+    again: Value | None = None
+    is_observed: bool = False
+
+
+class Recording(Protocol):
+    """A step that is recorded; see `Tape`."""
+
+    known: dict[int, Value]
+    leaves: dict[int, list[Leaf]]
+    num_calls: int
+    unfinished: Unfinished | None
+
+    def describe_tensor(self, tensor: torch.Tensor, inputs: list[Value]) -> Ref | Leaf:
+        """What stands in a record for an argument."""
+
+    def generator(self, kwargs: dict[str, Any] | None) -> torch.Generator:
+        """What an operation draws from."""
+
+    def made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
+        """Names an operation's outputs."""
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    """A function that was called, and did a single operation.
+
+    Attributes:
+        number: of the call's first operation.
+        func: the function.
+        given: its arguments, described as in a `Call`, those by name last.
+        names: of those.
+        call: the record of the operation.
+        value: what the function returned; None where that is not known.
+        chosen: which of several operations the function has chosen, where it does.
+        places: of the operation's arguments, where among the function's they are, -1 for none; None where they are the
+            function's.
+    """
+
+    number: int
+    func: Any
+    given: tuple[Any, ...]
+    names: tuple[str, ...]
+    call: Call
+    value: Value | None
+    chosen: object = None
+    places: tuple[int, ...] | None = None
+
+
+class Repeats:
+    """The records of the last step that followed a plan, by the numbers of the calls' first operations.
+
+    Its records are those of one step: it serves the next one when nothing of that is left.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._passing: list[Value] = []  # what records of a step refer to, and is none of theirs
+
+    def forget_passing(self) -> None:
+        """Nothing of the last step is left: its tensors are not kept alive by what was recorded of it."""
+        for value in self._passing:
+            value.held = value.call = value.out = None
+        self._passing.clear()
+        for record in self._records.values():
+            if record.value is not None:
+                record.value.out = None
+
+    def returned(self, tensor: torch.Tensor, number: int) -> Value | None:
+        """The bytes of a tensor that the call of a number has returned in this step, or of a view of it; None for any
+        other tensor, or where they were changed."""
+        record = self._records.get(number)
+        value = record.value if record is not None else None
+        out = value.out() if value is not None and value.out is not None else None
+        if value is None or out is None or (out is not tensor and tensor._base is not out):
+            return None
+        return value if tensor._version == value.version and _lies_in(tensor, value) else None
+
+    def run(self, tape: Recording, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a function that is a single operation, and records it as it was recorded the last time. What runs most,
+        hence the flat code.
+
+        Args:
+            tape: of the step.
+            number: of the call's first operation.
+            func, args, kwargs: as it was called.
+
+        Returns:
+            What the function returns; `NOT_REPEATED` where it must be recorded anew, and did not run.
+        """
+        record = self._records.get(number)
+        if record is None or record.func is not func:
+            return NOT_REPEATED
+        given = (*args, *kwargs.values()) if kwargs else args
+        if len(given) != len(record.given) or (kwargs and tuple(kwargs) != record.names):
+            return NOT_REPEATED
+        others: list[int] | None = None  # places of arguments that are to be described anew
+        place = -1
+        for item in record.given:
+            place += 1
+            arg, kind = given[place], type(item)
+            if kind is Ref:
+                if type(arg) is _TENSOR:
+                    source, view = item
+                    out = source.out() if source.out is not None else None
+                    if out is not None and arg._version == source.version and _lies_in(arg, source):
+                        if out is arg:
+                            if view is source.view:
+                                continue
+                        elif arg._base is out and View.of(arg) == view:
+                            continue
+            elif kind is Leaf:
+                if arg is item.tensor:
+                    address = arg.untyped_storage()._cdata
+                    if address == item.address and address not in tape.known:
+                        item.version = arg._version
+                        tape.leaves.setdefault(address, []).append(item)
+                        continue
+            elif arg is item or _is_same(arg, item):
+                continue
+            elif kind is not type(arg) or kind not in _CONTAINERS:
+                return NOT_REPEATED
+            if not _has_bytes(arg):
+                return NOT_REPEATED
+            others = others or []
+            others.append(place)
+        if record.chosen is not None and record.chosen != _CHOICES[func](*args, **(kwargs or {})):
+            return NOT_REPEATED
+        if others is not None:
+            self._describe_anew(tape, record, given, others)
+        call, value, operator = record.call, record.value, record.call.operator
+        if value is None:
+            call.outputs, call.places = [], []
+        elif operator.saves != _FIRST:  # which come before what it returns
+            call.outputs, call.places = [weakref.ref(value)], [0]
+        if operator.draws:
+            call.state = tape.generator(kwargs).get_state()
+        call.order = tape.num_calls
+        tape.num_calls += 1
+        tape.unfinished = Unfinished(call, given, iter(operator.saves), value, record.chosen is not None)
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            tape.unfinished = None
+        if type(out) is not _TENSOR:
+            return out
+        if value is None:
+            tape.made(call, [out], [one for one in _flat(given) if isinstance(one, torch.Tensor)])
+            return out
+        storage = out.untyped_storage()
+        address, version = storage._cdata, out._version
+        known = tape.known.get(address)
+        if known is not value:
+            is_given = known is not None and known.version == version
+            if is_given or (others is not None and _is_among(address, given)):
+                made = [pair for pair in zip(call.outputs, call.places, strict=True) if pair[0]() is not value]
+                call.outputs, call.places = [one for one, _ in made], [place for _, place in made]
+                self._drop(number)
+                return out
+            value.watch = StorageWeakRef(storage) if known is None else known.watch
+            value.version = version
+            value.saved = value.held = value.lost = None
+            tape.known[address] = value
+        value.out = weakref.ref(out)
+        if others is not None:
+            value.nbytes, view = storage.nbytes(), View.of(out)
+            if view != value.view:
+                value.view = view
+        return out
+
+    def _describe_anew(self, tape: Recording, record: _Record, given: tuple[Any, ...], others: list[int]) -> None:
+        """Has a record say what the function is given now, where that is not what it was given then."""
+        now = list(record.given)
+        for place in others:
+            now[place] = self._described(tape, given[place])
+        record.given = tuple(now)
+        call = record.call
+        if record.places is None:
+            num_args = len(given) - len(record.names)
+            call.args = record.given[:num_args]
+            call.kwargs = dict(zip(record.names, now[num_args:], strict=True))
+        else:
+            call.args = tuple(
+                item if place < 0 else now[place] for item, place in zip(call.args, record.places, strict=True)
+            )
+        read = (item.value for item in _flat((*call.args, *call.kwargs.values())) if type(item) is Ref)
+        call.inputs = list(dict.fromkeys(read))
+        if not _is_lasting(record.given):
+            self._drop(record.number)
+
+    def _described(self, tape: Recording, arg: Any) -> Any:
+        if isinstance(arg, list | tuple):
+            return type(arg)([self._described(tape, one) for one in arg])
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        found = _as_returned(tape.describe_tensor(arg, []), arg)
+        if type(found) is Ref and found.value.out is None:
+            self._passing.append(found.value)
+        return found
+
+    # ------------------------------------------------------------------ what is kept
+
+    def keep(self, number: int, func: Any, call: Call, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps the record of a function that ran, and that is a single operation."""
+        self._drop(number)
+        described = (*call.args, *call.kwargs.values())
+        if not _is_lasting(described):
+            return
+        given = tuple(_as_returned(item, arg) for item, arg in zip(described, (*args, *kwargs.values()), strict=True))
+        call.args, call.kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out)))
+
+    def keep_chosen(
+        self,
+        tape: Recording,
+        number: int,
+        func: Any,
+        calls: list[Call],
+        saved: list[Value],
+        out: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Keeps the record of a function that ran, and has chosen a single operation.
+
+        Args:
+            tape: of the step.
+            number: of the call's first operation.
+            func, args, kwargs: as it was called.
+            calls: what was recorded within it.
+            saved: which of what they made autograd saved, in that order.
+            out: what the function returned.
+        """
+        self._drop(number)
+        if len(calls) != 1 or func not in _CHOICES or type(out) is not torch.Tensor:
+            return
+        (call,) = calls
+        given = tuple(self._described(tape, arg) for arg in (*args, *kwargs.values()))
+        places = tuple(next((at for at, one in enumerate(given) if _is_one(item, one)), -1) for item in call.args)
+        tensors = [place for item, place in zip(call.args, places, strict=True) if not _is_simple(item)]
+        if -1 in tensors or not _is_lasting(given) or not all(map(_is_simple, call.kwargs.values())):
+            return
+        place_of = {made(): place for place, made in zip(call.places, call.outputs, strict=True)}
+        call.operator = replace(call.operator, saves=tuple(place_of[one] for one in dict.fromkeys(saved)))
+        chosen = _CHOICES[func](*args, **kwargs)
+        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out), chosen, places))
+
+    def _value_of(self, call: Call, out: Any) -> Value | None:
+        """What a function returned, if that is the first of what its operation makes."""
+        for place, reference in zip(call.places, call.outputs, strict=True):
+            value = reference()
+            if place == 0 and value is not None and type(out) is torch.Tensor:
+                value.out, value.view = weakref.ref(out), View.of(out)
+                return value
+        return None
+
+    def _keep(self, record: _Record) -> None:
+        self._passing += [one for one in record.call.inputs if one.out is None]
+        self._records[record.number] = record
+
+    def _drop(self, number: int) -> None:
+        record = self._records.pop(number, None)
+        if record is not None and record.value is not None:
+            self._passing.append(record.value)
+
+    def clear(self) -> None:
+        """Everything is recorded anew in the next step."""
+        for number in list(self._records):
+            self._drop(number)
+
+
+def keep_counters(tape: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A function may write to what it is given: whether it does must show when that is asked for again."""
+    found: list[torch.Tensor] = []
+    collect(args, found)
+    collect(kwargs.values(), found)
+    for tensor in found:
+        known = tape.known.get(tensor.untyped_storage()._cdata) if has_bytes(tensor) else None
+        if known is not None and known.saved is not None and known.saved.origin is not None:
+            known.saved.counter, known.saved.origin = version_counter(tensor), None
+
+
+_CHOICES: dict[Any, Callable[..., object]] = {F.scaled_dot_product_attention: attention_backend}
+
+
+def _lies_in(tensor: torch.Tensor, value: Value) -> bool:
+    """Whether a tensor still has the memory in which it was made."""
+    return value.watch is not None and tensor.untyped_storage()._cdata == value.watch.cdata
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same to a function."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor) or not _is_simple(one) or one != other:
+        return False
+    return type(one) is not float or one != 0 or math.copysign(1, one) == math.copysign(1, other)
+
+
+def _is_simple(item: Any) -> bool:
+    """Whether a value has no tensors in it."""
+    if isinstance(item, list | tuple) and type(item) is not Ref:
+        return all(_is_simple(one) for one in item)
+    return not isinstance(item, torch.Tensor | Ref | Leaf | dict)
+
+
+def _has_bytes(arg: Any) -> bool:
+    """Whether an argument is plain tensors only."""
+    if isinstance(arg, list | tuple):
+        return all(map(_has_bytes, arg))
+    return isinstance(arg, torch.Tensor) and has_bytes(arg)
+
+
+def _is_among(address: int, args: tuple[Any, ...]) -> bool:
+    """Whether the storage at an address is that of an argument."""
+    return any(isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata == address for arg in _flat(args))
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, list | tuple) and type(item) is not Ref:
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _as_returned(item: Any, arg: Any) -> Any:
+    """An argument's description; where it is the very tensor that a function has returned, by that one's own view."""
+    if type(item) is not Ref:
+        return item
+    value, view = item
+    is_out = value.out is not None and value.out() is arg and view == value.view
+    return tuple.__new__(Ref, (value, value.view)) if is_out else item
+
+
+def _is_one(item: Any, other: Any) -> bool:
+    """Whether two descriptions are of one tensor."""
+    if type(item) is Ref and type(other) is Ref:
+        return item.value is other.value and item.view == other.view
+    return isinstance(item, Leaf) and isinstance(other, Leaf) and item.tensor is other.tensor
+
+
+def _is_lasting(described: tuple[Any, ...]) -> bool:
+    """Whether a record keeps nothing alive from step to step but weights and what is tiny, and is of no graph."""
+    leaves = [item.tensor for item in _flat(described) if type(item) is Leaf]
+    return all(
+        is_of_parameter(one) or (one.grad_fn is None and one.untyped_storage().nbytes() < TINY_BYTES) for one in leaves
+    )

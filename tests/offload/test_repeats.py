@@ -1,0 +1,369 @@
+"""Records of an earlier step that are used again: what a step does otherwise than the last one is computed again as it
+was done, whatever stayed the same around it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from offload.forced import at_random, force_recompute
+from torchstorm.errors import UnsupportedError
+from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.session import Session
+
+ROWS, WIDTH = 128, 32
+
+Op = tuple[str, int, int]
+"""What is done, with which of the tensors so far."""
+
+
+class Program(nn.Module):
+    """Does what it is told, each time with what it has made so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.remembered: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, program: list[Op]) -> torch.Tensor:
+        made = [x * self.scale]
+        for name, one, other in program:
+            a, b = made[one % len(made)], made[other % len(made)]
+            made.append(torch.tanh(OPS[name](self, a, b, other)))
+        return torch.stack([each.square().mean() for each in made]).sum()
+
+
+def _attend(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    q, k, v = (one.view(1, 4, len(a) // 4, WIDTH) for one in (a, b, a))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=number % 2 == 0).view(-1, WIDTH)
+
+
+def _change_in_place(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    made = a * 0.5
+    made.add_(b.detach())
+    return made * 1.5
+
+
+def _change_memory(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    made = a * 0.5
+    made.data = b.detach().clone()
+    return made * a
+
+
+def _remember(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    if model.remembered is None:
+        model.remembered = a.detach() * 0.5
+    return model.remembered * b
+
+
+OPS: dict[str, Callable[[Program, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "multiply": lambda model, a, b, number: a * b,
+    "add": lambda model, a, b, number: torch.add(a, b, alpha=1 + number % 3),
+    "scale": lambda model, a, b, number: a * (0.25 * (number % 5)),
+    "linear": lambda model, a, b, number: F.linear(a, model.weights[number % 3]),
+    "product": lambda model, a, b, number: a @ model.weights[number % 3],
+    "norm": lambda model, a, b, number: F.layer_norm(a + b, (WIDTH,), model.scale),
+    "softmax": lambda model, a, b, number: torch.softmax(a, number % 2),
+    "silu": lambda model, a, b, number: F.silu(a),
+    "drop": lambda model, a, b, number: F.dropout(a, 0.1 * (1 + number % 3)),
+    "join": lambda model, a, b, number: torch.cat([a[:, : WIDTH // 2], b[:, WIDTH // 2 :]], -1),
+    "turn": lambda model, a, b, number: (a.view(4, len(a) // 4, WIDTH).transpose(0, 1) * 2.0).reshape(len(a), WIDTH),
+    "stride": lambda model, a, b, number: (a * 1.0 if number % 2 else (a.t() * 1.0).t()) * b,
+    "arrange": lambda model, a, b, number: (a if number % 2 else (a.t() * 1.0).t()).contiguous() * b,
+    "shrink": lambda model, a, b, number: a * b.mean(),
+    "attend": _attend,
+    "change in place": _change_in_place,
+    "change memory": _change_memory,
+    "remember": _remember,
+    "leave": lambda model, a, b, number: a,
+}
+
+
+def program() -> Program:
+    torch.manual_seed(0)
+    return Program()
+
+
+def gradients(
+    model: Program, seed: int, ops: list[Op], session: Session | None, *, rows: int = ROWS
+) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(rows, WIDTH)
+    if session is None:
+        model(x, ops).backward()
+    else:
+        with session.step():
+            model(x, ops).backward()
+    found = [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the records of the functions that were called since could be used again."""
+    found: list[bool] = []
+    run = Repeats.run
+
+    def noted(self: Repeats, *args: object) -> object:
+        out = run(self, *args)  # type: ignore[arg-type]
+        found.append(out is not NOT_REPEATED)
+        return out
+
+    monkeypatch.setattr(Repeats, "run", noted)
+    return found
+
+
+@contextmanager
+def computing_again(folder: Path | str, model: nn.Module, share: float = 1.0, *, rows: int = ROWS) -> Iterator[Session]:
+    """A Session so small that no two of a step's larger tensors share a buffer."""
+    with pytest.MonkeyPatch.context() as patch:
+        force_recompute(patch, at_random(random.Random(0), share))
+        patch.setattr(Planner, "judge", lambda *_: None)  # no plan is replaced for the times of its steps
+        with Session(model, ram=40 * rows * WIDTH * 4, disk=str(folder)) as session:
+            yield session
+
+
+LAYERS: list[Op] = [
+    op
+    for at in range(0, 12, 4)
+    for op in [("norm", at, at), ("linear", at + 1, at), ("silu", at + 2, 0), ("multiply", at + 3, at)]
+]
+ops = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    data=st.data(),
+    base=st.lists(ops, min_size=3, max_size=9),
+    share=st.sampled_from([1.0, 0.6]),
+    rows=st.sampled_from([ROWS, 10 * ROWS]),  # the larger ones' norms save means that are not tiny
+)
+def test_whatever_differs_between_two_steps_is_computed_again_as_it_was_done(
+    data: st.DataObject, base: list[Op], share: float, rows: int
+) -> None:
+    plain, model = program(), program()
+    with tempfile.TemporaryDirectory() as folder, computing_again(folder, model, share, rows=rows) as session:
+        for seed in range(9):
+            taken = list(base)
+            if seed > 3 and data.draw(st.booleans(), label="differs"):
+                taken[data.draw(st.integers(0, len(base) - 1), label="at")] = data.draw(ops, label="op")
+            expected = gradients(plain, seed, taken, None, rows=rows)
+            found = gradients(model, seed, taken, session, rows=rows)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (seed, taken)
+
+
+def test_a_settled_step_uses_the_records_of_the_last_one(tmp_path: Path, repeated: list[bool]) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(8):
+            repeated.clear()
+            expected = gradients(plain, seed, LAYERS, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session)))
+    assert len(repeated) > len(LAYERS)
+    assert all(repeated)
+
+
+def test_steps_of_other_sizes_use_them_too(tmp_path: Path, repeated: list[bool]) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed, rows in enumerate((ROWS, ROWS, ROWS, ROWS, 96, 112, 80, ROWS, 72)):
+            repeated.clear()
+            expected = gradients(plain, seed, LAYERS, None, rows=rows)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session, rows=rows)))
+    assert len(repeated) > len(LAYERS)
+    assert all(repeated)
+
+
+def test_a_step_whose_graph_is_kept_is_computed_again_from_its_own_records(tmp_path: Path) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(5):
+            assert all(map(torch.equal, gradients(plain, seed, LAYERS, None), gradients(model, seed, LAYERS, session)))
+        x = torch.randn(ROWS, WIDTH)
+        with session.step():
+            kept = model(x, LAYERS)
+        for seed in range(5, 8):
+            assert all(map(torch.equal, gradients(plain, seed, LAYERS, None), gradients(model, seed, LAYERS, session)))
+        kept.backward()
+        plain(x, LAYERS).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(
+                torch.zeros(()) if one.grad is None else one.grad, torch.zeros(()) if other.grad is None else other.grad
+            )
+
+
+def test_records_keep_no_tensor_of_a_step_alive(tmp_path: Path) -> None:
+    model = program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(6):
+            gradients(model, seed, LAYERS, session)
+        gc.collect()
+        before = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+        x = torch.randn(ROWS, WIDTH)
+        input_of_the_step = weakref.ref(x)
+        with session.step():
+            model(x, LAYERS).backward()
+        model.zero_grad()
+        del x
+        gc.collect()
+        assert input_of_the_step() is None
+        left = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and id(one) not in before]
+        assert sum(one.numel() for one in left if not isinstance(one, nn.Parameter)) < ROWS * WIDTH
+
+
+def test_a_weight_that_is_replaced_or_written_to_is_read_anew(tmp_path: Path) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(10):
+            for one in (plain, model):
+                if seed == 5:
+                    with torch.no_grad():
+                        one.weights[1].mul_(1.5)
+                if seed == 6:
+                    one.weights[0].data = one.weights[2].detach().clone()
+                if seed == 7:
+                    one.weights[2] = nn.Parameter(one.weights[1].detach() * 2)
+            assert all(map(torch.equal, gradients(plain, seed, LAYERS, None), gradients(model, seed, LAYERS, session)))
+
+
+def test_what_is_changed_in_place_after_it_was_saved_raises_as_without_a_session(tmp_path: Path) -> None:
+    class Changing(Program):
+        changes = False
+
+        def forward(self, x: torch.Tensor, program: list[Op]) -> torch.Tensor:
+            made = torch.tanh(x * self.scale)
+            found = made * made.detach().exp()
+            if self.changes:
+                made.view(-1).mul_(2.0)
+            return found.sum() + super().forward(x, program)
+
+    torch.manual_seed(0)
+    model = Changing()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(6):
+            gradients(model, seed, LAYERS, session)
+        model.changes = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(copy.deepcopy(model), 6, LAYERS, None)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(model, 6, LAYERS, session)
+
+
+def test_attention_by_another_backend_is_computed_again_by_that_one(tmp_path: Path) -> None:
+    layers: list[Op] = [*LAYERS, ("attend", 3, 6), ("multiply", 13, 2), ("attend", 14, 5)]
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(10):
+            backend = (
+                torch.nn.attention.SDPBackend.MATH if seed in (6, 8) else torch.nn.attention.SDPBackend.FLASH_ATTENTION
+            )
+            with torch.nn.attention.sdpa_kernel(backend):
+                expected = gradients(plain, seed, layers, None)
+                assert all(map(torch.equal, expected, gradients(model, seed, layers, session))), seed
+
+
+def _write(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        made.mul_(2.0)
+    return made
+
+
+def _give_other_memory(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        made.data = x.detach().clone()
+    return made
+
+
+def _turn(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return made.t_()
+
+
+def _write_to_a_view(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    made[1:].mul_(2.0)
+    return made
+
+
+def _look_otherwise(made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the model takes another view")
+
+
+@pytest.mark.parametrize("change", [_write, _give_other_memory, _turn, _write_to_a_view, _look_otherwise])
+def test_what_a_function_returned_and_was_changed_is_not_what_it_returned(
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    class Changing(Program):
+        changes = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+        def forward(self, x: torch.Tensor, program: list[Op]) -> torch.Tensor:
+            x = torch.tanh(x * self.scale)  # before the first save, everything is recorded
+            made = self.wide + self.scale
+            if change is _look_otherwise:
+                made = made.view(-1, WIDTH if self.changes else WIDTH // 2)
+            elif self.changes:
+                made = change(made, x)
+            made = torch.cumsum(made, -1)
+            return super().forward(x + (made * made).reshape(ROWS, WIDTH), program)
+
+    torch.manual_seed(0)
+    plain = Changing()
+    model = copy.deepcopy(plain)
+    with computing_again(tmp_path, model) as session:
+        for seed in range(10):
+            plain.changes = model.changes = seed in (5, 6, 8)
+            expected = gradients(plain, seed, LAYERS, None)
+            try:
+                found = gradients(model, seed, LAYERS, session)
+            except UnsupportedError:
+                assert plain.changes
+                assert change in (_write, _give_other_memory), "nothing but what no mode sees may be refused"
+                model.zero_grad()
+                continue
+            assert all(map(torch.equal, expected, found)), seed
+
+
+def test_what_an_earlier_step_made_is_not_what_this_one_makes(tmp_path: Path) -> None:
+    class Remembering(Program):
+        remembers = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.randn(ROWS, WIDTH), requires_grad=False)
+            self.last: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor, program: list[Op]) -> torch.Tensor:
+            x = torch.tanh(x * self.scale)
+            if not self.remembers or self.last is None:
+                self.last = torch.exp(self.frozen)
+            return super().forward(x + self.last * self.scale, program)
+
+    torch.manual_seed(0)
+    plain, model = Remembering(), Remembering()
+    model.load_state_dict(plain.state_dict())
+    with computing_again(tmp_path, model) as session:
+        for seed in range(10):
+            plain.remembers = model.remembers = seed in (5, 8)
+            with torch.no_grad():
+                for one in (plain, model):
+                    one.frozen.mul_(0.5)
+            expected = gradients(plain, seed, LAYERS, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session))), seed

@@ -1,0 +1,65 @@
+"""On a GPU: operations that draw random numbers, and attention, recorded as in the last step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.forced import force_recompute
+from offload.test_repeats import LAYERS, Op, Program, program
+from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.session import Session
+
+pytestmark = pytest.mark.gpu
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+ROWS, WIDTH = 16384, 32  # 1 MiB: smaller ones share a buffer, and are not computed again
+DEVICE = torch.device("cuda")
+
+
+def gradients(model: Program, seed: int, ops: list[Op], session: Session | None) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    if session is None:
+        model(x, ops).backward()
+    else:
+        with session.step():
+            model(x, ops).backward()
+    found = [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("ops", [["drop"], ["attend"], ["drop", "attend", "norm", "join"]], ids=" ".join)
+def test_what_draws_and_what_chooses_a_kernel_is_computed_again_by_the_records_of_the_last_step(
+    ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch)
+    monkeypatch.setattr(Planner, "judge", lambda *_: None)
+    repeated: list[str] = []
+    run = Repeats.run
+
+    def noted(self: Repeats, tape: object, number: int, func: object, *args: object) -> object:
+        out = run(self, tape, number, func, *args)  # type: ignore[arg-type]
+        if out is not NOT_REPEATED:
+            repeated.append(getattr(func, "__name__", ""))
+        return out
+
+    monkeypatch.setattr(Repeats, "run", noted)
+    layers: list[Op] = [*LAYERS[:6], *((name, 3 + at, at + 1) for at, name in enumerate(ops)), *LAYERS[6:]]
+    torch.use_deterministic_algorithms(True)
+    try:
+        plain, model = (program().to(DEVICE, torch.bfloat16) for _ in range(2))
+        with Session(model, vram="2GiB", disk=str(tmp_path)) as session:
+            for seed in range(9):
+                repeated.clear()
+                expected = gradients(plain, seed, layers, None)
+                assert all(map(torch.equal, expected, gradients(model, seed, layers, session))), seed
+    finally:
+        torch.use_deterministic_algorithms(False)
+    names = {"drop": "dropout", "attend": "scaled_dot_product_attention", "norm": "layer_norm", "join": "cat"}
+    assert {names[one] for one in ops} <= set(repeated)
