@@ -6,14 +6,19 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from torchstorm.bench.measure import Context, Meter, Subject, deterministic
+from torchstorm.bench.sessions import CHECKED_STEPS, PLANNED_STEPS
 from torchstorm.bench.ways import keep_everything
 from torchstorm.errors import OutOfVRAMError
+from torchstorm.offload import session as offload_session
+from torchstorm.offload.replan.plans import Plans
+from torchstorm.offload.session import Session
 
 
 def make_subject(*, optimizer: bool = False) -> Subject:
@@ -195,3 +200,18 @@ def test_checking_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyError
     assert torch.are_deterministic_algorithms_enabled() == before
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_a_session_that_measures_as_on_a_gpu_follows_a_plan_often_enough_to_be_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(offload_session, "Plans", lambda given, _: Plans(given, 4))
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    planned = []
+    with Session(model, ram="800KiB", disk=str(tmp_path)) as session:
+        for _ in range(CHECKED_STEPS):
+            with session.step():
+                model(torch.randn(512, 64)).sum().backward()
+            planned.append(session.report().num_planned)
+    assert planned[-1] >= PLANNED_STEPS
+    assert planned[4] < PLANNED_STEPS, "two must follow a plan after the last one that is measured"
