@@ -224,7 +224,7 @@ def test_a_session_with_exactly_what_the_forecast_names_keeps_to_it(tmp_path: Pa
     assert report.measured is not None
     assert report.measured.ram_bytes <= ram
     assert report.highest.disk_bytes <= forecast.disk_bytes
-    assert (report.highest.ram_bytes > ram) == any("The first step" in note for note in report.notes)
+    assert (report.highest.ram_bytes > ram) == any("A step that was measured" in note for note in report.notes)
 
 
 def test_a_longer_batch_than_fits_is_a_budget_error_and_the_next_step_is_right(tmp_path: Path) -> None:

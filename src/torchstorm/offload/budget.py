@@ -67,12 +67,12 @@ class Stack:
         """What to note of a step without a plan that needed more RAM than the budget has, where RAM is the fast tier.
 
         Raises:
-            BudgetError: it was not a first one, which is measured, and after which a plan was found.
+            BudgetError: it was not one that is measured, and after which a plan was found.
         """
         if is_measured:
             return (
-                f"The first step, which is measured and has no plan yet, took {format_size(needed_bytes)} of ram="
-                f"{format_size(self.budget.ram)}: nowhere was room for more. More disk= keeps that one, too."
+                f"A step that was measured, and had no plan yet, took {format_size(needed_bytes)} of ram="
+                f"{format_size(self.budget.ram)}: nowhere was room for more. More disk= keeps such steps, too."
             )
         where = f"block {block!r} alone" if block else "one moment"
         raise BudgetError(
