@@ -199,11 +199,9 @@ class Settled:
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
         """What autograd gets for a tensor that leaves, or that something is computed again from."""
-        if not has_bytes(tensor):
-            return None
         # What is computed again must have been made by an operation of the step, which is looked up when it is saved.
         is_made = table.leaving[ordinal][1] == RECOMPUTE
-        if not is_made and (not self._is_its_own(tensor) or self._is_input(storage, tensor)):
+        if not (has_bytes(tensor) if is_made else self._is_its_own(tensor) and not self._is_input(storage, tensor)):
             return None
         is_busy = moment in table.busy
         if is_busy:
