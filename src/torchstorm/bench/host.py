@@ -41,7 +41,9 @@ _CPU_SHARE = 0.6  # of what everything kept takes; a model's own checkpointing t
 # Where the profiler says that time went, by the first folder that fits; the model and PyTorch have the rest.
 CAUSES = {
     "hooks": ("offload/step", "offload/session.py", "offload/misuse.py"),
-    "recording": tuple(f"offload/recompute/{name}.py" for name in ("tape", "watched", "operators", "tensors")),
+    "recording": tuple(
+        f"offload/recompute/{name}.py" for name in ("tape", "watched", "repeats", "operators", "tensors")
+    ),
     "running again": ("offload/recompute",),
     "copies": ("transfer", "memory", "storage"),
     "planner": ("plan", "offload/replan"),
