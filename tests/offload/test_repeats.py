@@ -102,8 +102,9 @@ def program() -> Program:
 def gradients(
     model: Program, seed: int, ops: list[Op], session: Session | None, *, rows: int = ROWS
 ) -> list[torch.Tensor]:
+    """Of a step, on the device and with the dtype of the model."""
     torch.manual_seed(seed)
-    x = torch.randn(rows, WIDTH)
+    x = torch.randn(rows, WIDTH, device=model.scale.device, dtype=model.scale.dtype)
     if session is None:
         model(x, ops).backward()
     else:

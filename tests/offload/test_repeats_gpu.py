@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.forced import force_recompute
-from offload.test_repeats import LAYERS, Op, Program, program
+from offload.test_repeats import LAYERS, Op, gradients, program
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
@@ -17,21 +17,8 @@ from torchstorm.offload.session import Session
 pytestmark = pytest.mark.gpu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-ROWS, WIDTH = 16384, 32  # 1 MiB: smaller ones share a buffer, and are not computed again
+ROWS = 16384  # 1 MiB: smaller ones share a buffer, and are not computed again
 DEVICE = torch.device("cuda")
-
-
-def gradients(model: Program, seed: int, ops: list[Op], session: Session | None) -> list[torch.Tensor]:
-    torch.manual_seed(seed)
-    x = torch.randn(ROWS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-    if session is None:
-        model(x, ops).backward()
-    else:
-        with session.step():
-            model(x, ops).backward()
-    found = [torch.zeros(()) if one.grad is None else one.grad.clone() for one in model.parameters()]
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("ops", [["drop"], ["attend"], ["drop", "attend", "norm", "join"]], ids=" ".join)
@@ -57,8 +44,8 @@ def test_what_draws_and_what_chooses_a_kernel_is_computed_again_by_the_records_o
         with Session(model, vram="2GiB", disk=str(tmp_path)) as session:
             for seed in range(9):
                 repeated.clear()
-                expected = gradients(plain, seed, layers, None)
-                assert all(map(torch.equal, expected, gradients(model, seed, layers, session))), seed
+                expected = gradients(plain, seed, layers, None, rows=ROWS)
+                assert all(map(torch.equal, expected, gradients(model, seed, layers, session, rows=ROWS))), seed
     finally:
         torch.use_deterministic_algorithms(False)
     names = {"drop": "dropout", "attend": "scaled_dot_product_attention", "norm": "layer_norm", "join": "cat"}
