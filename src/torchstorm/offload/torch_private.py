@@ -205,20 +205,9 @@ def see_no_more_operations() -> None:
     _pop_torch_dispatch_stack(None)
 
 
-def attention_backend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> int:
+def attention_backend(*args: Any, **kwargs: Any) -> int:
     """The backend that `scaled_dot_product_attention` takes for these arguments. Asking takes the host some 20 us."""
-    return torch._fused_sdp_choice(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    return torch._fused_sdp_choice(*args, **kwargs)
 
 
 def asks_for_function_modes(kind: type[torch.nn.Module]) -> bool:

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from torchstorm.offload.recompute.tensors import collect, has_bytes
+from torchstorm.offload.recompute.tensors import collect, has_bytes, is_among, tensors_of
 from torchstorm.offload.step.packed import is_of_parameter
 from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import View, version_counter
@@ -189,25 +188,23 @@ class Repeats:
         if type(out) is not _TENSOR:
             return out
         if value is None:
-            tape.made(call, [out], [one for one in _flat(given) if isinstance(one, torch.Tensor)])
+            tape.made(call, [out], tensors_of(given))
             return out
         storage = out.untyped_storage()
         address, version = storage._cdata, out._version
         known = tape.known.get(address)
         if known is not value:
             is_given = known is not None and known.version == version
-            if is_given or (others is not None and _is_among(address, given)):
+            if is_given or (others is not None and is_among(address, given)):
                 made = [pair for pair in zip(call.outputs, call.places, strict=True) if pair[0]() is not value]
                 call.outputs, call.places = [one for one, _ in made], [place for _, place in made]
                 self._drop(number)
                 return out
-            value.watch = StorageWeakRef(storage) if known is None else known.watch
-            value.version = version
-            value.saved = value.held = value.lost = None
+            value.renew(storage, version, known)
             tape.known[address] = value
         value.out = weakref.ref(out)
         if others is not None:
-            value.nbytes, view = storage.nbytes(), View.of(out)
+            view = View.of(out)
             if view != value.view:
                 value.view = view
         return out
@@ -336,7 +333,7 @@ def _is_same(one: Any, other: Any) -> bool:
     """Whether two plain values are the same to a function."""
     if one is other:
         return True
-    if type(one) is not type(other) or isinstance(one, torch.Tensor) or not _is_simple(one) or one != other:
+    if type(one) is not type(other) or not _is_simple(one) or one != other:
         return False
     return type(one) is not float or one != 0 or math.copysign(1, one) == math.copysign(1, other)
 
@@ -353,11 +350,6 @@ def _has_bytes(arg: Any) -> bool:
     if isinstance(arg, list | tuple):
         return all(map(_has_bytes, arg))
     return isinstance(arg, torch.Tensor) and has_bytes(arg)
-
-
-def _is_among(address: int, args: tuple[Any, ...]) -> bool:
-    """Whether the storage at an address is that of an argument."""
-    return any(isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata == address for arg in _flat(args))
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:

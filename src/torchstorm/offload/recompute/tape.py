@@ -26,6 +26,7 @@ from torchstorm.offload.recompute.tensors import (
     covers_all,
     default_generator,
     has_bytes,
+    is_among,
     plain_arguments,
     tensors_of,
 )
@@ -121,15 +122,12 @@ class Tape(TorchDispatchMode):
             return self._remember(storage, version, None)  # what is tiny may be a number that a function was given
         # Autograd saves results before a function returns them.
         call, arguments, places, again, _ = runs
-        address = storage._cdata
-        is_given = any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == address for one in arguments)
-        place = None if is_given else next(places, None)
+        place = None if is_among(storage._cdata, arguments) else next(places, None)
         if place is None:
             return self._remember(storage, version, None)
         if place == 0 and again is not None:
             again.renew(storage, version, found)
-            again.nbytes = storage.nbytes()
-            self.known[address] = again
+            self.known[storage._cdata] = again
             return again
         return self._add_output(call, storage, version, place)
 
@@ -189,10 +187,8 @@ class Tape(TorchDispatchMode):
             else:
                 described.append(self._describe(arg, inputs) if isinstance(arg, list | tuple) else arg)
         named = {name: self._describe(arg, inputs) for name, arg in kwargs.items()} if kwargs else kwargs
-        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], None, number, 0)
-        if what.draws:
-            call.state = self.generator(kwargs).get_state()
-        call.order = self.num_calls
+        state = self.generator(kwargs).get_state() if what.draws else None
+        call = Call(self._device, again, what, tuple(described), named, inputs, [], [], state, number, self.num_calls)
         self.num_calls += 1
         self.unfinished = Unfinished(call, arguments, iter(what.saves))
         start = self.mark() if self.mark is not None else None
@@ -301,7 +297,7 @@ class Tape(TorchDispatchMode):
             known = self.known.get(address)
             if known is not None and known.version == version:
                 continue  # autograd has saved it by now, or it is a view of what is known
-            if storage.nbytes() and not any(one.untyped_storage()._cdata == address for one in arguments):
+            if storage.nbytes() and not is_among(address, arguments):
                 self._add_output(call, storage, version, place)
 
     def _written(self, call: Call, tensor: torch.Tensor) -> None:

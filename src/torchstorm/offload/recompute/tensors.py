@@ -44,6 +44,11 @@ def collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
             collect(item, found)
 
 
+def is_among(address: int, items: Any) -> bool:
+    """Whether the storage at an address is that of a tensor among what an operation was given."""
+    return any(one.untyped_storage()._cdata == address for one in tensors_of(items))
+
+
 def plain_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
     """The tensors among what an operation is given; None where one is more than numbers in a storage."""
     found: list[torch.Tensor] = []

@@ -163,7 +163,7 @@ class Value:
     def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
         """A later step makes it again, in another storage, in which lay what was there before."""
         self.watch = weak_reference(storage) if before is None else before.watch
-        self.version = version
+        self.version, self.nbytes = version, storage.nbytes()
         self.saved = self.held = self.lost = None
 
 

@@ -225,11 +225,9 @@ class Residency:
             assert saved.value is not None
             arrived = functools.partial(self._arrived, wanted=saved)
             compute_again(saved.value, bytes_of=self._bytes_of, arrived=arrived)
-            if parcel.buffer is None and saved.value.saved not in (
-                None,
-                saved,
-            ):  # saved again, and there
-                row = self._bytes_of(saved.value.saved)
+            other = saved.value.saved
+            if parcel.buffer is None and other is not None and other is not saved:  # saved again, and there
+                row = self._bytes_of(other)
                 if row is not None:
                     self._arrived(saved, row, wanted=saved)
         row = self._bytes_of(saved)
