@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,10 +14,12 @@ from plan.naive import all_away_bytes, all_kept_bytes
 from plan.test_solve import AMPLE, MACHINE, assert_keeps_to, budget_of
 from plan.traces import blocks_trace, gpt_trace
 from torchstorm.errors import BudgetError
-from torchstorm.plan.forecast import fast_profile
+from torchstorm.plan.forecast import KEEP, fast_profile
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
+from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.solve import solve
+from torchstorm.plan.trace import HostCost
 
 GIB = 2**30
 
@@ -74,6 +77,17 @@ def test_where_ram_is_short_the_disk_takes_the_rest_behind_compute() -> None:
     assert_keeps_to(plan, budget)
     # Without a disk, what has no room in RAM must be computed again.
     assert plan.forecast.step_ms <= solve(trace, H200, replace(budget, disk=0)).forecast.step_ms * 1.001
+
+
+def test_where_a_move_takes_the_host_long_few_large_parcels_move_and_not_many_small_ones() -> None:
+    trace = replace(gpt_trace(24, tokens=1024, sequences=8), host=HostCost(record_s=35e-6, move_s=100e-6))
+    budget = Budget(vram=int(all_away_bytes(trace) * 0.9 + all_kept_bytes(trace) * 0.1), ram=AMPLE)
+    plan = solve(trace, H200, budget, time_limit_s=100.0)
+    assert_keeps_to(plan, budget)
+    sizes = Counter(
+        one.nbytes for one, to in zip(trace.parcels, plan.placements, strict=True) if to.tier not in (KEEP, RECOMPUTE)
+    )
+    assert sizes[64 * 2**20] < 10 < sizes[256 * 2**20]  # 29 and 12 where each change alone has to fit and be faster
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, 0.3])

@@ -3,8 +3,9 @@
 With few parcels, every choice is tried. With many, equal parcels (same bytes, same operations to recompute them) form a
 group: the same tensor of every repeated block. The search starts from a few choices. It changes several members of a
 group at once, the first or the last ones, by large steps and then by small ones, as long as the forecast improves. Then
-it uses simulated annealing. In the end it keeps parcels that need not move. The forecast does not change if their
-copies overlap with compute, but they wear the disk, and on a CPU the copying threads compete for the same cores.
+it uses simulated annealing, and exchanges small parcels that move for fewer large ones. In the end it keeps parcels
+that need not move. The forecast does not change if their copies overlap with compute, but they wear the disk, and on a
+CPU the copying threads compete for the same cores.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Search:
         if best.over_bytes or best.slow_over_bytes:
             return best
         if best.seconds > self.scheduler.compute_s * (1 + _GOOD):
-            best = self._annealed(best)
+            best = self._exchanged(self._annealed(best))
         return self._keeping_more(best)
 
     def _annealed(self, best: Schedule) -> Schedule:
@@ -213,6 +214,44 @@ class Search:
             found = self.attempt(bytes(choice))
             if found is not None:
                 yield found
+
+    def _exchanged(self, best: Schedule) -> Schedule:
+        """Keeps small parcels that moved, and gives up fewer larger ones for that: where a copy takes the host longer
+        than the link, many small ones cost more than their bytes. Neither change alone fits and is faster."""
+        if self.scheduler.trace.device != "cuda" or not self.scheduler.trace.host.move_s:
+            return best
+        improved = True
+        while improved:
+            improved = False
+            for changed in self._exchanges(best):
+                if self._late():
+                    return best
+                found = self.attempt(changed)
+                if found is not None and not found.over_bytes and _is_better(found, best):
+                    best, improved = found, True
+                    break
+        return best
+
+    def _exchanges(self, best: Schedule) -> Iterator[bytes]:
+        """Choices that keep some members of one group that moved, and give up at least as many bytes of another, whose
+        parcels are larger."""
+        choice = best.choice
+        for small, large in itertools.product(self._groups, self._groups):
+            moved = [number for number in small.members if choice[number] >= TO_RAM]
+            kept = [number for number in large.members if choice[number] == KEPT]
+            step = self._largest_step if moved and small.nbytes < large.nbytes else 0
+            while step:
+                num_back = min(step * large.nbytes // small.nbytes, len(moved))
+                if step <= len(kept) and (step == 1 or num_back * small.nbytes > (step - 1) * large.nbytes):
+                    ends = itertools.product((moved[:num_back], moved[-num_back:]), (kept[:step], kept[-step:]))
+                    for (back, away), target in itertools.product(ends, self._options(large)[1:]):
+                        changed = bytearray(choice)
+                        for number in back:
+                            changed[number] = KEPT
+                        for number in away:
+                            changed[number] = target
+                        yield bytes(changed)
+                step //= 2
 
     def _keeping_more(self, best: Schedule) -> Schedule:
         """Keeps parcels while the step stays as fast: the largest first, and of a group the last created first."""
