@@ -329,9 +329,10 @@ class Planner:
         return corrected
 
     def _as_it_was(self, before: Planned, planned: Planned) -> Planned | None:
-        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None. Its own may
-        have shared the processor with a search, which speaks for the new one."""
-        before_s, measured_s = statistics.median(before.recent_s), statistics.median(planned.times_s)
+        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None. The fastest
+        ones tell: what disturbs the host, as the search for the new plan itself, only adds, and may last for seconds.
+        """
+        before_s, measured_s = min(before.recent_s), min(planned.times_s)
         if before.plan is None or planned.plan is None or measured_s <= before_s * (1 + _NOISE):
             return None
         if before.plan.placements == planned.plan.placements:
