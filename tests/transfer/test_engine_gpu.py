@@ -158,6 +158,61 @@ def test_synchronize_waits_for_both_directions(engine: Engine) -> None:
     assert all(copy.done() for copy in copies)
 
 
+def late(engine: Engine, value: int) -> tuple[torch.Tensor, CudaCopy]:
+    """A small copy out, which waits for company."""
+    host, source = pinned(MIB), on_gpu(MIB, value)
+    return host, engine.copy_out(host, source)
+
+
+def test_small_copies_out_begin_together_when_anyone_waits_for_one_of_them(engine: Engine) -> None:
+    first, second = late(engine, 3), late(engine, 4)
+    torch.cuda.synchronize()
+    assert is_all(first[0], 0), "it waits for company"
+    first[1].synchronize()
+    assert is_all(first[0], 3)
+    assert second[1].done()
+    assert is_all(second[0], 4)
+
+
+def test_a_large_copy_out_takes_the_small_ones_before_it_along(engine: Engine) -> None:
+    small, large = late(engine, 5), on_gpu(64 * MIB, 6)
+    host = pinned(64 * MIB)
+    engine.copy_out(host, large)
+    torch.cuda.synchronize()
+    assert is_all(small[0], 5)
+    assert is_all(host, 6)
+
+
+def test_a_copy_in_begins_what_was_to_go_out_before_it(engine: Engine) -> None:
+    host, copy = late(engine, 7)
+    engine.copy_in(on_gpu(MIB), pinned(MIB)).wait()
+    torch.cuda.synchronize()
+    assert is_all(host, 7)
+    assert copy.done()
+
+
+def test_each_of_two_streams_is_followed_by_its_own_copies(engine: Engine) -> None:
+    one, other = late(engine, 1), pinned(MIB)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        copy = engine.copy_out(other, on_gpu(MIB, 2))
+    one[1].synchronize()
+    assert is_all(one[0], 1)
+    assert not side.query(), "it did not wait for the side stream"
+    copy.synchronize()
+    assert is_all(other, 2)
+
+
+def test_what_is_freed_before_its_copy_begins_is_left_out(engine: Engine) -> None:
+    gone, host = on_gpu(MIB, 9), pinned(MIB)
+    lost, kept = engine.copy_out(host, gone), late(engine, 8)
+    gone.untyped_storage().resize_(0)
+    kept[1].synchronize()
+    assert is_all(kept[0], 8)
+    assert lost.done()
+
+
 def test_the_clock_reads_device_time() -> None:
     clock = StreamClock(torch.device("cuda", torch.cuda.current_device()))
     start = clock.mark()

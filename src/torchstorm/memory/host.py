@@ -84,10 +84,11 @@ class HostTier:
         check_bytes_tensor(source)
         with self._lock:
             self._check_open()
-            rounded = -(-source.nbytes // 4096) * 4096
-            if self.used_bytes + rounded > self.spec.capacity_bytes:
+            nbytes = source.nbytes
+            rounded = -(-nbytes // 4096) * 4096
+            if self.arena.used_bytes + rounded > self.spec.capacity_bytes:
                 raise budget_error(self.spec, label=label, wanted_bytes=rounded, used_bytes=self.used_bytes)
-            slot = self.arena.allocate(source.nbytes)
+            slot = self.arena.allocate(nbytes)
             checksum = _checksum([source]) if self._check else None
             return HostHandle(slot, self._copy(source, slot, slot.after), label, checksum)
 
@@ -126,6 +127,7 @@ class HostTier:
             slot, handle.slot = handle.slot, None
             if slot is None or self._closed:
                 return
+            handle.written.done()  # a copy that has not begun begins, so that it no longer holds its source
             after = handle.reads or [handle.written]  # a read has waited for what was written
             if self._check:
                 for copy in after:
@@ -147,6 +149,8 @@ class HostTier:
             raise StorageError("this tier of host memory is closed; create a new one.")
 
     def _copy(self, source: torch.Tensor, slot: Slot, after: list[Copy]) -> Copy:
+        if self._engine is not None and len(slot.pieces) == 1:
+            return self._engine.copy_out(slot.pieces[0], source, after=after)
         copy: Copy = DoneCopy()
         for part, piece in zip(_split(source, slot.pieces), slot.pieces, strict=True):
             if self._engine is None:

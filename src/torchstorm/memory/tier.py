@@ -113,8 +113,8 @@ def check_bytes_tensor(tensor: torch.Tensor, *, nbytes: int | None = None, label
         UnsupportedError: it is not contiguous 1-D uint8, or is on the device "meta".
         StorageError: its size is not `nbytes`.
     """
-    is_row = str(tensor.dtype) == "torch.uint8" and tensor.ndim == 1 and tensor.is_contiguous()
-    if not is_row or tensor.device.type == "meta":
+    is_row = tensor.ndim == 1 and tensor.is_contiguous() and str(tensor.dtype) == "torch.uint8"
+    if not is_row or tensor.is_meta:
         raise UnsupportedError(
             f"a tier moves contiguous 1-D uint8 tensors, not {tensor.dtype} of shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()} on {tensor.device}. Pass the storage's bytes."

@@ -27,6 +27,8 @@ class StreamCopy(Protocol):
         """Whether the copy has ended."""
 
 
+_BURST_BYTES, _MOST_TOGETHER = 48 * 2**20, 8  # of copies that wait for company: one of 48 MiB takes the link 1 ms
+
 # What `torch.cuda.Event` is made of: its methods are called twice for every copy, and its own are Python around these.
 _Event: Any = torch.cuda.Event.__base__
 
@@ -50,49 +52,113 @@ class _Streams:  # pragma: gpu
         return stream
 
 
-class _Queue:  # pragma: gpu
-    """One of the copy streams. Copies on it end in the order in which they were queued."""
+class _Burst:  # pragma: gpu
+    """Copies that are queued together.
 
-    def __init__(self, device: torch.device, streams: _Streams) -> None:
+    Attributes:
+        targets, sources: of the copies.
+        after: copies that end before.
+        behind: an event, or the stream whose work so far comes before them.
+        ended: the event that follows them.
+        nbytes: of all.
+    """
+
+    __slots__ = ("after", "behind", "ended", "nbytes", "sources", "targets")
+
+    def __init__(self, behind: Any) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+        self.after: list[StreamCopy] = []
+        self.behind = behind
+        self.ended: Any = _Event()
+        self.nbytes = 0
+
+    def leave_out_what_is_gone(self) -> None:
+        """Where a storage was resized meanwhile there is nothing to copy; whoever asks for the bytes is told so."""
+        if any(one.untyped_storage().nbytes() < one.nbytes for one in self.sources):
+            pairs = zip(self.targets, self.sources, strict=True)
+            there = [(to, of) for to, of in pairs if of.untyped_storage().nbytes() >= of.nbytes]
+            self.targets, self.sources = [to for to, _ in there], [of for _, of in there]
+
+
+class _Queue:  # pragma: gpu
+    """One of the copy streams. Copies on it end in the order in which they were queued.
+
+    Copies that need not begin at once wait for company: they are queued together behind one event, followed by one. In
+    the middle of a model's forward nothing of this is in the processor's caches, so one copy takes the host as long as
+    several that follow each other.
+
+    Args:
+        device, streams: of the caller.
+        burst_bytes: that wait for company at most, or as many as `_MOST_TOGETHER`; 0 for none.
+    """
+
+    def __init__(self, device: torch.device, streams: _Streams, *, burst_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
         self.streams = streams
-        self.num_ended = 0  # copies known to have ended, the first ones
-        self._num_queued = 0
-        self._newest: Any = None  # the event behind the last one
-        self._lock = threading.RLock()  # copies have their numbers in the order of their events
+        self.num_queued = 0  # bursts on the stream
+        self.num_ended = 0  # of those, the ones known to have ended, the first ones
+        self._burst_bytes = burst_bytes
+        self._burst: _Burst | None = None  # what waits for company
+        self._newest: Any = None  # the event behind the last burst
+        self._lock = threading.RLock()  # bursts have their numbers in the order of their events
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamCopy], ready: Any | None
     ) -> CudaCopy:
         """Queues a copy behind `ready`, or else behind what the current stream was given, and the copies in `after`."""
-        streams, index = self.streams, self.streams.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                return self.copy(target, source, after, ready)
-        if ready is None:
-            ready = _Event()
-            ready.record(streams.current())
-        ended = _Event()
+        behind = self.streams.current() if ready is None else ready
         with self._lock:
+            burst = self._burst
+            if burst is not None and burst.behind is not behind:
+                self.flush()
+                burst = None
+            if burst is None:
+                burst = self._burst = _Burst(behind)
+            burst.targets.append(target)
+            burst.sources.append(source)
+            burst.after += after
+            burst.nbytes += target.nbytes
+            copy = CudaCopy(self, burst.ended, self.num_queued + 1)
+            if burst.nbytes > self._burst_bytes or len(burst.targets) == _MOST_TOGETHER or ready is not None:
+                self.flush()
+            return copy
+
+    def flush(self) -> None:
+        """Queues what waits for company."""
+        with self._lock:
+            burst, index = self._burst, self.streams.index
+            if burst is None:
+                return
+            if torch._C._cuda_getDevice() != index:
+                with torch.cuda.device(index):
+                    self.flush()
+                return
+            self._burst, ready = None, burst.behind
+            if isinstance(ready, torch.cuda.Stream):
+                ready = _Event()
+                ready.record(burst.behind)
             _Event.wait(ready, self.stream)
             before = torch._C._cuda_getCurrentStream(index)
             _set_stream(self.stream.stream_id, index, self.stream.device_type)
             try:
-                for copy in after:
+                for copy in burst.after:
                     copy.wait()
-                target.copy_(source, non_blocking=True)
+                burst.leave_out_what_is_gone()
+                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # no mode of the user's sees it
+                    if burst.targets:
+                        torch._foreach_copy_(burst.targets, burst.sources, non_blocking=True)
             finally:
                 _set_stream(*before)
-            ended.record(self.stream)
-            self._num_queued += 1
-            self._newest = ended
-            return CudaCopy(self, ended, self._num_queued)
+            burst.ended.record(self.stream)
+            self.num_queued += 1
+            self._newest = burst.ended
 
     def ask(self) -> None:
         """Finds out whether all copies have ended."""
         with self._lock:
             if self._newest is not None and self._newest.query():
-                self.num_ended = self._num_queued
+                self.num_ended = self.num_queued
 
 
 def _set_stream(stream_id: int, index: int, kind: int) -> None:  # pragma: gpu
@@ -105,7 +171,7 @@ class CudaCopy:  # pragma: gpu
     Args:
         queue: the stream.
         event: follows the copy.
-        number: of the copy among those on the stream.
+        number: of the copy's burst among those on the stream.
     """
 
     __slots__ = ("_event", "_number", "_queue")
@@ -117,15 +183,20 @@ class CudaCopy:  # pragma: gpu
 
     def wait(self) -> None:
         """Makes the device's current stream wait for the copy. Does not block the host."""
+        if self._number > self._queue.num_queued:
+            self._queue.flush()
         self._event.wait(self._queue.streams.current())
 
     def synchronize(self) -> None:
         """Makes the host wait for the copy."""
+        self._queue.flush()
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Whether the copy has ended."""
+        """Whether the copy has ended. One that waits for others begins now."""
         queue = self._queue
+        if self._number > queue.num_queued:
+            queue.flush()
         if self._number > queue.num_ended:
             queue.ask()
         return self._number <= queue.num_ended or bool(self._event.query())
@@ -141,8 +212,8 @@ class Engine:  # pragma: gpu
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = _Streams(device)
-        self._to_host = _Queue(device, self._streams)
-        self._to_device = _Queue(device, self._streams)
+        self._to_host = _Queue(device, self._streams, burst_bytes=_BURST_BYTES)
+        self._to_device = _Queue(device, self._streams, burst_bytes=0)
 
     def mark(self) -> torch.cuda.Event:
         """Records an event on the current stream, for copies that another thread queues."""
@@ -160,7 +231,9 @@ class Engine:  # pragma: gpu
     ) -> CudaCopy:
         """Queues a device-to-host copy after the current stream's work so far (or `ready`) and the copies in `after`.
 
-        `source` must stay allocated until the stream that may reuse its memory has waited for the copy.
+        It may begin some moments later, together with the next ones: at the latest when anyone waits for it, or when a
+        copy in the other direction begins. `source` must stay as it is until the stream that may change it, or reuse
+        its memory, has waited for the copy.
         """
         return self._to_host.copy(host, source, after, ready)
 
@@ -173,10 +246,12 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
         """Queues a host-to-device copy. Earlier work on the current stream may still use the memory of `out`."""
+        self._to_host.flush()
         return self._to_device.copy(out, host, after, ready)
 
     def synchronize(self) -> None:
         """Makes the host wait for all copies."""
+        self._to_host.flush()
         self._to_host.stream.synchronize()
         self._to_device.stream.synchronize()
 

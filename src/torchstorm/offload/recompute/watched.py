@@ -33,6 +33,8 @@ _backward = torch._C._current_graph_task_id  # which one runs; -1 for none
 _vmap_level = torch._C._functorch.maybe_current_level
 _num_modes, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 _with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
+# Asked at every function. The two say what `torch.compiler.is_compiling` says, which takes the host twice as long.
+_is_traced, _compiler = torch.compiler.is_dynamo_compiling, torch.compiler
 
 _GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -75,7 +77,7 @@ class WatchedCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What PyTorch calls in place of every function of its own."""
-        if type(func) is _GETTER or torch.compiler.is_compiling():
+        if type(func) is _GETTER or _is_traced() or _compiler._is_compiling_flag:
             return func(*args, **kwargs) if kwargs else func(*args)
         name, writes = _known.get(func) or _get_to_know(func)
         calls = self._calls

@@ -42,6 +42,7 @@ from torchstorm.plan.trace import PACK, UNPACK
 
 _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
 _APPLY = torch.autograd.Function.apply.__code__
+_PARAMETER, _is_function_mode_enabled = torch.nn.Parameter, torch._C._is_torch_function_mode_enabled
 
 
 class SavedTensors:
@@ -160,17 +161,14 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Called by autograd when it saves a tensor."""
-        if torch._C._is_torch_function_mode_enabled():  # no mode sees what is done here
+        if _is_function_mode_enabled():  # no mode sees what is done here
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
-        if type(tensor) is torch.nn.Parameter:
+        if type(tensor) is _PARAMETER:
             return Untouched(tensor)
         settled = self._run.settled
-        if settled is not None:
-            made = settled.pack_made(settled.repeats, tensor) if settled.repeats is not None else None
-            packed = made or settled.pack(tensor)
-            if packed is not None:
-                return packed
+        if settled is not None and (packed := settled.pack(tensor)) is not None:
+            return packed
         storage = storage_of(tensor, self.residency.device)
         if storage is None or storage._cdata in self._run.fixed or is_of_parameter(tensor):
             return Untouched(tensor) if storage is not None else self.outside.keep(tensor)

@@ -19,8 +19,12 @@ class SavedStorages:
 
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> tuple[Saved | None, int]:
         """The record of a tensor's bytes, if they were saved before, and where they begin in the tensor's storage."""
-        for saved in self._at.get(storage._cdata, ()):
-            came_back = saved.base is not None and saved.address != storage._cdata
+        address, root = storage._cdata, tensor if tensor._base is None else tensor._base
+        for saved in self._at.get(address, ()):
+            is_as_saved = saved.address == address and saved.version == tensor._version
+            if is_as_saved and saved.root is not None and saved.root() is root:
+                return saved, 0
+            came_back = saved.base is not None and saved.address != address
             token, version = (saved.base, saved.base_version) if came_back else (saved.token, saved.version)
             if token is not None and tensor._version == version and share_a_counter(token, tensor):
                 return saved, saved.offset if came_back else 0

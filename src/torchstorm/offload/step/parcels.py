@@ -85,6 +85,7 @@ class Saved:
         kept: tensors that are handed back as they were, by handle.
         stale: whether its bytes changed in place while they were being copied.
         value: where its bytes come from, where the step is recorded.
+        root: what the tensor that was saved is a view of, or itself; None where that is not known.
         origin: the tensor that was saved, which shares the version counter as long as it lives, in place of `counter`.
         fingerprint: with self-check, of bytes that are to be computed again, as they were saved.
         lost: makes the error to raise where its bytes, which were let go, are asked for; None where they were not.
@@ -106,6 +107,7 @@ class Saved:
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     stale: bool = False
     value: Value | None = None
+    root: weakref.ref[torch.Tensor] | None = None
     origin: weakref.ref[torch.Tensor] | None = None
     fingerprint: torch.Tensor | None = None
     lost: Callable[[], TorchstormError] | None = None
@@ -159,6 +161,10 @@ class Value:
         self.out: weakref.ref[torch.Tensor] | None = None
         self.view: View | None = None
         self.saved_before: Saved | None = None
+
+    def is_out(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is what a function returned with these bytes, and no view of that."""
+        return self.out is not None and self.out() is tensor
 
     def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
         """A later step makes it again, in another storage, in which lay what was there before."""

@@ -58,6 +58,7 @@ class Residency:
         self.make_room: Callable[[int, str], None] = lambda nbytes, block: None  # see `Room`
         self.checks = check
         self._tiers, self._empty = tiers, empty
+        self._others = {name: [one for one in tiers.values() if one is not tier] for name, tier in tiers.items()}
         self.away: dict[int, Parcel] = {}  # by order of making
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
         self._order = self.first_order = 0
@@ -96,6 +97,8 @@ class Residency:
             if parcel.handle is not None and parcel.hold is not None and self.device.type == "cpu":
                 with contextlib.suppress(StorageError):
                     parcel.handle.written.wait()  # a thread may be reading it
+            elif parcel.handle is not None:
+                parcel.handle.written.done()  # begins what has not begun, as long as the memory is there
             self._lose(saved, functools.partial(resized_error, saved.block))
             if not parcel.shared:
                 self.discard(parcel)
@@ -120,9 +123,10 @@ class Residency:
     def new_parcel(self, nbytes: int, block: str, *, movable: bool) -> Parcel:
         """Makes room for a parcel and counts it as resident; the caller gives it its buffer."""
         self.make_room(nbytes, block)
-        parcel = Parcel(nbytes, block, movable, self._order)
-        self._order += 1
-        self._hold(parcel)
+        order = self._order
+        self._order = order + 1
+        parcel = self.resident[order] = Parcel(nbytes, block, movable, order)
+        self._count(nbytes)
         return parcel
 
     def new_shared_parcel(self, nbytes: int, block: str) -> Parcel:
@@ -156,9 +160,10 @@ class Residency:
         """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
-        for candidate in dict.fromkeys((self._tiers[tier], *self._tiers.values())):
+        label = label_of(parcel.block)
+        for candidate in (self._tiers[tier], *self._others[tier]):
             try:
-                parcel.handle = candidate.put(content, label=label_of(parcel.block))
+                parcel.handle = candidate.put(content, label=label)
             except BudgetError:
                 continue
             parcel.tier = candidate
@@ -167,7 +172,8 @@ class Residency:
             return  # it stays where it is; whether that is within the budget shows when the step ends
         self.moved_bytes += content.nbytes
         for saved in parcel.members:
-            _forget_kept(saved)
+            if saved.kept:
+                _forget_kept(saved)
 
     def drop(self, parcel: Parcel) -> None:
         """Gives the parcel's room on the fast device back, after its copy out (or in) has ended.
@@ -348,8 +354,11 @@ class Residency:
     def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer."""
         assert parcel.buffer is not None
-        ours = sum(len(saved.kept) + (saved.base is not None) for saved in parcel.members)
-        return held_only_here(parcel.buffer, aliases=1 + (parcel.hold is not None) + ours)
+        ours = {id(parcel.buffer), id(parcel.hold)} - {id(None)}
+        for saved in parcel.members:
+            ours.update(map(id, saved.kept.values()))
+            ours.update({id(saved.base)} - {id(None)})
+        return held_only_here(parcel.buffer, aliases=len(ours))
 
 
 def _forget_kept(saved: Saved) -> None:

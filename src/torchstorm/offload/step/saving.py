@@ -13,7 +13,7 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.tables import is_made_by
-from torchstorm.offload.step.views import View, flat_bytes, version_counter, weak_reference
+from torchstorm.offload.step.views import View, flat_bytes, root_of, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
@@ -85,8 +85,9 @@ class Saver:
     def is_input(self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> bool:
         """Whether a storage is one that the user gave to the model, which never moves."""
         # A small part of plain data is a slice of a data set, wherever the model got it from.
-        is_slice = tensor.grad_fn is None and not tensor.requires_grad and 4 * tensor.nbytes < storage.nbytes()
-        return is_slice or storage._cdata in run.inputs
+        if not tensor.requires_grad and tensor.grad_fn is None and 4 * tensor.nbytes < storage.nbytes():
+            return True
+        return storage._cdata in run.inputs
 
     def save(self, run: Running, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved:
         """Takes charge of a storage that was not saved before."""
@@ -197,7 +198,7 @@ class Saver:
         saved = Saved(parcel, nbytes, offset, version, counter, address, watch, storage.data_ptr(), block, 0, ordinal)
         if value is not None:
             saved.value, value.saved, value.held = value, saved, None
-        saved.fingerprint = fingerprint
+        saved.fingerprint, saved.root = fingerprint, root_of(tensor)
         parcel.members.add(saved)
         residency.known.add(saved, address)
         if parcel.hold is not None and tier != KEEP:

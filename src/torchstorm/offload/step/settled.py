@@ -24,6 +24,9 @@ from torchstorm.offload.step.views import View, share_a_counter
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
 
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 class Progress(Protocol):
     """How far a step is; see `Running`."""
@@ -96,17 +99,47 @@ class Settled:
         self._drop, self._fetch = drop, fetch
         self._owner = owner
         self._is_input = is_input
-        self._save_made, self.repeats, self._notice = save_made, repeats, notice
+        self._save_made, self._repeats, self._notice = save_made, repeats, notice
         self._save, self._saved_by_the_same_call, self._seal_if_full = save, saved_by_the_same_call, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
+        self._made = table.made if table is not None and repeats is not None else {}
 
-    def pack_made(self, repeats: Repeats, tensor: torch.Tensor) -> Ticket | None:
-        """What autograd gets for a tensor that a recorded function returned, or a view of one, and that is to be
-        computed again; None for any other one."""
-        table, progress = self._table, self._progress
-        made = table.made.get(progress.moment + 1) if table is not None else None
-        if made is None or table is None or torch._C._len_torch_dispatch_stack():
+    def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
+        """What autograd gets for a tensor; None where the long way must be taken."""
+        made = self._made.get(self._progress.moment + 1)
+        if made is not None and not _num_dispatch_modes() and (ticket := self._pack_made(tensor, made)) is not None:
+            return ticket
+        kind = type(tensor)
+        if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
             return None
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._fixed:
+            if kind is _PARAMETER or not _num_dispatch_modes():
+                return Untouched(tensor)
+            with torch._C._DisableTorchDispatch():
+                return Untouched(tensor)
+        with self._lock:
+            if self._progress.settled is not self:  # another thread has left the plan just now
+                return None
+            if self._kept.released:
+                self._kept.settle()
+            if _num_dispatch_modes():
+                with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
+                    return self._pack(tensor, storage, address)
+            return self._pack(tensor, storage, address)
+
+    def _pack_made(self, tensor: torch.Tensor, made: tuple[int, tuple[int, str]]) -> Ticket | None:
+        """What autograd gets for a tensor that a recorded function returned, or a view of one, and that is to be
+        computed again; None for any other one.
+
+        Args:
+            tensor: what it saves.
+            made: what the table says of the moment, its next one.
+        """
+        table, progress, repeats = self._table, self._progress, self._repeats
+        assert table is not None
+        assert repeats is not None
         ordinal, maker = made
         value = repeats.returned(tensor, maker[0])
         if value is None or value.call is None or not is_made_by(value.call, maker):
@@ -128,36 +161,17 @@ class Settled:
                 progress.num_saved += 1
             progress.moment = moment
             saved.live += 1
-            ticket = Ticket(self._owner, saved, View.of(tensor))
+            view = value.view if value.is_out(tensor) else None
+            ticket = Ticket(self._owner, saved, View.of(tensor) if view is None else view)
             if is_busy:
                 self._finish(moment)
             return ticket
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
-        """What autograd gets for a tensor; None where the long way must be taken."""
-        kind = type(tensor)
-        if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self._fixed:
-            if kind is torch.nn.Parameter or not torch._C._len_torch_dispatch_stack():
-                return Untouched(tensor)
-            with torch._C._DisableTorchDispatch():
-                return Untouched(tensor)
-        with self._lock:
-            if self._progress.settled is not self:  # another thread has left the plan just now
-                return None
-            if self._kept.released:
-                self._kept.settle()
-            if torch._C._len_torch_dispatch_stack():
-                with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
-                    return self._pack(tensor, storage, address)
-            return self._pack(tensor, storage, address)
-
     def _is_its_own(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that is saved for the first time is one that the Session cares for."""
-        return has_bytes(tensor) and tensor.device == self._device and not is_of_parameter(tensor)
+        """Whether a tensor with plain strides, saved for the first time, is one that the Session cares for."""
+        if tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
+            return False
+        return tensor.device == self._device and not is_of_parameter(tensor)
 
     def _pack_planned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | Ticket | None:
         table, progress = self._table, self._progress
@@ -199,19 +213,20 @@ class Settled:
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
         """What autograd gets for a tensor that leaves, or that something is computed again from."""
-        # What is computed again must have been made by an operation of the step, which is looked up when it is saved.
-        is_made = table.leaving[ordinal][1] == RECOMPUTE
-        if not (has_bytes(tensor) if is_made else self._is_its_own(tensor) and not self._is_input(storage, tensor)):
+        known, progress = self._residency.known, self._progress
+        is_known = known.holds(storage._cdata)
+        if not is_known and not self._may_leave(table, tensor, storage, ordinal):
             return None
         is_busy = moment in table.busy
         if is_busy:
             self._begin(moment)
-        progress = self._progress
-        known = self._residency.known
-        saved, base = known.find(storage, tensor) if known.holds(storage._cdata) else (None, 0)
+        saved, base = known.find(storage, tensor) if is_known else (None, 0)
         if saved is None and ordinal in table.saved_again:
             saved = self._saved_by_the_same_call(storage, tensor)
-        if saved is None and ordinal == progress.num_saved:
+        is_new = saved is None
+        if is_new and ordinal == progress.num_saved:
+            if is_known and not self._may_leave(table, tensor, storage, ordinal):
+                return None
             saved = self._save(storage, tensor, ordinal)
             progress.num_saved += saved is not None
         if saved is None or saved.ordinal != ordinal:
@@ -223,10 +238,16 @@ class Settled:
         if parcel.shared:
             self._seal_if_full(parcel)
         elif parcel.hold is not None and parcel.handle is None:
-            saved.kept[id(ticket)] = tensor.detach()
+            saved.kept[id(ticket)] = parcel.hold if is_new else tensor.detach()
         if is_busy:
             self._finish(moment)
         return ticket
+
+    def _may_leave(self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int) -> bool:
+        """Whether a tensor that is saved for the first time is one that a plan may have leave."""
+        if table.leaving[ordinal][1] == RECOMPUTE:  # an operation of the step has made it, as is looked up later
+            return has_bytes(tensor)
+        return self._is_its_own(tensor) and not self._is_input(storage, tensor)
 
     def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | None:
         """Without a plan everything stays, and is only counted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -40,10 +41,16 @@ class View(NamedTuple):
         return torch._neg_view(tensor) if self.negative else tensor
 
 
+def root_of(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+    """What a tensor is a view of, or itself: all views of one tensor share its version counter."""
+    base = tensor._base
+    return weakref.ref(tensor if base is None else base)
+
+
 def flat_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
     """A 1-D uint8 tensor over a storage or a part of it; no copy, and a version counter of its own."""
-    size = storage.nbytes() if nbytes is None else nbytes
-    return _nothing(torch.uint8, storage.device).data.set_(storage, start, (size,), (1,))
+    row = _nothing(torch.uint8, storage.device).data
+    return row.set_(storage) if nbytes is None else row.set_(storage, start, (nbytes,), (1,))
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
