@@ -74,6 +74,13 @@ class _Device:
         return 0
 
 
+_empty = torch.empty
+
+
+def _empty_there(*size: Any, device: object = None, **options: Any) -> torch.Tensor:
+    return _empty(*size, device=None if isinstance(device, _Device) else device, **options)  # type: ignore[arg-type]
+
+
 class _Stack(Stack):
     meter: Meter
     speeds: Machine
@@ -114,6 +121,7 @@ class Rehearsal:
             "default_generators": (torch.default_generator,),
         }.items():
             monkeypatch.setattr(torch.cuda, name, told)
+        monkeypatch.setattr(torch, "empty", _empty_there)
         for module in (tracing, pace):
             monkeypatch.setattr(module, "StreamClock", lambda _: CpuClock())
         monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())

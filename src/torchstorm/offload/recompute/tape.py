@@ -303,6 +303,7 @@ class Tape(TorchDispatchMode):
     def _written(self, call: Call, tensor: torch.Tensor) -> None:
         """Names what an in-place operation left; autograd counts the change only after this."""
         if isinstance(call.args[0], Ref):
+            _stop_holding(call.args[0].value, tensor)
             self._add_output(call, tensor.untyped_storage(), tensor._version + 1, 0)
 
     def _add_output(self, call: Call, storage: torch.UntypedStorage, version: int, place: int) -> Value:
@@ -328,6 +329,7 @@ class Tape(TorchDispatchMode):
             address = tensor.untyped_storage()._cdata
             known = self.known.get(address)
             if known is not None:
+                _stop_holding(known, tensor)
                 self.known[address] = Value(known.nbytes, None, known.watch, -1)
 
 
@@ -356,6 +358,12 @@ def _storages(described: Any, actual: Any) -> dict[Value, torch.UntypedStorage]:
         for one, other in zip(described, actual, strict=True):
             found |= _storages(one, other)
     return found
+
+
+def _stop_holding(value: Value, written: torch.Tensor) -> None:
+    """A tensor was changed: the bytes that it was held for are gone, and its memory is no longer kept for them."""
+    if value.held is not None and value.held[0] is written:
+        value.held = None
 
 
 def _keep_a_copy(leaf: Leaf) -> None:
