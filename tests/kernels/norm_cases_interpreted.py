@@ -35,10 +35,10 @@ _CASES = []
 for _variant in TRITON:
     if _variant != "split":
         _CASES += [
-            _case("softmax", _variant, (2, 2, 21), mask=(2, 21)),
+            _case("softmax", _variant, (2, 8, 21), mask=(8, 21)),
             _case("softmax", _variant, (3, 21), "float16"),
             _case("softmax", _variant, (9, 20), extremes=True),
-            _case("log_softmax", _variant, (2, 2, 21), mask=(2, 1, 21), transposed=True),
+            _case("log_softmax", _variant, (2, 8, 21), mask=(2, 1, 21), transposed=True),
             _case("log_softmax", _variant, (9, 20), extremes=True),
             _case("layer_norm", _variant, (9, 20), extremes=True),
             _case("rms_norm", _variant, (9, 20), extremes=True),
@@ -57,12 +57,14 @@ for _op in ("layer_norm", "rms_norm"):  # in several tiles
         _case(_op, "fused", (5, 40), far=1000),
         _case(_op, "fused", (5, 64), "float16", far=1000),
     ]
-for _op in ("softmax", "log_softmax"):  # in several tiles, of which the last is full, or not
+# In several tiles, of which the last is full, or not. Of few rows one number decides the error, and which way it is
+# rounded depends on the CPU.
+for _op in ("softmax", "log_softmax"):
     _CASES += [
-        _case(_op, "fused", (5, 48)),
+        _case(_op, "fused", (16, 48)),
         _case(_op, "fused", (5, 40), "bfloat16", transposed=True),
         _case(_op, "fused", (9, 44), extremes=True),
-        _case(_op, "fused", (3, 47), mask=(3, 47)),
+        _case(_op, "fused", (16, 47), mask=(16, 47)),
     ]
 # The sum of squares of distances from it is beyond fp32; that of those from the mean is not.
 _CASES += [_case("layer_norm", "fused", (5, 40), dtype, far=5e18) for dtype in ("float32", "bfloat16")]

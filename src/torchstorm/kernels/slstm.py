@@ -100,6 +100,11 @@ def _step_bwd(
 # ---------------------------------------------------------------------- the operators
 
 
+def _in_order(x: Tensor) -> Tensor:
+    """x, contiguous on a CPU: PyTorch's loops there round differently within a vector than in what is left of a row."""
+    return x if x.is_cuda else x.contiguous()
+
+
 @torch.library.custom_op("torchstorm::slstm_fwd", mutates_args=())
 def _slstm_fwd(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
@@ -115,6 +120,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, S, H, _, D = x_BSHGD.shape
     sums = c0.dtype
+    x_BSHGD = _in_order(x_BSHGD)
     h_all = x_BSHGD.new_empty(B, S, H, D)
     states = [x_BSHGD.new_empty((B, S, H, D), dtype=sums) for _ in range(3)]
     h, c, n, m = h0, c0, n0, m0
@@ -166,7 +172,7 @@ def _backward_of(
     B, S, H, _, D = x_BSHGD.shape
     sums = c0.dtype
     before_HND = torch.cat([h0[:, None], h_BSHD[:, :-1]], 1).permute(2, 0, 1, 3).reshape(H, B * S, D)
-    raw = x_BSHGD.to(sums) + torch.bmm(before_HND, r_HDF).view(H, B, S, 4, D).permute(1, 2, 0, 3, 4).to(sums)
+    raw = _in_order(x_BSHGD).to(sums) + torch.bmm(before_HND, r_HDF).view(H, B, S, 4, D).permute(1, 2, 0, 3, 4).to(sums)
     draw = torch.empty_like(raw)
     dc = dn = torch.zeros_like(c0)
     dh_mixed = torch.zeros_like(c0)
