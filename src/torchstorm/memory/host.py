@@ -149,8 +149,6 @@ class HostTier:
             raise StorageError("this tier of host memory is closed; create a new one.")
 
     def _copy(self, source: torch.Tensor, slot: Slot, after: list[Copy]) -> Copy:
-        if self._engine is not None and len(slot.pieces) == 1:
-            return self._engine.copy_out(slot.pieces[0], source, after=after)
         copy: Copy = DoneCopy()
         for part, piece in zip(_split(source, slot.pieces), slot.pieces, strict=True):
             if self._engine is None:

@@ -10,10 +10,11 @@ CPU the copying threads compete for the same cores.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -220,17 +221,7 @@ class Search:
         than the link, many small ones cost more than their bytes. Neither change alone fits and is faster."""
         if self.scheduler.trace.device != "cuda" or not self.scheduler.trace.host.move_s:
             return best
-        improved = True
-        while improved:
-            improved = False
-            for changed in self._exchanges(best):
-                if self._late():
-                    return best
-                found = self.attempt(changed)
-                if found is not None and not found.over_bytes and _is_better(found, best):
-                    best, improved = found, True
-                    break
-        return best
+        return self._improved(best, self._exchanges)
 
     def _exchanges(self, best: Schedule) -> Iterator[bytes]:
         """Choices that keep some members of one group that moved, and give up at least as many bytes of another, whose
@@ -275,18 +266,23 @@ class Search:
     def _climb(self, best: Schedule, step: int = 0) -> Schedule:
         step = step or self._largest_step
         while step:
-            improved = True
-            # No time limit until a choice fits, so that an error message names the true requirement.
-            while improved and (best.over_bytes or best.slow_over_bytes or not self._late()):
-                improved = False
-                for changed in self._moves(best, step):
-                    if not (best.over_bytes or best.slow_over_bytes) and self._late():
-                        break
-                    found = self.attempt(changed)
-                    if found is not None and _is_better(found, best):
-                        best, improved = found, True
-                        break
+            best = self._improved(best, functools.partial(self._moves, step=step))
             step //= 2
+        return best
+
+    def _improved(self, best: Schedule, choices: Callable[[Schedule], Iterator[bytes]]) -> Schedule:
+        """Takes the first of some choices that is better than the best so far, again and again."""
+        improved = True
+        while improved:
+            improved = False
+            for changed in choices(best):
+                # No time limit until a choice fits, so that an error message names the true requirement.
+                if not (best.over_bytes or best.slow_over_bytes) and self._late():
+                    return best
+                found = self.attempt(changed)
+                if found is not None and _is_better(found, best):
+                    best, improved = found, True
+                    break
         return best
 
     def _moves(self, best: Schedule, step: int) -> Iterator[bytes]:

@@ -109,12 +109,9 @@ class _Queue:  # pragma: gpu
         """Queues a copy behind `ready`, or else behind what the current stream was given, and the copies in `after`."""
         behind = self.streams.current() if ready is None else ready
         with self._lock:
-            burst = self._burst
-            if burst is not None and burst.behind is not behind:
+            if self._burst is not None and self._burst.behind is not behind:
                 self.flush()
-                burst = None
-            if burst is None:
-                burst = self._burst = _Burst(behind)
+            burst = self._burst = self._burst or _Burst(behind)
             burst.targets.append(target)
             burst.sources.append(source)
             burst.after += after

@@ -63,6 +63,15 @@ class Parcel:
     number: int = -1
     recomputed: bool = False
 
+    @property
+    def num_aliases(self) -> int:
+        """How many tensors of the Session's own refer to the memory that the buffer is in."""
+        ours = {id(self.buffer), id(self.hold)}
+        for saved in self.members:
+            ours.add(id(saved.base))
+            ours.update(map(id, saved.kept.values()))
+        return len(ours - {id(None)})
+
 
 @dataclass(eq=False, slots=True)
 class Saved:
@@ -161,10 +170,6 @@ class Value:
         self.out: weakref.ref[torch.Tensor] | None = None
         self.view: View | None = None
         self.saved_before: Saved | None = None
-
-    def is_out(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is what a function returned with these bytes, and no view of that."""
-        return self.out is not None and self.out() is tensor
 
     def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
         """A later step makes it again, in another storage, in which lay what was there before."""

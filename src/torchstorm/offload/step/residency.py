@@ -354,11 +354,7 @@ class Residency:
     def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer."""
         assert parcel.buffer is not None
-        ours = {id(parcel.buffer), id(parcel.hold)} - {id(None)}
-        for saved in parcel.members:
-            ours.update(map(id, saved.kept.values()))
-            ours.update({id(saved.base)} - {id(None)})
-        return held_only_here(parcel.buffer, aliases=len(ours))
+        return held_only_here(parcel.buffer, aliases=parcel.num_aliases)
 
 
 def _forget_kept(saved: Saved) -> None:

@@ -161,7 +161,7 @@ class Settled:
                 progress.num_saved += 1
             progress.moment = moment
             saved.live += 1
-            view = value.view if value.is_out(tensor) else None
+            view = value.view if tensor._base is None else None
             ticket = Ticket(self._owner, saved, View.of(tensor) if view is None else view)
             if is_busy:
                 self._finish(moment)

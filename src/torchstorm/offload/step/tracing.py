@@ -240,9 +240,9 @@ class Recorder:
     def watch(self, interval: int) -> None:
         """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
         for saved in list(self._unowned):  # pragma: gpu
-            hold = saved.parcel.hold
-            aliases = 2 + len(saved.kept) + (saved.base is not None)
-            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=aliases):
+            parcel = saved.parcel
+            hold = parcel.hold
+            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=parcel.num_aliases):
                 self._unowned.pop(saved).owned = interval
 
     def held_alone(self, resident: Iterable[Parcel]) -> int:
