@@ -17,9 +17,11 @@ from torchstorm.offload.run.shortage import drop_step
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import saving
 from torchstorm.offload.step.kept import Kept
+from torchstorm.offload.step.packed import Ticket
 from torchstorm.offload.step.parcels import Saved
 from torchstorm.offload.step.running import Running
 from torchstorm.plan.recompute import RECOMPUTE
+from torchstorm.plan.trace import PACK
 
 WIDTH, ROWS, NUM_LAYERS = 64, 512, 8
 LAYER_BYTES = 4 * WIDTH * ROWS
@@ -105,7 +107,7 @@ def packed_in(session: Session, step: Callable[[], None], monkeypatch: pytest.Mo
     return found
 
 
-@pytest.mark.parametrize("way", ["unlimited", "roomy", "tight"])  # here all that stays is what others are made from
+@pytest.mark.parametrize("way", ["unlimited", "roomy", "tight"])
 def test_what_stays_in_a_settled_step_takes_the_short_way(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,3 +304,97 @@ def test_what_is_too_small_to_move_takes_the_short_way_where_something_is_comput
             model(data(0)).square().mean().backward()
         assert all(torch.equal(one, other) for one, other in zip(gradients(model), expected, strict=True))
         assert long == [0]  # by which the plan is chosen
+
+
+def test_what_others_are_computed_again_from_takes_the_short_way_where_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch, lambda number: number % 2 == 1)
+    plain, model = chain(), chain()
+    with Session(model, ram=40 * LAYER_BYTES, disk=str(tmp_path), check=True) as session:
+        settle(model, session)
+        plan = session.plan()
+        assert plan is not None
+        parcels = [plan.trace.storages[one.storage].parcel for one in plan.trace.moments if one.kind == PACK]
+        again = [number >= 0 and plan.placements[number].tier == RECOMPUTE for number in parcels]
+        assert 4 <= sum(again) <= len(again) - 4
+        plain(data(0)).square().mean().backward()
+
+        def step() -> None:
+            with session.step():
+                model(data(0)).square().mean().backward()
+
+        types = packed_in(session, step, monkeypatch)
+        assert all(map(torch.equal, gradients(plain), gradients(model)))
+        assert types.count(Ticket) == sum(again) + 1  # the first one, by which the plan is chosen
+        assert types.count(Kept) == len(again) - sum(again) - 1
+
+
+class TwoLosses(nn.Module):
+    """Of what `tanh` saves, `exp` makes what it saves itself, and refers to nothing else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+        self.made = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.made = self.first(x).tanh()
+        return y.mean(), (y.detach() + self.second).exp().mean()
+
+
+@pytest.mark.parametrize("drops", [False, True], ids=["ended", "dropped"])
+def test_what_others_are_computed_again_from_waits_for_them_where_autograd_lets_go_of_it_earlier(
+    drops: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch, lambda number: number == 1)
+    torch.manual_seed(0)
+    plain, model = TwoLosses(), TwoLosses()
+    model.load_state_dict(plain.state_dict())
+    with Session(model, ram=40 * LAYER_BYTES, disk=str(tmp_path), check=True) as session:
+        residency = session._shared.residency
+        for index in range(8):
+            is_late = index == 7
+            first, second = plain(data(index))
+            first.backward()
+            second.backward()
+            with session.step():
+                first, second = model(data(index))
+                first.backward(retain_graph=not is_late)
+                if is_late:
+                    assert residency.kept.awaited
+                    if drops:
+                        del first, second
+                        assert residency.resident_bytes == residency.staging_bytes
+                        break
+                second.backward()
+                assert not residency.kept.awaited
+            assert all(map(torch.equal, gradients(plain), gradients(model))), index
+            del first, second
+        assert not residency.kept.awaited
+        assert residency.resident_bytes == residency.staging_bytes
+        assert session.plan().placements[1].tier == RECOMPUTE  # type: ignore[union-attr]
+
+
+def test_nothing_is_computed_again_from_what_was_changed_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force_recompute(monkeypatch, lambda number: number == 1)
+    model = TwoLosses()
+    with Session(model, ram=40 * LAYER_BYTES, disk=str(tmp_path)) as session:
+
+        def step(index: int, *, changed: bool = False) -> None:
+            with session.step():
+                first, second = model(data(index))
+                first.backward(retain_graph=True)
+                if changed:
+                    with torch.no_grad():
+                        model.made.add_(1)
+                second.backward()
+
+        for index in range(7):
+            step(index)
+        with pytest.raises(UnsupportedError, match="cannot be computed again as planned"):
+            step(7, changed=True)
+        step(8)
+        assert not session._shared.residency.kept.awaited

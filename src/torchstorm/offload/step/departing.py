@@ -87,23 +87,22 @@ class Departing:
         run.settled = self._settle_in()
 
     def _departure(self, run: Running, kind: str, ordinal: int, nbytes: int) -> Departure:
-        kept = {one.ordinal: one.nbytes for one in self._residency.kept.by_ordinal.values() if one.num_live}
+        kept = {one.ordinal: one for one in self._residency.kept.by_ordinal.values() if one.num_live}
         held = self._of_the_step()
+        values = {at: one.value for at, one in kept.items()}
+        values |= {
+            at: one.value
+            for at, one in held.items()
+            if one.value is not None and one.value.saved is one and not one.parcel.shared
+        }
         return Departure(
             moment=run.moment,
             kind=kind,
             ordinal=ordinal,
             nbytes=nbytes,
-            sizes={**kept, **{at: saved.nbytes for at, saved in held.items()}},
+            sizes={at: one.nbytes for some in (kept, held) for at, one in some.items()},
             resident={*kept, *(at for at, saved in held.items() if saved.parcel.buffer is not None)},
-            made_by={
-                at: saved.value.call
-                for at, saved in held.items()
-                if saved.value is not None
-                and saved.value.saved is saved
-                and saved.value.call is not None
-                and not saved.parcel.shared
-            },
+            made_by={at: one.call for at, one in values.items() if one is not None and one.call is not None},
             recorded=run.recorded,
             can_move=self._residency.default_tier != KEEP,
             is_made_otherwise=False,

@@ -269,6 +269,10 @@ class SavedTensors:
     def let_go(self, saved: Saved, ticket_id: int) -> None:
         """Called when autograd drops a saved tensor, from any thread and even from within our own work."""
         self._let_go.add(saved, ticket_id)
+        self.settle_soon()
+
+    def settle_soon(self) -> None:
+        """Frees what autograd has let go of; where someone else has the lock, that one does."""
         # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
         if not threading.current_thread().name.startswith(_OWN_THREADS) and self._lock.acquire(blocking=False):
             self._unlock()
@@ -307,8 +311,7 @@ class SavedTensors:
                 self._run.recorder.arrive()
             if self._run.plan is not None:
                 self._run.table = self._table_of(self._run.plan)
-                others = tuple(self._table_of(plan) for plan in choice.others)
-                self._run.table.record_for(others, any_other=choice.any_other)
+                self._run.table.record_for(tuple(map(self._table_of, choice.others)), any_other=choice.any_other)
                 self._run.recorded = self._run.table.recorded
             may_repeat = not (self.residency.known or self.residency.checks)
             self._run.set_up_tape(self.residency.device, may_repeat=may_repeat, room_bytes=self._room.unused_bytes)
@@ -324,9 +327,8 @@ class SavedTensors:
             return
         if self._run.recorder is not None:
             self._run.recorder.lie_still(self.residency.resident.values())
-        if plan is None:
-            return
-        self._drop(self._run.moment)
+        if plan is not None:
+            self._drop(self._run.moment)
 
     def _table_of(self, plan: Plan) -> Table:
         return self._tables.of(plan, all_recorded=self._run.watched is None)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 
 from torchstorm.errors import TorchstormError
-from torchstorm.offload.step.packed import Ticket
-from torchstorm.offload.step.parcels import in_place_error, resized_error
+from torchstorm.offload.step.packed import Keeper, Ticket
+from torchstorm.offload.step.parcels import Value, in_place_error, resized_error
 
 
 class KeptStorage:
@@ -32,9 +32,14 @@ class KeptStorage:
         num_live: how many saved tensors refer to it.
         saved: those saved tensors, as far as they live.
         lost: makes the error to raise where its bytes are asked for; None where they are there.
+        value: where something else is computed again from it: its bytes, which are held for that.
+        owner: hears at once when autograd has let go of what is held so.
     """
 
-    __slots__ = ("address", "block", "counted_bytes", "lost", "movable", "nbytes", "num_live", "ordinal", "saved")
+    __slots__ = (
+        *("_held", "address", "block", "counted_bytes", "lost", "movable", "nbytes", "num_live", "ordinal", "owner"),
+        *("saved", "value"),
+    )
 
     def __init__(self, address: int, ordinal: int, nbytes: int, counted_bytes: int, movable: bool, block: str) -> None:
         self.address = address
@@ -46,6 +51,26 @@ class KeptStorage:
         self.num_live = 0
         self.saved: list[weakref.ref[Kept]] = []
         self.lost: Callable[[], TorchstormError] | None = None
+        self.value: Value | None = None
+        self.owner: Keeper | None = None
+        self._held: tuple[torch.Tensor, int] | None = None
+
+    def hold(self, value: Value, tensor: torch.Tensor, owner: Keeper) -> None:
+        """Keeps its bytes for what is computed again from them.
+
+        Args:
+            value: the bytes.
+            tensor: an alias, which shares the version counter of what was saved.
+            owner: as the attribute.
+        """
+        self.value, self.owner = value, owner
+        self._held = value.held = tensor, tensor._version
+
+    def release(self) -> None:
+        """Nothing more is computed again from it, or something else has its bytes."""
+        if self.value is not None and self.value.held is self._held:
+            self.value.held = None
+        self.value = self._held = self.owner = None
 
     def alive(self) -> list[Kept]:
         """Its saved tensors that autograd still holds."""
@@ -97,6 +122,8 @@ class Kept:
 
     def __del__(self) -> None:
         self._released.append(self.storage)  # from any thread, even from within our own work
+        if self.storage.owner is not None:
+            self.storage.owner.settle_soon()
 
 
 class KeptTensors:
@@ -111,6 +138,8 @@ class KeptTensors:
         self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs
         self.by_address: dict[int, KeptStorage] = {}  # likewise, where there is no plan
         self.in_parts: set[int] = set()  # addresses of those that were saved in parts
+        self.awaited: list[KeptStorage] = []  # autograd has let go of them, and something else is yet to read them
+        self.is_read_later: Callable[[KeptStorage], bool] = lambda _: False
         self._count = count
 
     def holds(self, address: int) -> bool:
@@ -123,12 +152,29 @@ class KeptTensors:
         while released:
             storage = released.popleft()
             storage.num_live -= 1
-            if not storage.num_live:
-                self._count(-storage.counted_bytes)
-                storage.counted_bytes = 0
-                if self.by_address and self.by_address.get(storage.address) is storage:
-                    del self.by_address[storage.address]
-                    self.in_parts.discard(storage.address)
+            if storage.num_live:
+                continue
+            if storage.value is not None and self.is_read_later(storage):
+                self.awaited.append(storage)
+            else:
+                self._forget(storage)
+
+    def forget_all_but(self, values: Container[Value | None]) -> None:
+        """Of what autograd has let go of, only these bytes are yet to be read."""
+        awaited, self.awaited = self.awaited, []
+        for storage in awaited:
+            if storage.value in values:
+                self.awaited.append(storage)
+            else:
+                self._forget(storage)
+
+    def _forget(self, storage: KeptStorage) -> None:
+        self._count(-storage.counted_bytes)
+        storage.counted_bytes = 0
+        storage.release()
+        if self.by_address and self.by_address.get(storage.address) is storage:
+            del self.by_address[storage.address]
+            self.in_parts.discard(storage.address)
 
     def lose(self, why: Callable[[str], TorchstormError], *, address: int | None = None) -> None:
         """The bytes of the storage at an address, or of all of the running step, cannot be had any more.
@@ -143,6 +189,9 @@ class KeptTensors:
             self._count(-storage.counted_bytes)
             storage.counted_bytes = 0
             storage.lost = functools.partial(why, storage.block)
+            if storage.value is not None:
+                storage.value.lost = storage.lost
+            storage.release()
             for kept in storage.alive():
                 kept.tensor = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from torchstorm.offload.step.kept import KeptStorage
 from torchstorm.offload.step.parcels import Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
@@ -23,11 +24,12 @@ class LetGo:
         self._running = running
         self._dropped: deque[tuple[Saved, int]] = deque()
         self._awaited: list[Saved] = []  # read by what is yet to be computed again
+        residency.kept.is_read_later = lambda storage: self._is_read_later(self._running(), storage)
 
     @property
     def is_waiting(self) -> bool:
         """Whether there is something to settle."""
-        return bool(self._dropped)
+        return bool(self._dropped or self._residency.kept.released)
 
     def add(self, saved: Saved, ticket_id: int) -> None:
         """Autograd has dropped a ticket. Needs no lock."""
@@ -52,8 +54,9 @@ class LetGo:
                 self._awaited.append(saved)
             else:
                 self._remove(saved)
-        if self._awaited:
+        if self._awaited or self._residency.kept.awaited:
             read = _read_later(self._residency.absent)
+            self._residency.kept.forget_all_but(read)
             awaited, self._awaited = self._awaited, []
             for saved in awaited:
                 if saved.value in read:
@@ -61,7 +64,7 @@ class LetGo:
                 else:
                     self._remove(saved)
 
-    def _is_read_later(self, run: Running, saved: Saved) -> bool:
+    def _is_read_later(self, run: Running, saved: Saved | KeptStorage) -> bool:
         """Whether something else may yet be computed again from it, because backward takes another order than it did
         when the step was measured."""
         if not self._residency.absent or saved.value is None or not saved.value.is_read:

@@ -19,6 +19,9 @@ class Keeper(Protocol):
     def let_go(self, saved: Saved, ticket_id: int) -> None:
         """Autograd has dropped a ticket."""
 
+    def settle_soon(self) -> None:
+        """Autograd has let go of something: its memory is given back now, or by whoever looks things up just then."""
+
 
 class Ticket:
     """What autograd holds instead of the tensor; when it lets go, so does the Session."""

@@ -68,6 +68,8 @@ class Saver:
                 *(memory.data_ptr(), storage.block),
                 ordinal=storage.ordinal,
             )
+            if storage.value is not None and storage.value.version == version:
+                saved.value, storage.value.saved = storage.value, saved
             parcel.members.add(saved)
             self._residency.known.add(saved, saved.address)
             for kept in same:
@@ -76,6 +78,7 @@ class Saver:
                 saved.live += 1
                 saved.kept[id(kept.ticket)] = kept.tensor
                 kept.tensor = None
+        storage.release()
 
     def give_up_kept(self, owner: Keeper) -> None:
         """What stayed, and autograd still holds, may move from here on; see `make_parcels`."""
@@ -189,7 +192,7 @@ class Saver:
             offset = self._join(parcel, storage, nbytes)
             counter = version_counter(tensor)
         else:
-            parcel = residency.new_parcel(nbytes, block, movable=number >= 0)
+            parcel = residency.new_parcel(nbytes, block, movable=True)
             parcel.buffer, parcel.hold = flat_bytes(storage), tensor.detach()
         if tier != KEEP:
             parcel.number = number

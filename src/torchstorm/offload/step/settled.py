@@ -60,7 +60,7 @@ class Settled:
         is_input: whether a storage, saved as a tensor, is an input of the model.
         save, save_made: take charge of what leaves, as `Saver.save_as_planned` and `Saver.save_made`.
         repeats: records of the step's operations; None where it has no such ones.
-        notice: hears of storages that stay and that a recorded operation makes, and of their versions.
+        notice: names the bytes in a storage that stays, at its version, where recorded operations make or read it.
         saved_by_the_same_call: a storage as that call of an autograd.Function saved it which saves this tensor of it.
         seal_if_full: told that a storage has joined a parcel.
     """
@@ -84,7 +84,7 @@ class Settled:
         save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
         save_made: Callable[[Value, torch.Tensor, int], Saved],
         repeats: Repeats | None,
-        notice: Callable[[torch.UntypedStorage, int], object] | None,
+        notice: Callable[[torch.UntypedStorage, int], Value | None] | None,
         saved_by_the_same_call: Callable[[torch.UntypedStorage, torch.Tensor], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
@@ -187,14 +187,14 @@ class Settled:
         is_busy = moment in table.busy
         if is_busy:
             self._begin(moment)
-        kept = self._kept
+        kept, value = self._kept, None
         if ordinal == progress.num_saved:
             counted_bytes = min(nbytes, table.counted_bytes[ordinal])
             if not self._is_its_own(tensor) or not self._count(counted_bytes):
                 return None
             progress.num_saved += 1
             if ordinal in table.noticed and self._notice is not None:
-                self._notice(storage, tensor._version)
+                value = self._notice(storage, tensor._version)
             found = kept.by_ordinal[ordinal] = KeptStorage(
                 address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
             )
@@ -205,6 +205,8 @@ class Settled:
             found = known
         progress.moment = moment
         one = Kept(tensor, found, kept.released)
+        if value is not None and ordinal in table.read and one.tensor is not None:
+            found.hold(value, one.tensor, self._owner)
         if is_busy:
             self._finish(moment)
         return one
@@ -212,7 +214,7 @@ class Settled:
     def _pack_away(
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
-        """What autograd gets for a tensor that leaves, or that something is computed again from."""
+        """What autograd gets for a tensor that leaves, or that may leave where the step turns out to be another one."""
         known, progress = self._residency.known, self._progress
         is_known = known.holds(storage._cdata)
         if not is_known and not self._may_leave(table, tensor, storage, ordinal):

@@ -31,19 +31,20 @@ class Table:
 
     Attributes:
         signatures: of the moments, `num_moments` of them.
-        stays: whether a storage stays, and nothing is computed again from it.
+        stays: whether a storage stays, and may not be let go where the step turns out to be another one.
+        read: of those, the ones that something is computed again from, and that records do not hold themselves.
         counted_bytes, movable, blocks: of the storages.
         busy: moments at which something is dropped or fetched, and the one at which backward begins.
-        leaving: storage -> number of its parcel or -1, where that goes, whether it shares a buffer with others, number
-            and name of the operation that makes it, the module that saves it; of those that do not stay.
+        leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
+            name of the operation that makes it, the module that saves it; of those that do not stay.
         saved_again: storages that are saved more than once.
         operations: numbers of those that run again.
         recorded: those, and what plans need that a step may go over to.
         may_change: whether a step may go over to another plan.
         calls: numbers of the calls within which these run.
         sizes: bytes of the storages.
-        noticed: storages that a recorded operation makes: its results are told apart by the order in which they are
-            saved, so the tape hears of those that stay, too.
+        noticed: storages of which the tape hears though they stay: those that are read, and those that a recorded
+            operation makes, since its results are told apart by the order in which they are saved.
         made: of the moments at which what is computed again is saved, its number, and what makes it.
         read_until: storage -> the last moment at which something is computed again from it.
         repeats: what was recorded of the last step.
@@ -65,14 +66,14 @@ class Table:
         operations, sources = _makers(plan)
         operations.update(op for replay in again.values() for op in replay.ops)
         sources.update(self.read_until)
-        # What others are computed again from must be found by its value; records hold what is tiny themselves.
-        if plan.recomputes:
-            self.stays = [
-                stays
-                and (one.parcel >= 0 or not all_recorded)
-                and (number not in sources or (one.parcel < 0 and one.nbytes < TINY_BYTES))
-                for number, (stays, one) in enumerate(zip(self.stays, storages, strict=True))
-            ]
+        # Records hold what is tiny themselves, unless a recorded operation made it.
+        self.read = {
+            number
+            for number, one in enumerate(storages)
+            if number in sources
+            and self.stays[number]
+            and (all_recorded or one.parcel >= 0 or one.nbytes >= TINY_BYTES)
+        }
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.sizes = {one.storage: one.nbytes for one in plan.trace.moments if one.kind == PACK}
         self._all_recorded = all_recorded
@@ -84,7 +85,7 @@ class Table:
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
         self.repeats = Repeats()
-        self._plan, self._stays = plan, self.stays
+        self._plan, self._stays, self._read = plan, self.stays, self.read
         self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
         self.record_for(())
 
@@ -125,7 +126,7 @@ class Table:
             return
         self._recorded_for = recorded_for
         self.repeats.clear()  # what of an operation's results is looked at may differ
-        self.recorded, self.stays = self.operations, self._stays
+        self.recorded, self.stays, self.read = self.operations, self._stays, self._read
         self.may_change = any_other or bool(others)
         if any_other:
             self.recorded = self.operations | _possible(self._plan.trace)
@@ -136,12 +137,14 @@ class Table:
             parting = self.num_shared(other)
             self.recorded = self.recorded | other.operations_before(parting)
             saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
-            self.stays = [a and b for a, b in zip(self.stays, other._stays[:saved], strict=False)] + self.stays[saved:]
+            left = {number for number, stays in enumerate(other._stays[:saved]) if not stays and self.movable[number]}
+            self.stays = [stays and number not in left for number, stays in enumerate(self.stays)]
+            self.read = self.read | {number for number in other._read if number < saved}
         self.calls = {call_of(number) for number in self.recorded}
         trace = self._plan.trace
-        self.noticed = {
+        self.noticed = self.read.union(
             trace.values[value].storage for op in trace.ops if op.number in self.recorded for value in op.outputs
-        }
+        )
         self.leaving = {number: _leaving(self._plan, number) for number, stays in enumerate(self.stays) if not stays}
         self.made = {
             moment: (ordinal, self.leaving[ordinal][3])
@@ -162,8 +165,6 @@ def _possible(trace: Trace) -> set[int]:
 
 def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
     storage = plan.trace.storages[ordinal]
-    if storage.parcel < 0:  # too small to move, and something is computed again from it
-        return -1, KEEP, False, (-1, ""), storage.block
     tier = plan.placements[storage.parcel].tier
     is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
     return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
