@@ -12,14 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import force_recompute
 from torchstorm.errors import OutOfVRAMError, UnsupportedError
+from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.run.shortage import drop_step
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import saving
 from torchstorm.offload.step.kept import Kept
+from torchstorm.offload.step.letting_go import _read_later
 from torchstorm.offload.step.packed import Ticket
-from torchstorm.offload.step.parcels import Saved
+from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.views import weak_reference
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK
 
@@ -398,3 +401,22 @@ def test_nothing_is_computed_again_from_what_was_changed_in_place(
             step(7, changed=True)
         step(8)
         assert not session._shared.residency.kept.awaited
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_nothing_waits_for_what_would_make_bytes_that_are_held(is_held: bool) -> None:
+    add = operator(torch.ops.aten.add.Tensor)
+
+    def made_from(*inputs: Value) -> Value:
+        call = Call(torch.device("cpu"), add, add, (), {}, list(inputs), [], [], None, 0, 0)
+        return Value(4, call)
+
+    first = Value(4, None)
+    second = made_from(first)
+    third = made_from(second)
+    if is_held:
+        second.held = torch.zeros(1), 0
+    absent = Parcel(4, "", True, 0)
+    storage = torch.zeros(1).untyped_storage()
+    absent.members.add(Saved(absent, 4, 0, 0, None, 0, weak_reference(storage), 0, "", value=third))
+    assert _read_later({absent}) == ({second} if is_held else {first, second})

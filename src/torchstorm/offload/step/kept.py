@@ -122,8 +122,9 @@ class Kept:
 
     def __del__(self) -> None:
         self._released.append(self.storage)  # from any thread, even from within our own work
-        if self.storage.owner is not None:
-            self.storage.owner.settle_soon()
+        owner = self.storage.owner
+        if owner is not None:
+            owner.settle_soon()
 
 
 class KeptTensors:

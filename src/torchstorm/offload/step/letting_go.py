@@ -91,5 +91,6 @@ def _read_later(absent: set[Parcel]) -> set[Value]:
             continue
         new = [one for one in value.call.inputs if one not in read]
         read.update(new)
-        wanted += [one for one in new if one.saved is None or one.saved.parcel in absent]
+        gone = [one for one in new if one.held is None and (one.saved is None or one.saved.parcel in absent)]
+        wanted += gone
     return read
