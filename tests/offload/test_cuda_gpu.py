@@ -273,7 +273,7 @@ def test_a_session_changes_no_bit(name: str, check: bool) -> None:
     assert_same(expected.outcome, found.outcome)
     assert found.session is not None
     assert gives_up(found.session), "everything stayed, so nothing was tested"
-    assert max(found.peaks) <= budget
+    assert max(found.peaks) <= budget, f"{found.peaks}, with a budget of {budget}: {found.session.report()}"
     found.session.close()
 
 
