@@ -29,12 +29,13 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test coverage mutations test-gpu test-families test-nvme xnvme lint format docs tables wheel clean
+.PHONY: help train test coverage fuzz mutations test-gpu test-families test-nvme xnvme lint format docs tables wheel clean
 
 help:
 	@echo "make train      install, then train a GPT under a memory budget, beside the same run without one"
 	@echo "make test       the whole CPU test suite"
 	@echo "make coverage   the same, and fails if the tests run less than 95 % of the lines; takes a third longer"
+	@echo "make fuzz       the tests with examples drawn at random, which are others each time; fails with what repeats it"
 	@echo "make mutations  whether the tests catch forty faults, put in one at a time"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
 	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes half an hour"
@@ -55,6 +56,9 @@ test: $(NEEDS_TEST)
 
 coverage: $(NEEDS_TEST)
 	$(SHARING) $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal --cov --cov-report=term
+
+fuzz: $(NEEDS_TEST)
+	$(SHARING) $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal --hypothesis-profile fuzz -m "hypothesis and not gpu"
 
 mutations: $(NEEDS_TEST)
 	$(RUN) tools/mutations.py --json benchmarks/results/cpu/mutations.json

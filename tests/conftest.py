@@ -12,12 +12,18 @@ from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import settings
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 # Plans are made at once, so that every run has the same ones; offload/test_planning_beside.py takes this back.
 os.environ["TORCHSTORM_PLAN_NOW"] = "1"
+
+# Every run draws the same examples, so that a change fails for what it does; `make fuzz` draws others each time.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("fuzz", print_blob=True)
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,6 +24,8 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.trace import Trace
 
 ROWS, WIDTH = 128, 32
 
@@ -86,6 +88,7 @@ OPS: dict[str, Callable[[Program, torch.Tensor, torch.Tensor, int], torch.Tensor
     "stride": lambda model, a, b, number: (a * 1.0 if number % 2 else (a.t() * 1.0).t()) * b,
     "arrange": lambda model, a, b, number: (a if number % 2 else (a.t() * 1.0).t()).contiguous() * b,
     "shrink": lambda model, a, b, number: a * b.mean(),
+    "square": lambda model, a, b, number: a * a.data.requires_grad_(),  # the same bytes, with a version counter each
     "attend": _attend,
     "change in place": _change_in_place,
     "change memory": _change_memory,
@@ -167,6 +170,49 @@ def test_whatever_differs_between_two_steps_is_computed_again_as_it_was_done(
             expected = gradients(plain, seed, taken, None, rows=rows)
             found = gradients(model, seed, taken, session, rows=rows)
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (seed, taken)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("base", "other"),
+    [
+        ([("silu", 4, 0), ("leave", 7, 0), ("softmax", 3, 4)], ("multiply", 8, 3)),
+        ([("stride", 0, 1), ("norm", 1, 0), ("softmax", 2, 3)], ("multiply", 0, 0)),
+        ([("silu", 4, 0), ("leave", 7, 0), ("softmax", 3, 4)], ("square", 0, 0)),
+    ],
+)
+def test_what_is_saved_twice_where_the_plan_saves_another_tensor_is_known_as_the_same(
+    base: list[Op], other: Op, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces: list[Trace] = []
+    trace = Recorder.trace
+
+    def noted(self: Recorder) -> Trace:
+        found = trace(self)
+        for value in found.values:  # nothing is made of what is made later
+            assert value.op < 0 or all(found.values[at].op < value.op for at in found.ops[value.op].inputs)
+        traces.append(found)
+        return found
+
+    monkeypatch.setattr(Recorder, "trace", noted)
+    plain, model = program(), program()
+    with computing_again(tmp_path, model, share) as session:
+        for seed, first in enumerate([base[0]] * 5 + [other]):
+            expected = gradients(plain, seed, [first, *base[1:]], None)
+            assert all(map(torch.equal, expected, gradients(model, seed, [first, *base[1:]], session)))
+    with computing_again(tmp_path, model) as session:
+        gradients(model, 0, [other, *base[1:]], session)
+    assert [one.signature for one in traces[-2].moments] == [one.signature for one in traces[-1].moments]
+
+
+def test_bytes_saved_with_several_version_counters_come_back_though_autograd_has_let_go_of_one(tmp_path: Path) -> None:
+    base: list[Op] = [("multiply", 6, 0), ("square", 0, 3), ("square", 2, 0)]
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(9):
+            taken: list[Op] = [*base[:-1], ("square", 0, 0) if seed == 8 else base[-1]]
+            expected = gradients(plain, seed, taken, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, taken, session)))
 
 
 def test_a_settled_step_uses_the_records_of_the_last_one(tmp_path: Path, repeated: list[bool]) -> None:

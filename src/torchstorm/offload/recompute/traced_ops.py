@@ -94,9 +94,13 @@ def made_before(trace: Trace, saved: Sequence[Value | None]) -> dict[Value, Call
         saved: the values of the first storages, None where nobody can ask for one any more.
     """
     found: dict[int, Value] = {}
+    taken: set[Value] = set()
     for storage, value in zip(trace.storages, saved, strict=False):
         if storage.value >= 0:
-            found[storage.value] = value or Value(storage.nbytes, None)
+            # Two of that step's values are never one of this step's, or they would be made of each other.
+            one = value if value is not None and value not in taken else Value(storage.nbytes, None)
+            found[storage.value] = one
+            taken.add(one)
     calls: dict[int, Call] = {}
     wanted = list(found)
     while wanted:

@@ -17,6 +17,7 @@ import torch
 from torchstorm.errors import TorchstormError
 from torchstorm.offload.step.packed import Keeper, Ticket
 from torchstorm.offload.step.parcels import Value, in_place_error, resized_error
+from torchstorm.offload.step.views import share_a_counter
 
 
 class KeptStorage:
@@ -34,11 +35,12 @@ class KeptStorage:
         lost: makes the error to raise where its bytes are asked for; None where they are there.
         value: where something else is computed again from it: its bytes, which are held for that.
         owner: hears at once when autograd has let go of what is held so.
+        beside: what was saved of the same storage before, with other bytes or a version counter of its own.
     """
 
     __slots__ = (
-        *("_held", "address", "block", "counted_bytes", "lost", "movable", "nbytes", "num_live", "ordinal", "owner"),
-        *("saved", "value"),
+        *("_held", "address", "beside", "block", "counted_bytes", "lost", "movable", "nbytes", "num_live", "ordinal"),
+        *("owner", "saved", "value"),
     )
 
     def __init__(self, address: int, ordinal: int, nbytes: int, counted_bytes: int, movable: bool, block: str) -> None:
@@ -53,6 +55,7 @@ class KeptStorage:
         self.lost: Callable[[], TorchstormError] | None = None
         self.value: Value | None = None
         self.owner: Keeper | None = None
+        self.beside: KeptStorage | None = None
         self._held: tuple[torch.Tensor, int] | None = None
 
     def hold(self, value: Value, tensor: torch.Tensor, owner: Keeper) -> None:
@@ -137,15 +140,35 @@ class KeptTensors:
     def __init__(self, count: Callable[[int], None]) -> None:
         self.released: deque[KeptStorage] = deque()
         self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs
-        self.by_address: dict[int, KeptStorage] = {}  # likewise, where there is no plan
+        self.by_address: dict[int, KeptStorage] = {}  # likewise, the latest at each
         self.in_parts: set[int] = set()  # addresses of those that were saved in parts
         self.awaited: list[KeptStorage] = []  # autograd has let go of them, and something else is yet to read them
         self.is_read_later: Callable[[KeptStorage], bool] = lambda _: False
         self._count = count
 
+    def add(self, storage: KeptStorage) -> None:
+        """A storage was saved that was not among these, or not with these bytes."""
+        self.by_ordinal[storage.ordinal] = storage
+        storage.beside = self.by_address.get(storage.address)
+        self.by_address[storage.address] = storage
+
     def holds(self, address: int) -> bool:
         """Whether the storage at an address is one of these."""
-        return any(storage.address == address and storage.num_live for storage in self.by_ordinal.values())
+        return any(storage.num_live for storage in self._at(address))
+
+    def has(self, tensor: torch.Tensor, address: int) -> bool:
+        """Whether just these bytes of the storage at an address were saved."""
+        for storage in self._at(address):
+            for kept in storage.alive()[:1]:
+                if kept.tensor is not None and kept.version == tensor._version and share_a_counter(kept.tensor, tensor):
+                    return True
+        return False
+
+    def _at(self, address: int) -> Iterator[KeptStorage]:
+        storage = self.by_address.get(address)
+        while storage is not None:
+            yield storage
+            storage = storage.beside
 
     def settle(self) -> None:
         """Uncounts what autograd has let go of."""
@@ -173,8 +196,11 @@ class KeptTensors:
         self._count(-storage.counted_bytes)
         storage.counted_bytes = 0
         storage.release()
-        if self.by_address and self.by_address.get(storage.address) is storage:
-            del self.by_address[storage.address]
+        if self.by_address.get(storage.address) is storage:
+            if storage.beside is None:
+                del self.by_address[storage.address]
+            else:
+                self.by_address[storage.address] = storage.beside
             self.in_parts.discard(storage.address)
 
     def lose(self, why: Callable[[str], TorchstormError], *, address: int | None = None) -> None:

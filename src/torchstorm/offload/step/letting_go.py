@@ -75,10 +75,13 @@ class LetGo:
         return saved.value.call is None if until is None else run.moment < until
 
     def _remove(self, saved: Saved) -> None:
-        if saved.value is not None and saved.value.saved is saved:
-            saved.value.saved = None
-        saved.value = None
+        value, saved.value = saved.value, None
         self._residency.remove(saved)
+        if value is not None and value.saved is saved:
+            value.saved = None
+            for other in self._residency.known.at(saved.address):
+                if other.value is value:  # saved with another version counter, too
+                    value.saved = other
 
 
 def _read_later(absent: set[Parcel]) -> set[Value]:

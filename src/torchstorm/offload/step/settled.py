@@ -190,14 +190,15 @@ class Settled:
         kept, value = self._kept, None
         if ordinal == progress.num_saved:
             counted_bytes = min(nbytes, table.counted_bytes[ordinal])
+            if self._was_saved(tensor, storage, address):
+                return None
             if not self._is_its_own(tensor) or not self._count(counted_bytes):
                 return None
             progress.num_saved += 1
             if ordinal in table.noticed and self._notice is not None:
                 value = self._notice(storage, tensor._version)
-            found = kept.by_ordinal[ordinal] = KeptStorage(
-                address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal]
-            )
+            found = KeptStorage(address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal])
+            kept.add(found)
         else:
             known = kept.by_ordinal.get(ordinal)
             if known is None or known.address != address or not known.num_live:
@@ -211,14 +212,23 @@ class Settled:
             self._finish(moment)
         return one
 
+    def _was_saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> bool:
+        """Whether these bytes were saved before: where the plan has others, it is for another step."""
+        if address in self._kept.by_address and self._kept.has(tensor, address):
+            return True
+        known = self._residency.known
+        return known.holds(address) and known.find(storage, tensor)[0] is not None
+
     def _pack_away(
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
     ) -> Ticket | None:
         """What autograd gets for a tensor that leaves, or that may leave where the step turns out to be another one."""
-        known, progress = self._residency.known, self._progress
-        is_known = known.holds(storage._cdata)
+        known, progress, address = self._residency.known, self._progress, storage._cdata
+        is_known = known.holds(address)
         if not is_known and not self._may_leave(table, tensor, storage, ordinal):
             return None
+        if address in self._kept.by_address and self._kept.has(tensor, address):
+            return None  # what stays in this plan
         is_busy = moment in table.busy
         if is_busy:
             self._begin(moment)
@@ -263,7 +273,7 @@ class Settled:
             ordinal = self._progress.num_saved
             self._progress.num_saved += 1
             found = KeptStorage(address, ordinal, nbytes, nbytes, True, "")
-            self._kept.by_ordinal[ordinal] = self._kept.by_address[address] = found
+            self._kept.add(found)
             if not _is_of_all(tensor, nbytes):
                 self._kept.in_parts.add(address)
         elif (address in self._kept.in_parts or not _is_of_all(tensor, found.nbytes)) and not any(
