@@ -21,6 +21,7 @@ from offload.forced import at_random, force_recompute
 from offload.test_watched import Doubled
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.letting_go import LetGo, _read_later
 from torchstorm.offload.step.tracing import Recorder
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 512, 6
@@ -116,6 +117,30 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 
     monkeypatch.setattr(Recorder, "__init__", noted)
     return found
+
+
+@pytest.mark.parametrize("seed", [2, 3, 7, 11])  # after which such steps come about
+def test_what_stays_waits_only_for_what_is_to_be_computed_again_from_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle, waiting, needless = LetGo.settle, [0], []
+
+    def noted(self: LetGo) -> None:
+        settle(self)
+        awaited = self._residency.kept.awaited
+        if len(awaited) > waiting[0]:
+            read = _read_later(self._residency.absent)
+            needless.extend(one for one in awaited if one.value not in read)
+        waiting[0] = len(awaited)
+
+    force_recompute(monkeypatch, at_random(random.Random(seed)))
+    monkeypatch.setattr(LetGo, "settle", noted)
+    plain, model = network(), network()
+    with Session(model, ram=peak_bytes(MASKED) * 2) as session:
+        rng = random.Random(seed)
+        for step in range(12):
+            assert_exact(model, plain, session, rng.choice((PLAIN, (ROWS, 3, frozenset[int]()))), step)
+    assert not needless
 
 
 @pytest.mark.parametrize("has_disk", [True, False], ids=["RAM and disk", "RAM alone"])

@@ -24,6 +24,7 @@ class LetGo:
         self._running = running
         self._dropped: deque[tuple[Saved, int]] = deque()
         self._awaited: list[Saved] = []  # read by what is yet to be computed again
+        self._num_awaited = 0  # of those that stay, when it was last looked at what is read
         residency.kept.is_read_later = lambda storage: self._is_read_later(self._running(), storage)
 
     @property
@@ -37,9 +38,10 @@ class LetGo:
 
     def settle(self) -> None:
         """Forgets what nobody needs any more; under the lock of the hooks."""
-        if self._residency.kept.released:
-            self._residency.kept.settle()
-        if not self._dropped:
+        kept = self._residency.kept
+        if kept.released:
+            kept.settle()
+        if not self._dropped and len(kept.awaited) <= self._num_awaited:
             return
         run = self._running()
         while self._dropped:
@@ -54,9 +56,10 @@ class LetGo:
                 self._awaited.append(saved)
             else:
                 self._remove(saved)
-        if self._awaited or self._residency.kept.awaited:
+        if self._awaited or kept.awaited:
             read = _read_later(self._residency.absent)
-            self._residency.kept.forget_all_but(read)
+            kept.forget_all_but(read)
+            self._num_awaited = len(kept.awaited)
             awaited, self._awaited = self._awaited, []
             for saved in awaited:
                 if saved.value in read:
