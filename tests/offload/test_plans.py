@@ -12,7 +12,7 @@ from torch import nn
 import torchstorm
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.plans import Kind, Planned, Plans
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget, Plan
 
@@ -45,7 +45,7 @@ def planner_of(plan: Plan, plans: Plans) -> Planner:
 
 def in_force(plan: Plan) -> Plans:
     plans = Plans(None, 2)
-    plans.put(Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2, key=("a step",)))
+    plans.put(Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2, kind=Kind(("a step",))))
     return plans
 
 

@@ -133,7 +133,8 @@ class Session:
         """One training step, for `with` or as a decorator: forward and backward inside it, the optimizer after it.
 
         Raises:
-            BudgetError: the step needs more than the budget. Raised at the end of the step, before any weight changes.
+            BudgetError: the step needs more than the budget. Raised before the model runs where earlier steps of other
+                sizes tell, else at the end of the step, before any weight changes.
             OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
                 made: repeat the step. Changes of buffers remain, and values added to existing gradients, which the
                 error names.

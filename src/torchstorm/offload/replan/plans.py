@@ -24,6 +24,27 @@ Key = tuple[Any, ...]
 
 
 @dataclass(eq=False)
+class Kind:
+    """Steps that begin alike and run the same sequence of operations: all plans that they had one after the other.
+
+    Attributes:
+        key: how such steps begin.
+        subject: their model and batch; None where that was not noted.
+        num_calls: how often such a step calls the model; 0 where that was not noted.
+        is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
+        is_followed: whether a step has followed a plan for it to its end.
+        then: the kind of the step after the last one.
+    """
+
+    key: Key = ()
+    subject: Workload | None = None
+    num_calls: int = 0
+    is_of_rest: bool = False
+    is_followed: bool = False
+    then: Kind | None = None
+
+
+@dataclass(eq=False)
 class Planned:
     """A plan in use, and what it takes for granted.
 
@@ -40,13 +61,9 @@ class Planned:
         recent_s: of the last steps that followed it.
         replaced: the plan before it, until so many steps have followed this one that the two can be compared.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
-        subject: the model and batch of the step; None where that was not noted.
         asked: what is solved beside training for a better plan; None for nothing.
-        key: how such steps begin.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
-        then: what the step after the last one that followed it has followed.
-        is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
-        is_followed: whether a step has followed it to its end.
+        kind: of the steps.
     """
 
     plan: Plan | None
@@ -61,13 +78,9 @@ class Planned:
     recent_s: list[float] = field(default_factory=list)
     replaced: Planned | None = None
     is_given: bool = False
-    subject: Workload | None = None
     asked: Problem | None = None
-    key: Key = ()
     is_unrecorded: bool = False
-    then: Planned | None = None
-    is_of_rest: bool = False
-    is_followed: bool = False
+    kind: Kind = field(default_factory=Kind)
 
     @property
     def recomputes(self) -> bool:
@@ -91,7 +104,7 @@ class Plans:
         self.num_to_measure = num_to_measure
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._all: list[Planned] = []  # the last one used is the last one forgotten
-        self._last: Planned | None = None  # what the last step followed
+        self._last: Kind | None = None  # of the last step that followed a plan
         self._num_left = 0  # steps that differed from all plans, since the rest of one was traced
         self.have_left = False  # whether steps have differed from all plans
         self._state: int | None = None  # of the model, in which these plans were made
@@ -117,12 +130,11 @@ class Plans:
             self.have_left, self._last = False, None
         self._state = self._state_now
         if self.given is not None and self.in_force is not None:
-            self.given, self.in_force.key = None, key
+            self.given, self.in_force.kind.key = None, key
             self._all.append(self.in_force)
-        planned = next((one for one in reversed(self._all) if one.key == key), None)
+        alike = [one for one in reversed(self._all) if one.kind.key == key]
         then = self._last.then if self._last is not None else None
-        if then is not None and then.key == key and then in self._all:
-            planned = then
+        planned = next((one for one in alike if one.kind is then), alike[0] if alike else None)
         if planned is not None:
             self.use(planned)
         return planned
@@ -130,10 +142,10 @@ class Plans:
     def covering(self, key: Key) -> Planned | None:
         """The plan for the smallest larger steps: with as many dimensions, none of them smaller. None where there is
         none."""
-        found = [one for one in reversed(self._all) if _covers(one.key, key) and one.plan is not None]
+        found = [one for one in reversed(self._all) if _covers(one.kind.key, key) and one.plan is not None]
         if not found:
             return None
-        planned = min(found, key=lambda one: math.prod(one.key[0]))
+        planned = min(found, key=lambda one: math.prod(one.kind.key[0]))
         self.use(planned)
         return planned
 
@@ -141,11 +153,15 @@ class Plans:
         """Plans that a step which has followed one so far may go on with, the last used first; and whether each is for
         steps of just its sizes."""
         for one in reversed(self._all):
-            is_exact = one.key == key
+            is_exact = one.kind.key == key
             if one is planned or one.plan is None or one.is_given:
                 continue
-            if is_exact or _covers(one.key, key):
+            if is_exact or _covers(one.kind.key, key):
                 yield one, is_exact
+
+    def latest_first(self) -> list[Planned]:
+        """All plans for the model as it is, the last used first."""
+        return [] if self._are_others else self._all[::-1]
 
     def near(self, planned: Planned, key: Key) -> Iterator[Plan]:
         """The few plans that a step is most likely to go over to from one."""
@@ -178,15 +194,15 @@ class Plans:
     def followed(self, planned: Planned) -> None:
         """A step has followed this plan to its end."""
         if self._last is not None:
-            self._last.then = planned
-        self._last, planned.is_followed = planned, True
+            self._last.then = planned.kind
+        self._last, planned.kind.is_followed = planned.kind, True
 
     def left(self) -> bool:
         """A step differs from all plans. Returns whether the rest of it is to be traced for one more: the more seldom,
         the more plans were made so and have not been of use again."""
         self.have_left = True
         self._num_left += 1
-        num_unused = sum(one.is_of_rest and not one.is_followed for one in self._all)
+        num_unused = sum(one.kind.is_of_rest and not one.kind.is_followed for one in self._all)
         if self._num_left < 2 ** min(num_unused, _MOST_WAITS):
             return False
         self._num_left = 0
@@ -195,18 +211,12 @@ class Plans:
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""
         if instead_of is not None:
-            planned.key, planned.is_followed = instead_of.key, instead_of.is_followed
-            planned.is_of_rest, planned.subject = instead_of.is_of_rest, planned.subject or instead_of.subject
-            then, is_last = instead_of.then, self._last is instead_of
-            came_from = [one for one in self._all if one.then is instead_of and one is not instead_of]
-            self.drop(instead_of)
-            planned.then = planned if then is instead_of else then
-            self._last = planned if is_last else self._last
-            for one in came_from:
-                one.then = planned
-        elif planned.is_of_rest:
+            planned.kind = instead_of.kind
+            if instead_of in self._all:
+                self._all.remove(instead_of)
+        elif planned.kind.is_of_rest:
             # What the first part of the other one was said to be made by was another step's.
-            for one in [one for one in self._all if one.is_of_rest and _are_alike(one, planned)]:
+            for one in [one for one in self._all if one.kind.is_of_rest and _are_alike(one, planned)]:
                 self.drop(one)
         self._all.append(planned)
         self.in_force = planned
@@ -217,10 +227,8 @@ class Plans:
         """No step follows this plan any more."""
         if planned in self._all:
             self._all.remove(planned)
-        planned.then = None
-        self._last = None if self._last is planned else self._last
-        for one in self._all:
-            one.then = None if one.then is planned else one.then
+        planned.kind.then = None
+        self._last = None if self._last is planned.kind else self._last
 
     def replace(self, old: Planned, new: Planned | None) -> bool:
         """Puts a plan in another's place, and in force; for None such steps are measured anew. False where the other is
@@ -246,7 +254,7 @@ class Plans:
         planned = self.in_force
         if planned is None or planned.plan is None or planned.plan.machine is not None:
             return planned.plan if planned is not None else None
-        return replace(planned.plan, machine=machine(), workload=planned.subject)
+        return replace(planned.plan, machine=machine(), workload=planned.kind.subject)
 
     def forecast(self) -> Figures | None:
         """What can be said of steps that follow the plan in force; None without one. The time of a plan is not known as
@@ -276,7 +284,7 @@ class Plans:
 
 def _are_alike(one: Planned, other: Planned) -> bool:
     """Whether steps begin alike and have the same moments."""
-    if one.key != other.key or one.trace.num_moments != other.trace.num_moments:
+    if one.kind.key != other.kind.key or one.trace.num_moments != other.trace.num_moments:
         return False
     pairs = zip(one.trace.moments, other.trace.moments, strict=True)
     return all(a.signature == b.signature for a, b in pairs)

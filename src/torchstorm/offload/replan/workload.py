@@ -45,3 +45,19 @@ def shape_of(tensor: torch.Tensor) -> str:
     """A tensor's shape and type, as in "4x128 int64"."""
     sizes = "x".join(map(str, tensor.shape)) or "scalar"
     return f"{sizes} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def sizes_of(shapes: Iterable[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The dimensions and types of tensors, and all their sizes in a row.
+
+    Args:
+        shapes: as `shape_of` writes them.
+    """
+    kinds: list[str] = []
+    sizes: list[int] = []
+    for text in shapes:
+        shape, _, dtype = text.partition(" ")
+        found = [] if shape == "scalar" else list(map(int, shape.split("x")))
+        sizes += found
+        kinds.append(f"{len(found)} {dtype}")
+    return tuple(kinds), tuple(sizes)

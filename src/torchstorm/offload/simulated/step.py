@@ -23,9 +23,10 @@ from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cu
 from torchstorm.offload.simulated.gpu import META, SimulatedGPU
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.parcels import Call, Value
-from torchstorm.offload.step.saving import SMALL_BYTES, least_moved_bytes, slab_bytes
+from torchstorm.offload.step.saving import buffers_of
 from torchstorm.offload.torch_private import asks_for_function_modes
 from torchstorm.plan.machine import Machine
+from torchstorm.plan.packing import Packing
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
 
 Batch = TypeVar("Batch")
@@ -119,8 +120,8 @@ class _Ticket:
 class _Step:
     def __init__(self, machine: Machine, limit_bytes: int) -> None:
         self._machine = machine
-        self._slab_bytes = slab_bytes(limit_bytes)
-        self._least_moved = least_moved_bytes(limit_bytes)
+        buffers = buffers_of(limit_bytes)
+        self._least_moved, self._packing = buffers.least_moved_bytes, Packing(buffers)
         self._gpu = SimulatedGPU(machine, freed=self._storage_gone)
         self._tape = Tape(META, is_leaf=self._is_leaf, mark=self._gpu.now)
         self._tape.probe = _NoteScratch(self._gpu)
@@ -131,8 +132,6 @@ class _Step:
         self._records: list[_Record] = []
         self._at: dict[int, dict[int, _Record]] = {}  # by address and version, while the storage lives
         self._released: list[_Record] = []  # since the latest moment
-        self._parcel_bytes: list[int] = []
-        self._slab = -1  # the shared parcel that is being filled
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
         self._seconds: list[float] = []
         self._others: list[int] = []
@@ -212,7 +211,7 @@ class _Step:
                 for (kind, storage, nbytes), seconds, other, still in columns
             ),
             storages=storages,
-            parcels=make_parcels(storages, self._parcel_bytes),
+            parcels=make_parcels(storages, self._packing.parcel_bytes),
             base_bytes=self._base_bytes,
             staging_bytes=0,
             ops=origins.ops(),
@@ -248,7 +247,7 @@ class _Step:
         record = packed.record
         self._arrive()
         self._signatures.append((UNPACK, record.number, record.nbytes))
-        self._slab = -1
+        self._packing.close()
         if record.needed is None:
             record.needed = len(self._signatures) - 1
         self._leave()
@@ -261,7 +260,7 @@ class _Step:
         is_input = is_slice or storage._cdata in self._inputs
         parcel = -1
         if not is_input and nbytes >= self._least_moved:
-            parcel = self._parcel_for(nbytes)
+            parcel = self._packing.parcel_for(nbytes)
         record = _Record(
             nbytes=min(nbytes, tensor.nbytes) if is_input else nbytes,
             made=len(self._signatures) - 1,
@@ -275,18 +274,6 @@ class _Step:
         self._records.append(record)
         self._at.setdefault(storage._cdata, {})[tensor._version] = record
         return record
-
-    def _parcel_for(self, nbytes: int) -> int:
-        """Large storages travel alone, small ones together, as `offload.step.hooks` packs them."""
-        if nbytes >= min(SMALL_BYTES, self._slab_bytes // 2 + 1):
-            self._parcel_bytes.append(nbytes)
-            return len(self._parcel_bytes) - 1
-        padded = -(-nbytes // 512) * 512
-        if self._slab < 0 or self._parcel_bytes[self._slab] + padded > self._slab_bytes:
-            self._parcel_bytes.append(0)
-            self._slab = len(self._parcel_bytes) - 1
-        self._parcel_bytes[self._slab] += padded
-        return self._slab
 
     def _let_go(self, record: _Record) -> None:
         record.live -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -76,12 +76,19 @@ class NoteInputs:
     Attributes:
         shapes: of the tensors in the step's first call, as a plan's subject has them; None before it.
         num_samples: dim 0 of the first that has one; 0 where there is none.
+        num_calls: how often the model was called.
+
+    Args:
+        saved: hears of the tensors; None in a copy of the model.
+        begin: called once the shapes of the first call are known, if gradients are wanted of it.
     """
 
-    def __init__(self, saved: SavedTensors | None = None) -> None:
+    def __init__(self, saved: SavedTensors | None = None, begin: Callable[[], None] | None = None) -> None:
         self.shapes: tuple[str, ...] | None = None
         self.num_samples = 0
+        self.num_calls = 0
         self._saved = weakref.ref(saved) if saved is not None else None
+        self._begin = begin or _nothing
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -92,9 +99,17 @@ class NoteInputs:
         with torch._C.DisableTorchFunction():  # no mode counts what is done here
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             saved.add_inputs(tensors)
+            self.num_calls += 1
             if self.shapes is None:
                 self.shapes = tuple(map(shape_of, tensors))
                 self.num_samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+                begin, self._begin = self._begin, _nothing  # once, and without a cycle of references after that
+                if torch.is_grad_enabled():  # else nothing is saved of this call, whatever its sizes
+                    begin()
 
     def __reduce__(self) -> tuple[type[NoteInputs], tuple[()]]:
         return NoteInputs, ()
+
+
+def _nothing() -> None:
+    pass

@@ -15,6 +15,7 @@ from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.tables import is_made_by
 from torchstorm.offload.step.views import View, flat_bytes, root_of, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.packing import Buffers
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
@@ -31,6 +32,27 @@ def least_moved_bytes(limit_bytes: int) -> int:
 def slab_bytes(limit_bytes: int) -> int:
     """Size of the buffers that small storages share, for a budget on the fast tier."""
     return max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
+
+
+def small_bytes(limit_bytes: int) -> int:
+    """What is smaller shares a buffer with others, for a budget on the fast tier."""
+    return min(SMALL_BYTES, slab_bytes(limit_bytes) // 2 + 1)
+
+
+def buffers_of(limit_bytes: int, *, can_move: bool = True) -> Buffers:
+    """What a Session that has such a budget on the fast tier puts together when it decides on the spot.
+
+    Args:
+        limit_bytes: that budget.
+        can_move: whether there is a tier to move to.
+    """
+    return Buffers(
+        least_moved_bytes=least_moved_bytes(limit_bytes),
+        small_bytes=small_bytes(limit_bytes) if can_move else 0,
+        shared_bytes=slab_bytes(limit_bytes),
+        least_left_bytes=TINY_BYTES,
+        padded=bytes_in_a_buffer,
+    )
 
 
 class Saver:
@@ -52,6 +74,7 @@ class Saver:
         self._cuda = residency.device.type == "cuda"
         self._slab_bytes = slab_bytes(residency.limit_bytes)
         self._least_moved = least_moved_bytes(residency.limit_bytes)
+        self._small = small_bytes(residency.limit_bytes)
 
     def make_parcels(self, owner: Keeper, storage: KeptStorage, alive: list[Kept]) -> None:
         """What stayed may move from here on: gives its saved tensors tickets, which `owner` takes back."""
@@ -118,7 +141,7 @@ class Saver:
         block = run.blocks[-1] if run.blocks else ""
         if run.plan is not None:
             block = block or run.plan.trace.storages[ordinal].block
-        is_small = nbytes < min(SMALL_BYTES, self._slab_bytes // 2 + 1)
+        is_small = nbytes < self._small
         fingerprint = None
         if tier == RECOMPUTE:
             parcel, offset = self._residency.new_absent_parcel(nbytes, block), 0

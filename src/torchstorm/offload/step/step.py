@@ -18,8 +18,9 @@ from torchstorm.offload import misuse
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
+from torchstorm.offload.replan.foresight import foresee
 from torchstorm.offload.replan.given import check_inputs
-from torchstorm.offload.replan.plans import Planned
+from torchstorm.offload.replan.plans import Kind, Planned
 from torchstorm.offload.replan.workload import state_of, subject_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
@@ -28,6 +29,7 @@ from torchstorm.offload.step.inputs import NoteInputs, storages_of
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice, Departure, TableOf
+from torchstorm.offload.step.saving import buffers_of
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
@@ -72,9 +74,10 @@ class Step:
             parameters if optimizer is None else {id(one): one for one in (*parameters, *held_by(optimizer))}.values(),
             names=partial(trained, shared.model, optimizer),
         )
-        self._inputs = NoteInputs(shared.saved)
+        self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._planned: Planned | None = None  # what the step follows, as far as it has come
+        self._foreseen: Planned | None = None  # a plan for steps of its sizes, which no step has had so far
         self._mistaken: list[tuple[Planned, int]] = []  # plans that have a storage made by what did not make it
         self._is_planned_for = True  # whether what is measured is for a plan
         self._is_exact = True  # whether that is for steps of just these sizes, and not for larger ones
@@ -118,13 +121,44 @@ class Step:
             # Dynamo would compile a function once with the mode and once without it.
             self._shared.runs_compiled |= private.num_compiled() != num_compiled
 
+    def _foresee(self) -> None:
+        """Called before the model's first forward: plans a step of sizes that were never seen.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        shared, residency = self._shared, self._shared.residency
+        if self._key is not None or shared.unlimited or shared.compiled is not None or shared.plans.given is not None:
+            return
+        assert self._inputs.shapes is not None
+        try:
+            self._foreseen = foresee(
+                *(shared.plans, shared.planner, self._inputs.shapes, self._key_of_state()),
+                base_bytes=self._base_bytes,
+                buffers=buffers_of(residency.limit_bytes, can_move=residency.default_tier != KEEP),
+            )
+        except BudgetError as error:
+            raise self._with_micro_batch(error) from None
+        self._start = shared.clock.mark()
+
+    def _key_of_state(self) -> tuple[int, ...]:
+        """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
+        and others are allocated, so the peaks differ."""
+        return (self._gradients.nbytes,) if self._device.type == "cuda" else ()
+
+    def _with_micro_batch(self, error: BudgetError) -> BudgetError:
+        """The error, with the part of the batch that should fit."""
+        tier = self._shared.stack.fast_tier
+        return with_micro_batch(
+            error,
+            num_samples=self._inputs.num_samples if error.tier == tier else 0,
+            fixed_bytes=self._shared.fixed_bytes(error.tier),
+        )
+
     def _choose(self, key: tuple[Any, ...]) -> Choice:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
         shared, plans, planner = self._shared, self._shared.plans, self._shared.planner
-        if self._device.type == "cuda":  # pragma: gpu
-            # A step that finds gradients adds to them, and one that finds none allocates them: the peaks differ.
-            key = (*key, self._gradients.nbytes)
-        self._key = key
+        self._key = key = (*key, *self._key_of_state())
         misuse.check_first_save(shared.model)
         if shared.unlimited:
             return Choice(None)
@@ -143,6 +177,10 @@ class Step:
             if planned is not None and planner.is_outdated(planned, self._base_bytes):
                 planned = None
             self._is_exact = planned is None
+        if planned is None and self._foreseen is not None and self._foreseen.kind.key == key:
+            planned = self._foreseen
+            plans.put(planned)
+            shared.measured.plan_changed()
         self._planned = planned
         if planned is None:
             return self._traced()
@@ -240,7 +278,9 @@ class Step:
             found = self._plan_next(recorder, planned)
             if found is None:
                 return  # the next step is another one, and measured
-            found.key, found.is_of_rest = self._key, left_plan  # those of the plan before it, if there is one
+            if planned is None:
+                subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
+                found.kind = Kind(self._key, subject, self._inputs.num_calls, is_of_rest=left_plan)
             plans.put(found, planned)
             shared.measured.plan_changed()
             shared.stack.trim(plans.most_ram_bytes())
@@ -252,7 +292,7 @@ class Step:
         """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is
         that of another plan, and steps of both may have differed before it was seen."""
         shared = self._shared
-        for planned in {id(one): one for one, _ in self._mistaken if one.is_of_rest}.values():
+        for planned in {id(one): one for one, _ in self._mistaken if one.kind.is_of_rest}.values():
             trace = planned.trace
             for at in {at for one, at in self._mistaken if one is planned}:
                 trace = without_origin(trace, at)
@@ -301,19 +341,13 @@ class Step:
                 or shared.residency.has_forgotten
                 or not shared.stack.allows(shared.measured.last, base - trace.base_bytes)
             ):
-                raise with_micro_batch(
-                    error,
-                    num_samples=self._inputs.num_samples if error.tier == shared.stack.fast_tier else 0,
-                    fixed_bytes=shared.fixed_bytes(error.tier),
-                ) from None
+                raise self._with_micro_batch(error) from None
             else:
                 # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
                 # between, which no plan foresees: such steps go on as this one. Or the next one is recorded.
                 assert shared.measured.last is not None
                 found = Planned(None, trace, shared.measured.last, base, shared.plans.num_to_measure)
         found.is_unrecorded = blind
-        if planned is None:
-            found.subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
         return found
 
     def _scale(self, planned: Planned) -> float:
@@ -321,7 +355,7 @@ class Step:
         if self._is_exact:
             return 1.0
         assert self._key is not None
-        planned_for, ours = math.prod(planned.key[0]), math.prod(self._key[0])
+        planned_for, ours = math.prod(planned.kind.key[0]), math.prod(self._key[0])
         return float(planned_for / ours) if ours else 1.0
 
     def _count(self, stop: object, recorder: Recorder | Pace | None, followed: Planned | None) -> None:

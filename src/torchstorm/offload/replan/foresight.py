@@ -1,0 +1,104 @@
+"""Plans a step of sizes that were never seen before it begins, from the steps that were: so it follows a plan from its
+first operation on, and one that no plan fits raises before it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torchstorm.errors import BudgetError
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Kind, Planned, Plans
+from torchstorm.offload.replan.workload import sizes_of
+from torchstorm.plan.packing import Buffers
+from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
+
+_MOST_TRACES = 4  # that a law is told from
+
+
+class _Seen(NamedTuple):
+    """A plan, and the sizes of what the model is given in its steps."""
+
+    sizes: tuple[int, ...]
+    planned: Planned
+
+
+def foresee(
+    plans: Plans, planner: Planner, inputs: tuple[str, ...], rest: tuple[Any, ...], *, base_bytes: int, buffers: Buffers
+) -> Planned | None:
+    """The plan for a step of sizes that were never seen, and that no plan is large enough for.
+
+    Args:
+        plans: of the Session.
+        planner: makes plans.
+        inputs: shapes and types of what the model is given, as a plan's subject has them.
+        rest: what tells the step from others beside its first saved tensor: the end of its key.
+        base_bytes: bytes that are not the Session's at the step's entry.
+        buffers: of the Session.
+
+    Returns:
+        The plan, which is not among the others yet. None where there is one, or nothing can be told.
+
+    Raises:
+        BudgetError: no plan fits, whichever of the known kinds of steps it is.
+    """
+    types, sizes = sizes_of(inputs)
+    seen: list[_Seen] = []
+    for planned in plans.latest_first():
+        subject, key = planned.kind.subject, planned.kind.key
+        if subject is None or len(key) < 2 or key[2:] != rest:
+            continue
+        its_types, its_sizes = sizes_of(subject.inputs)
+        if its_types == types:
+            seen.append(_Seen(its_sizes, planned))
+    if any(all(one >= other for one, other in zip(each.sizes, sizes, strict=True)) for each in seen):
+        return None
+    error: BudgetError | None = None
+    is_sure = all(_tells(each.planned) for each in seen)
+    for group in _groups([each for each in seen if _tells(each.planned)]):
+        trace = scaled([Known(each.sizes, each.planned.trace) for each in group], sizes, buffers)
+        if trace is None:
+            is_sure = False
+            continue
+        try:
+            found = planner.plan(trace, base_bytes=base_bytes, num_measured=1)
+        except BudgetError as too_little:
+            error = error or too_little
+            continue
+        found.kind = _kind(group, sizes, inputs)
+        return found
+    if error is not None and is_sure:
+        raise error
+    return None
+
+
+def _tells(planned: Planned) -> bool:
+    """Whether a plan's trace is of whole steps with one call of the model each, and has all that such a step needs."""
+    kind = planned.kind
+    is_whole = not (kind.is_of_rest or planned.is_unrecorded or planned.is_given)
+    return is_whole and planned.plan is not None and kind.num_calls == 1
+
+
+def _groups(seen: list[_Seen]) -> list[list[_Seen]]:
+    """Plans for the same operations on different sizes, the last used first."""
+    groups: list[list[_Seen]] = []
+    for each in seen:
+        group = next((one for one in groups if run_alike(one[0].planned.trace, each.planned.trace)), None)
+        if group is None:
+            groups.append([each])
+        elif len(group) < _MOST_TRACES and all(other.sizes != each.sizes for other in group):
+            group.append(each)
+    return groups
+
+
+def _kind(group: list[_Seen], sizes: tuple[int, ...], inputs: tuple[str, ...]) -> Kind:
+    """How the step will begin, if it does so as those that it was foreseen from."""
+    first = group[0].planned.kind
+    assert first.subject is not None
+    shapes = [each.planned.kind.key[0] for each in group]
+    shape: tuple[int, ...] = ()
+    if len({len(one) for one in shapes}) == 1:
+        with suppress(UnknownLawError):
+            shape = Law([each.sizes for each in group], sizes).numbers(shapes)
+    return Kind((shape, *first.key[1:]), replace(first.subject, inputs=inputs), first.num_calls)

@@ -1,0 +1,206 @@
+"""The trace of a step of other sizes, foreseen from traces of such steps: a plan belongs to a sequence of operations,
+and its bytes follow the sizes of the model's input.
+
+The bytes of a tensor are a product of sizes (batch x length x width, or length x length), or rise in equal steps with
+one of them. Which it is follows from traces of different sizes, and must fit all of them to the byte; where it does
+not, nothing is foreseen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+
+from torchstorm.plan.packing import Buffers, Packing
+from torchstorm.plan.trace import UNPACK, SavedStorage, Trace, make_parcels
+
+_HIGHEST_POWER = 2  # of one size in a tensor's bytes
+_MOST_SIZES = 3  # that change
+_MOST_MORE = 8  # than a size: a label more than tokens, what pads a convolution
+
+
+@dataclass(frozen=True)
+class Known:
+    """A traced step.
+
+    Attributes:
+        sizes: of its input, all in a row.
+        trace: the step.
+    """
+
+    sizes: tuple[int, ...]
+    trace: Trace
+
+
+class UnknownLawError(Exception):
+    """The traced steps do not tell how their numbers follow from their sizes."""
+
+
+class Law:
+    """How numbers follow from sizes.
+
+    Args:
+        known: sizes of traced steps.
+        sizes: of the step that is foreseen.
+
+    Raises:
+        UnknownLawError: a size changes that was the same in all traced steps, or too many do.
+    """
+
+    def __init__(self, known: Sequence[tuple[int, ...]], sizes: tuple[int, ...]) -> None:
+        # Sizes that change together, such as those of tokens and their mask, are one.
+        together = dict.fromkeys(zip(*known, sizes, strict=True))
+        self._sizes = [(one[:-1], one[-1]) for one in together if len(set(one)) > 1]
+        if len(self._sizes) > _MOST_SIZES or any(len(set(seen)) == 1 for seen, _ in self._sizes):
+            raise UnknownLawError("sizes change that did not before, or too many")
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def numbers(self, seen: Iterable[Iterable[int]]) -> tuple[int, ...]:
+        """What numbers are, from what they were in the traced steps.
+
+        Raises:
+            UnknownLawError: no law, or more than one, has one of them so.
+        """
+        return tuple(self._number(each) for each in zip(*seen, strict=True))
+
+    def _number(self, seen: tuple[int, ...]) -> int:
+        if seen not in self._known:
+            self._known[seen] = self._find(seen)
+        return self._known[seen]
+
+    def _find(self, seen: tuple[int, ...]) -> int:
+        places = range(len(self._sizes))
+        powers = list(product(range(_HIGHEST_POWER + 1), repeat=len(self._sizes)))
+        found = {self._by_powers(seen, each) for each in powers} - {None}
+        if not found:
+            found = {self._by_steps(seen, each, at) for at in places for each in powers if not each[at]} - {None}
+        (number,) = found if len(found) == 1 else (None,)
+        if number is None or number.denominator != 1 or number < 0:
+            raise UnknownLawError(f"{len(found)} laws for {seen}")
+        return int(number)
+
+    def _scales(self, powers: Sequence[int]) -> list[int]:
+        """The product of powers of the sizes: in the traced steps, and last in the one that is foreseen."""
+        columns = ((*known, now) for known, now in self._sizes)
+        factors = [[size**power for size in column] for column, power in zip(columns, powers, strict=True)]
+        return [math.prod(each) for each in zip(*factors, strict=True)]
+
+    def _by_powers(self, seen: tuple[int, ...], powers: Sequence[int]) -> Fraction | None:
+        """The number, if it rises as a product of powers of the sizes does."""
+        *known, now = self._scales(powers)
+        if not all(known) or any(
+            number * known[0] != seen[0] * scale for number, scale in zip(seen, known, strict=True)
+        ):
+            return None
+        return Fraction(seen[0] * now, known[0])
+
+    def _by_steps(self, seen: tuple[int, ...], powers: Sequence[int], at: int) -> Fraction | None:
+        """The number, if it rises in equal steps with one size, and as a product of powers of the others does. Two
+        points are always on a line: of those it must be a multiple of the size and a few more."""
+        *known, now = self._scales(powers)
+        if not all(known):
+            return None
+        sizes, size_now = self._sizes[at]
+        points = {(size, Fraction(number, scale)) for size, number, scale in zip(sizes, seen, known, strict=True)}
+        (first, low), (second, high) = min(points), max(points)
+        if first == second:
+            return None
+        step = (high - low) / (second - first)
+        if not step or any(low + step * (size - first) != value for size, value in points):
+            return None
+        more = low / step - first
+        if len(points) == 2 and (more.denominator != 1 or abs(more) > _MOST_MORE):
+            return None
+        return Fraction(step * (size_now + more) * now)
+
+
+def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> Trace | None:
+    """The trace of a step of other sizes.
+
+    Args:
+        known: two traced steps or more, of different sizes, with the same operations.
+        sizes: of the step's input.
+        buffers: of the Session.
+
+    Returns:
+        The trace. Its bytes are exact; what the model itself takes on CUDA, and all times, are drawn out of the largest
+        two steps. None where the steps do not tell.
+    """
+    traces = [one.trace for one in known]
+    if len(known) < 2 or any(not run_alike(traces[0], other) for other in traces[1:]):
+        return None
+    low, high = sorted(traces, key=lambda one: one.saved_bytes)[-2:]
+    try:
+        law = Law([one.sizes for one in known], sizes)
+        moments = law.numbers([one.nbytes for one in trace.moments] for trace in traces)
+        storages = law.numbers([one.nbytes for one in trace.storages] for trace in traces)
+        values = law.numbers([one.nbytes for one in trace.values] for trace in traces)
+    except UnknownLawError:
+        return None
+    trace = replace(
+        high,
+        moments=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.moments, moments, strict=True)),
+        values=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.values, values, strict=True)),
+        storages=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.storages, storages, strict=True)),
+    )
+    return _drawn_out(_with_parcels(trace, high, buffers), low, high)
+
+
+def run_alike(one: Trace, other: Trace) -> bool:
+    """Whether two steps run the same operations, and save the same of them."""
+    return (
+        [(moment.kind, moment.storage) for moment in one.moments]
+        == [(moment.kind, moment.storage) for moment in other.moments]
+        and [(op.number, op.name, op.inputs, op.outputs) for op in one.ops]
+        == [(op.number, op.name, op.inputs, op.outputs) for op in other.ops]
+        and [(value.op, value.storage) for value in one.values] == [(value.op, value.storage) for value in other.values]
+        and len(one.storages) == len(other.storages)
+    )
+
+
+def _with_parcels(trace: Trace, before: Trace, buffers: Buffers) -> Trace:
+    """With parcels for the sizes that its storages have now."""
+    used = [at for at, moment in enumerate(trace.moments) if moment.kind == UNPACK]
+    storages: list[SavedStorage] = []
+    packing, latest = Packing(buffers), 0
+    for storage, was in zip(trace.storages, before.storages, strict=True):
+        if bisect(used, storage.made) != bisect(used, latest):
+            packing.close()
+        latest = storage.made
+        has_grown = was.nbytes < buffers.least_moved_bytes <= storage.nbytes
+        is_made = was.value >= 0 and trace.values[was.value].op >= 0  # not an input of the model, which never moves
+        moves = was.parcel >= 0 or (has_grown and is_made)
+        storages.append(replace(storage, parcel=packing.parcel_for(storage.nbytes) if moves else -1))
+    return replace(trace, storages=tuple(storages), parcels=make_parcels(storages, packing.parcel_bytes))
+
+
+def _drawn_out(trace: Trace, low: Trace, high: Trace) -> Trace:
+    """With times, and bytes that the model itself takes on a GPU, as they rise with what is saved."""
+    rise = trace.saved_bytes / max(1, high.saved_bytes)
+    between = high.saved_bytes - low.saved_bytes
+    beyond = (trace.saved_bytes - high.saved_bytes) / between if between else 0.0
+    shift = high.base_bytes - low.base_bytes
+
+    def bytes_of(lower: int, higher: int) -> int:
+        return max(0, higher + round((higher - lower) * beyond))
+
+    return replace(
+        trace,
+        moments=tuple(
+            replace(
+                one,
+                compute_s=one.compute_s * rise,
+                other_bytes=bytes_of(lower.other_bytes + shift, one.other_bytes),
+                still_bytes=bytes_of(lower.still_bytes + shift, one.still_bytes),
+            )
+            for one, lower in zip(trace.moments, low.moments, strict=True)
+        ),
+        ops=tuple(
+            replace(one, compute_s=one.compute_s * rise, scratch_bytes=bytes_of(lower.scratch_bytes, one.scratch_bytes))
+            for one, lower in zip(trace.ops, low.ops, strict=True)
+        ),
+    )
