@@ -3,6 +3,7 @@ first operation on, and one that no plan fits raises before it."""
 
 from __future__ import annotations
 
+import operator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -50,10 +51,11 @@ def foresee(
         if subject is None or len(key) < 2 or key[2:] != rest:
             continue
         its_types, its_sizes = sizes_of(subject.inputs)
-        if its_types == types:
-            seen.append(_Seen(its_sizes, planned))
-    if any(all(one >= other for one, other in zip(each.sizes, sizes, strict=True)) for each in seen):
-        return None
+        if its_types != types:
+            continue
+        if all(map(operator.ge, its_sizes, sizes)):
+            return None  # as in every settled step, by the first of them
+        seen.append(_Seen(its_sizes, planned))
     error: BudgetError | None = None
     is_sure = all(_tells(each.planned) for each in seen)
     for group in _groups([each for each in seen if _tells(each.planned)]):

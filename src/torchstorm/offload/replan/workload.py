@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable
 
@@ -47,7 +48,8 @@ def shape_of(tensor: torch.Tensor) -> str:
     return f"{sizes} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def sizes_of(shapes: Iterable[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+@functools.lru_cache(maxsize=256)
+def sizes_of(shapes: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The dimensions and types of tensors, and all their sizes in a row.
 
     Args:

@@ -139,7 +139,8 @@ class Step:
             )
         except BudgetError as error:
             raise self._with_micro_batch(error) from None
-        self._start = shared.clock.mark()
+        if self._foreseen is not None:
+            self._start = shared.clock.mark()  # the step's time is without that of planning it
 
     def _key_of_state(self) -> tuple[int, ...]:
         """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
