@@ -38,7 +38,8 @@ def test_every_way_has_a_row_and_a_plan_of_a_full_batch_is_followed(
     planned = rows["session, plan of a full batch"]
     assert planned["num_moved"] + planned["num_recomputed"] > 0
     assert rows["session, everything kept"]["num_recomputed"] == 0
-    assert planned["causes"]["recording"] > rows["session, everything kept"]["causes"]["recording"]
+    # With RAM alone, a Session that keeps everything records, too, for a step that would be another one.
+    assert planned["causes"]["recording"] > 0.02 > rows["session, unlimited"]["causes"]["recording"]
 
 
 def test_a_cause_has_the_time_that_its_calls_into_pytorch_take() -> None:
