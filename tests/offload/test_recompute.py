@@ -21,6 +21,7 @@ from offload.test_odd_models import IN_A_CHILD, THIRD_PARTY
 from torchstorm.errors import CorruptionError
 from torchstorm.offload.recompute import replay
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.views import row_of
 
 # Steps that are never planned, or that save nothing large enough to be computed again.
 NOTHING_RECOMPUTED: set[str] = set()
@@ -227,11 +228,11 @@ def test_self_check_names_what_came_out_otherwise(monkeypatch: pytest.MonkeyPatc
     force_recompute(monkeypatch)
     run = replay.run
 
-    def other(call: Any, bytes_of: Any) -> list[torch.Tensor]:
-        rows = run(call, bytes_of)
+    def other(call: Any, there: Any) -> list[torch.Tensor]:
+        found = run(call, there)
         if call.operator.name == "torch.tanh" and armed:
-            rows[0][5] ^= 1
-        return rows
+            row_of(found[0])[5] ^= 1
+        return found
 
     armed: list[int] = []
     monkeypatch.setattr(replay, "run", other)

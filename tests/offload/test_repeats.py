@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from offload.forced import at_random, force_recompute
 from torchstorm.errors import UnsupportedError
+from torchstorm.offload.recompute import replay
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
@@ -148,6 +150,9 @@ LAYERS: list[Op] = [
     for at in range(0, 12, 4)
     for op in [("norm", at, at), ("linear", at + 1, at), ("silu", at + 2, 0), ("multiply", at + 3, at)]
 ]
+# With arguments of a few bytes, and lists. The step's first operation is recorded anew, and read by one that is not.
+TINY: list[Op] = [("silu", 0, 0), *((name, one + 1, other + 1) for name, one, other in LAYERS)]
+TINY += [("shrink", 3, 4), ("join", 5, 6), ("shrink", 7, 2)]
 ops = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
 
 
@@ -235,6 +240,30 @@ def test_steps_of_other_sizes_use_them_too(tmp_path: Path, repeated: list[bool])
             assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session, rows=rows)))
     assert len(repeated) > len(LAYERS)
     assert all(repeated)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
+def test_a_settled_step_describes_nothing_anew_and_looks_for_no_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    plain, model = program(), program()
+    found: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        before = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (found.append(name), before(*args))[1])
+
+    noted(Repeats, "_describe_anew")
+    noted(replay, "_calls_for")
+    noted(replay, "_run_into")
+    with computing_again(tmp_path, model, share) as session:
+        for seed in range(9):
+            found.clear()
+            expected = gradients(plain, seed, TINY, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, TINY, session)))
+    assert found.count("_describe_anew") <= 1
+    assert found.count("_calls_for") <= 1
+    assert "_run_into" in found
 
 
 def test_a_step_whose_graph_is_kept_is_computed_again_from_its_own_records(tmp_path: Path) -> None:

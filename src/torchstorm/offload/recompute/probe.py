@@ -22,7 +22,7 @@ from torchstorm.offload.recompute.replay import run
 from torchstorm.offload.recompute.tape import Probe
 from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
-from torchstorm.offload.step.views import flat_bytes
+from torchstorm.offload.step.views import flat_bytes, row_of
 
 
 class TracingProbe(Probe):
@@ -92,7 +92,7 @@ class TracingProbe(Probe):
                 self._refused.add(self._kind)
             else:
                 for place, one, other in zip(call.places, again, rows, strict=True):
-                    self._unequal.append((self._kind, place, _differs(one, other)))
+                    self._unequal.append((self._kind, place, _differs(row_of(one), other)))
         # Where there was no room to run it again, what it took for its user tells at least that much.
         call.scratch_bytes = self._scratch.get(self._kind, own_bytes)
 
@@ -146,17 +146,15 @@ class TracingProbe(Probe):
     def _again(self, call: Call) -> list[torch.Tensor]:
         """Runs the operation again, and learns what it allocates meanwhile."""
 
-        def bytes_of(value: Value) -> torch.Tensor:
-            target = call.args[0]
-            if self._overwritten is not None and isinstance(target, Ref) and value is target.value:
-                return self._overwritten
-            return flat_bytes(self._storages[value])
-
+        there = {value: flat_bytes(storage) for value, storage in self._storages.items()}
+        target = call.args[0] if call.args else None
+        if self._overwritten is not None and isinstance(target, Ref):
+            there[target.value] = self._overwritten
         if self._device.type == "cpu":
             self._scratch[self._kind] = 0
-            return run(call, bytes_of)
+            return run(call, there)
         torch.cuda.reset_peak_memory_stats(self._device)  # pragma: gpu
-        rows = run(call, bytes_of)  # pragma: gpu
+        rows = run(call, there)  # pragma: gpu
         peak = peak_allocated_bytes(self._device)  # pragma: gpu
         self._scratch[self._kind] = peak - allocated_bytes(self._device)  # pragma: gpu
         return rows  # pragma: gpu

@@ -9,59 +9,38 @@ this step's call.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from torchstorm.offload.recompute.described import (
+    CONTAINERS,
+    NOTHING,
+    Recording,
+    Unfinished,
+    as_returned,
+    flat,
+    is_given_again,
+    is_leaf_again,
+    is_one,
+    is_plain,
+    is_same,
+    is_simple,
+    is_source_again,
+    lies_in,
+    passing_leaves,
+)
 from torchstorm.offload.recompute.tensors import collect, has_bytes, is_among, tensors_of
-from torchstorm.offload.step.packed import is_of_parameter
-from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Ref, Value
+from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value, is_made_by
 from torchstorm.offload.step.views import View, version_counter
 from torchstorm.offload.torch_private import attention_backend
 
 NOT_REPEATED = object()
-_TENSOR, _CONTAINERS, _FIRST = torch.Tensor, (list, tuple), (0,)
-
-
-class Unfinished(NamedTuple):
-    """A recorded function that runs.
-
-    Attributes:
-        call: its record.
-        arguments: what it is given, tensors among them.
-        places: of those of its results that autograd has yet to save before it returns.
-        again: what it returned in an earlier step, and makes again.
-        is_observed: whether the places are those that autograd was seen to save, however small.
-    """
-
-    call: Call
-    arguments: Sequence[Any]
-    places: Iterator[int]
-    again: Value | None = None
-    is_observed: bool = False
-
-
-class Recording(Protocol):
-    """A step that is recorded; see `Tape`."""
-
-    known: dict[int, Value]
-    leaves: dict[int, list[Leaf]]
-    num_calls: int
-    unfinished: Unfinished | None
-
-    def describe_tensor(self, tensor: torch.Tensor, inputs: list[Value]) -> Ref | Leaf:
-        """What stands in a record for an argument."""
-
-    def generator(self, kwargs: dict[str, Any] | None) -> torch.Generator:
-        """What an operation draws from."""
-
-    def made(self, call: Call, tensors: list[torch.Tensor], arguments: list[torch.Tensor]) -> None:
-        """Names an operation's outputs."""
+_TENSOR, _FIRST = torch.Tensor, (0,)
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +57,7 @@ class _Record:
         chosen: which of several operations the function has chosen, where it does.
         places: of the operation's arguments, where among the function's they are, -1 for none; None where they are the
             function's.
+        passing: those of its arguments that are held as they are, and are others in each step.
     """
 
     number: int
@@ -86,6 +66,7 @@ class _Record:
     names: tuple[str, ...]
     call: Call
     value: Value | None
+    passing: list[Leaf]
     chosen: object = None
     places: tuple[int, ...] | None = None
 
@@ -94,30 +75,66 @@ class Repeats:
     """The records of the last step that followed a plan, by the numbers of the calls' first operations.
 
     Its records are those of one step: it serves the next one when nothing of that is left.
+
+    Attributes:
+        sources: bytes that no record makes, by the number of the storage that autograd saved with them.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._passing: list[Value] = []  # what records of a step refer to, and is none of theirs
+        self._leaves: list[Leaf] = []  # likewise
+        self.sources: dict[int, Value] = {}
+        self._is_clean = True  # whether no step has used it since `forget_passing`
+
+    def begin(self) -> None:
+        """A step begins that uses the records."""
+        self.forget_passing()
+        self._is_clean = False
 
     def forget_passing(self) -> None:
         """Nothing of the last step is left: its tensors are not kept alive by what was recorded of it."""
+        if self._is_clean:
+            return
+        self._is_clean = True
         for value in self._passing:
-            value.held = value.call = value.out = None
+            value.held = value.call = value.out = value.watch = value.again = None
         self._passing.clear()
+        for leaf in self._leaves:
+            leaf.tensor = NOTHING
+        self._leaves.clear()
         for record in self._records.values():
             if record.value is not None:
                 record.value.out = None
+            for value in record.call.inputs:
+                if value.call is None:
+                    value.held = value.out = value.watch = None  # where it lies in the next step is seen there
+            for leaf in record.passing:
+                leaf.tensor = NOTHING
+        for value in self.sources.values():
+            value.held = value.out = value.watch = None
 
-    def returned(self, tensor: torch.Tensor, number: int) -> Value | None:
-        """The bytes of a tensor that the call of a number has returned in this step, or of a view of it; None for any
-        other tensor, or where they were changed."""
-        record = self._records.get(number)
+    def source(self, ordinal: int) -> Value | None:
+        """What autograd saved as storage of a number, if no record makes it, and it was not met in this step so far."""
+        value = self.sources.get(ordinal)
+        return value if value is not None and value.watch is None and value.call is None else None
+
+    def returned(self, tensor: torch.Tensor, maker: tuple[int, str]) -> Value | None:
+        """The bytes of a tensor that a call has returned in this step, or of a view of it; None for any other tensor,
+        or where they were changed.
+
+        Args:
+            tensor: any one.
+            maker: number and name of the operation that the call should be.
+        """
+        record = self._records.get(maker[0])
         value = record.value if record is not None else None
-        out = value.out() if value is not None and value.out is not None else None
-        if value is None or out is None or (out is not tensor and tensor._base is not out):
+        if value is None or value.out is None or value.call is None:
             return None
-        return value if tensor._version == value.version and _lies_in(tensor, value) else None
+        out = value.out()
+        if out is None or (out is not tensor and tensor._base is not out) or tensor._version != value.version:
+            return None
+        return value if lies_in(tensor, value) and is_made_by(value.call, maker) else None
 
     def run(self, tape: Recording, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a function that is a single operation, and records it as it was recorded the last time. What runs most,
@@ -146,24 +163,21 @@ class Repeats:
                 if type(arg) is _TENSOR:
                     source, view = item
                     out = source.out() if source.out is not None else None
-                    if out is not None and arg._version == source.version and _lies_in(arg, source):
-                        if out is arg:
-                            if view is source.view:
-                                continue
-                        elif arg._base is out and View.of(arg) == view:
+                    if out is not None and out is arg and view is source.view:
+                        if out._version == source.version and lies_in(out, source):
                             continue
-            elif kind is Leaf:
-                if arg is item.tensor:
-                    address = arg.untyped_storage()._cdata
-                    if address == item.address and address not in tape.known:
-                        item.version = arg._version
-                        tape.leaves.setdefault(address, []).append(item)
+                    elif is_source_again(tape, source, view, arg):
                         continue
-            elif arg is item or _is_same(arg, item):
+            elif kind is Leaf:
+                if is_leaf_again(tape, item, arg):
+                    continue
+            elif arg is item or is_same(arg, item):
                 continue
-            elif kind is not type(arg) or kind not in _CONTAINERS:
+            elif kind is not type(arg) or kind not in CONTAINERS:
                 return NOT_REPEATED
-            if not _has_bytes(arg):
+            elif is_given_again(tape, item, arg):
+                continue
+            if not is_plain(arg):
                 return NOT_REPEATED
             others = others or []
             others.append(place)
@@ -224,17 +238,17 @@ class Repeats:
             call.args = tuple(
                 item if place < 0 else now[place] for item, place in zip(call.args, record.places, strict=True)
             )
-        read = (item.value for item in _flat((*call.args, *call.kwargs.values())) if type(item) is Ref)
+        read = (item.value for item in flat((*call.args, *call.kwargs.values())) if type(item) is Ref)
         call.inputs = list(dict.fromkeys(read))
-        if not _is_lasting(record.given):
-            self._drop(record.number)
+        self._leaves += record.passing
+        record.passing = passing_leaves(record.given)
 
     def _described(self, tape: Recording, arg: Any) -> Any:
         if isinstance(arg, list | tuple):
             return type(arg)([self._described(tape, one) for one in arg])
         if not isinstance(arg, torch.Tensor):
             return arg
-        found = _as_returned(tape.describe_tensor(arg, []), arg)
+        found = as_returned(tape.describe_tensor(arg, []), arg)
         if type(found) is Ref and found.value.out is None:
             self._passing.append(found.value)
         return found
@@ -245,11 +259,9 @@ class Repeats:
         """Keeps the record of a function that ran, and that is a single operation."""
         self._drop(number)
         described = (*call.args, *call.kwargs.values())
-        if not _is_lasting(described):
-            return
-        given = tuple(_as_returned(item, arg) for item, arg in zip(described, (*args, *kwargs.values()), strict=True))
+        given = tuple(as_returned(item, arg) for item, arg in zip(described, (*args, *kwargs.values()), strict=True))
         call.args, call.kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
-        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out)))
+        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out), passing_leaves(given)))
 
     def keep_chosen(
         self,
@@ -277,14 +289,15 @@ class Repeats:
             return
         (call,) = calls
         given = tuple(self._described(tape, arg) for arg in (*args, *kwargs.values()))
-        places = tuple(next((at for at, one in enumerate(given) if _is_one(item, one)), -1) for item in call.args)
-        tensors = [place for item, place in zip(call.args, places, strict=True) if not _is_simple(item)]
-        if -1 in tensors or not _is_lasting(given) or not all(map(_is_simple, call.kwargs.values())):
+        places = tuple(next((at for at, one in enumerate(given) if is_one(item, one)), -1) for item in call.args)
+        tensors = [place for item, place in zip(call.args, places, strict=True) if not is_simple(item)]
+        if -1 in tensors or not all(map(is_simple, call.kwargs.values())):
             return
         place_of = {made(): place for place, made in zip(call.places, call.outputs, strict=True)}
         call.operator = replace(call.operator, saves=tuple(place_of[one] for one in dict.fromkeys(saved)))
         chosen = _CHOICES[func](*args, **kwargs)
-        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out), chosen, places))
+        value = self._value_of(call, out)
+        self._keep(_Record(number, func, given, tuple(kwargs), call, value, passing_leaves(given), chosen, places))
 
     def _value_of(self, call: Call, out: Any) -> Value | None:
         """What a function returned, if that is the first of what its operation makes."""
@@ -301,13 +314,24 @@ class Repeats:
 
     def _drop(self, number: int) -> None:
         record = self._records.pop(number, None)
-        if record is not None and record.value is not None:
-            self._passing.append(record.value)
+        if record is not None:
+            self._passing += [one for one in record.call.inputs if one.call is None]
+            self._leaves += record.passing
+            if record.value is not None:
+                self._passing.append(record.value)
 
     def clear(self) -> None:
         """Everything is recorded anew in the next step."""
         for number in list(self._records):
             self._drop(number)
+        self.sources.clear()
+
+    def give_up(self) -> None:
+        """The same, where something is left of the step that the records are of: they live on in that alone."""
+        self._records.clear()
+        self._passing.clear()
+        self._leaves.clear()
+        self.sources.clear()
 
 
 def keep_counters(tape: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -322,63 +346,3 @@ def keep_counters(tape: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 _CHOICES: dict[Any, Callable[..., object]] = {F.scaled_dot_product_attention: attention_backend}
-
-
-def _lies_in(tensor: torch.Tensor, value: Value) -> bool:
-    """Whether a tensor still has the memory in which it was made."""
-    return value.watch is not None and tensor.untyped_storage()._cdata == value.watch.cdata
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same to a function."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or not _is_simple(one) or one != other:
-        return False
-    return type(one) is not float or one != 0 or math.copysign(1, one) == math.copysign(1, other)
-
-
-def _is_simple(item: Any) -> bool:
-    """Whether a value has no tensors in it."""
-    if isinstance(item, list | tuple) and type(item) is not Ref:
-        return all(_is_simple(one) for one in item)
-    return not isinstance(item, torch.Tensor | Ref | Leaf | dict)
-
-
-def _has_bytes(arg: Any) -> bool:
-    """Whether an argument is plain tensors only."""
-    if isinstance(arg, list | tuple):
-        return all(map(_has_bytes, arg))
-    return isinstance(arg, torch.Tensor) and has_bytes(arg)
-
-
-def _flat(items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, list | tuple) and type(item) is not Ref:
-            yield from _flat(item)
-        else:
-            yield item
-
-
-def _as_returned(item: Any, arg: Any) -> Any:
-    """An argument's description; where it is the very tensor that a function has returned, by that one's own view."""
-    if type(item) is not Ref:
-        return item
-    value, view = item
-    is_out = value.out is not None and value.out() is arg and view == value.view
-    return tuple.__new__(Ref, (value, value.view)) if is_out else item
-
-
-def _is_one(item: Any, other: Any) -> bool:
-    """Whether two descriptions are of one tensor."""
-    if type(item) is Ref and type(other) is Ref:
-        return item.value is other.value and item.view == other.view
-    return isinstance(item, Leaf) and isinstance(other, Leaf) and item.tensor is other.tensor
-
-
-def _is_lasting(described: tuple[Any, ...]) -> bool:
-    """Whether a record keeps nothing alive from step to step but weights and what is tiny, and is of no graph."""
-    leaves = [item.tensor for item in _flat(described) if type(item) is Leaf]
-    return all(
-        is_of_parameter(one) or (one.grad_fn is None and one.untyped_storage().nbytes() < TINY_BYTES) for one in leaves
-    )

@@ -3,16 +3,15 @@ operations that will be."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.tensors import default_generator, tensors_of
-from torchstorm.offload.step.parcels import Call, Leaf, Ref, Saved, Value
-from torchstorm.offload.step.views import flat_bytes
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Ref, Saved, Value
+from torchstorm.offload.step.views import content_of, row_of
 
 BytesOf = Callable[[Saved], torch.Tensor | None]
 
@@ -24,20 +23,53 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
 
     Args:
         value: of a saved storage whose bytes are not there.
-        bytes_of: (nbytes,) uint8 over the bytes of a saved storage that is on the fast device or can be fetched;
-            None for one that is not there.
-        arrived: told each saved storage whose bytes are there now, and (nbytes,) uint8 over them.
+        bytes_of: what `View.over` takes, for a saved storage that is on the fast device or can be fetched; None for one
+            that is not there.
+        arrived: told each saved storage whose bytes are there now, and the like of it.
 
     Raises:
         UnsupportedError: an operation on the way cannot run again; names it.
     """
-    there: dict[Value, torch.Tensor] = {}
-    calls = _calls_for(value, bytes_of, there)
-    last = {one: call for call in calls for one in call.inputs}
-    for call in calls:
-        _run_into(there, call, arrived)
-        for one in [one for one in there if last.get(one, call) is call]:
+    chain, there = value.again, None
+    if chain is not None and chain.serves(value):
+        there = _find(chain.sources, bytes_of)
+    if chain is None or there is None:
+        there = {}
+        calls = _calls_for(value, bytes_of, there)
+        chain = value.again = Chain(calls, list(there))
+    for call, frees in zip(chain.calls, chain.frees, strict=True):
+        _run_into(there, call, chain.passed, arrived)
+        for one in frees:
             del there[one]
+
+
+def _run_into(
+    there: dict[Value, torch.Tensor],
+    call: Call,
+    passed: Collection[Value],
+    arrived: Callable[[Saved, torch.Tensor], None],
+) -> None:
+    """Runs an operation; of what it makes, puts what others read beside what is there."""
+    for reference, content in zip(call.outputs, run(call, there), strict=True):
+        made = reference()
+        if made is None:
+            continue
+        if made in passed:
+            there[made] = content
+        # What else the operation makes may be away on another tier; it comes back when its own time has come.
+        if made.saved is not None and made.saved.parcel.is_absent:
+            arrived(made.saved, content)
+
+
+def _find(sources: list[Value], bytes_of: BytesOf) -> dict[Value, torch.Tensor] | None:
+    """What holds the bytes of each; None where one is not there."""
+    there: dict[Value, torch.Tensor] = {}
+    for one in sources:
+        found = bytes_of(one.saved) if one.saved is not None else _held(one)
+        if found is None:
+            return None
+        there[one] = found
+    return there
 
 
 def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]) -> list[Call]:
@@ -76,103 +108,109 @@ def _calls_for(value: Value, bytes_of: BytesOf, there: dict[Value, torch.Tensor]
 
 
 def _held(value: Value) -> torch.Tensor | None:
-    """(nbytes,) uint8 over the bytes of what autograd has not saved; None where they are not there any more."""
+    """What holds the bytes of what autograd has not saved; None where they are not there any more."""
     if value.held is None:
         return None
     tensor, version = value.held
-    return flat_bytes(tensor.untyped_storage()) if tensor._version == version else None
+    return content_of(tensor) if tensor._version == version else None
 
 
-def _run_into(there: dict[Value, torch.Tensor], call: Call, arrived: Callable[[Saved, torch.Tensor], None]) -> None:
-    """Runs an operation, and puts what it makes beside what is there."""
-    for reference, row in zip(call.outputs, run(call, there.__getitem__), strict=True):
-        made = reference()
-        if made is not None and made not in there:
-            there[made] = row
-            # What else the operation makes may be away on another tier; it comes back when its own time has come.
-            if made.saved is not None and made.saved.parcel.buffer is None and made.saved.parcel.handle is None:
-                arrived(made.saved, row)
-
-
-def run(call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> list[torch.Tensor]:
+def run(call: Call, there: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
     """Runs an operation once more, drawing from the random state that it drew from.
 
     Args:
         call: its record.
-        bytes_of: (nbytes,) uint8 over the bytes of one of its inputs.
+        there: what `View.over` takes, for each of its inputs.
 
     Returns:
-        (nbytes,) uint8 over each output's storage, in the order of `call.outputs`.
+        The like for each output, in the order of `call.outputs`.
 
     Raises:
         UnsupportedError: a weight or an input changed since, in a way that autograd does not see; or the operation
             gives other outputs now.
     """
     target: torch.Tensor | None = None
-    device = call.device
-    with torch._C._AutoDispatchBelowAutograd():
-        rest = [_argument(item, call, bytes_of) for item in call.args[call.operator.in_place :]]
-        kwargs = {name: _argument(item, call, bytes_of) for name, item in call.kwargs.items()}
-        if call.operator.in_place:
-            first = call.args[0]
-            assert isinstance(first, Ref)
-            needed = first.value in call.inputs
-            target = (
-                bytes_of(first.value).clone()
-                if needed
-                else torch.empty(first.value.nbytes, dtype=torch.uint8, device=device)
-            )
-            rest.insert(0, first.view.over(target))
-        out = _call(call, rest, kwargs)
+    in_place = call.operator.in_place
+    args: list[Any] = []
+    for item in call.args[1:] if in_place else call.args:
+        kind = type(item)
+        if kind is Ref:
+            args.append(item.view.over(there[item.value]))
+        elif kind is Leaf:
+            args.append(_unchanged(item, call))
+        else:
+            args.append(_argument(item, call, there) if kind is list or kind is tuple else item)
+    kwargs = {name: _argument(item, call, there) for name, item in call.kwargs.items()} if call.kwargs else call.kwargs
+    if in_place:
+        first = call.args[0]
+        assert isinstance(first, Ref)
+        needed = first.value in call.inputs
+        target = (
+            row_of(there[first.value]).clone()
+            if needed
+            else torch.empty(first.value.nbytes, dtype=torch.uint8, device=call.device)
+        )
+        args.insert(0, first.view.over(target))
+    out = _call(call, args, kwargs)
     if target is not None:
         return [target]
+    if type(out) is torch.Tensor and call.places == [0]:
+        return [content_of(out)]
     tensors = tensors_of(out)
     if len(tensors) <= max(call.places, default=-1):
         raise UnsupportedError(
             f"{call.operator.name} gave {max(call.places) + 1} tensors or more in forward and {len(tensors)} now."
         )
-    return [flat_bytes(tensors[place].untyped_storage()) for place in call.places]
+    return [content_of(tensors[place]) for place in call.places]
 
 
 def _call(call: Call, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Calls an operator as it was dispatched: with gradients on, which some look at, and autocast has been."""
-    with torch.enable_grad(), _without_autocast(call.device):
-        if call.state is None:
-            return call.func(*args, **kwargs)
+    if torch.is_autocast_enabled(call.device.type):
+        with torch.autocast(call.device.type, enabled=False):  # the record has the arguments as autocast left them
+            return _call(call, args, kwargs)
+    generator = now = None
+    if call.state is not None:
         generator = call.kwargs.get("generator") or default_generator(call.device)
         now = generator.get_state()
         generator.set_state(call.state)
-        try:
+    is_off = not torch.is_grad_enabled()
+    if is_off:
+        torch._C._set_grad_enabled(True)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
             return call.func(*args, **kwargs)
-        finally:
+    finally:
+        if is_off:
+            torch._C._set_grad_enabled(False)
+        if generator is not None and now is not None:
             generator.set_state(now)
 
 
-def _argument(item: Any, call: Call, bytes_of: Callable[[Value], torch.Tensor]) -> Any:
+def _argument(item: Any, call: Call, there: Mapping[Value, torch.Tensor]) -> Any:
     """What a record says of an argument, as a tensor again. (Not a closure: one that names itself is a cycle, which
     would keep what it reads allocated until the next garbage collection.)"""
     if isinstance(item, Ref):
-        return item.view.over(bytes_of(item.value))
+        return item.view.over(there[item.value])
     if isinstance(item, Leaf):
-        if not item.tensor.is_inference() and item.tensor._version != item.version:
-            raise UnsupportedError(
-                f"{call.operator.name} should run again in backward, but an argument of shape "
-                f"{tuple(item.tensor.shape)} has changed since (version {item.version}, now {item.tensor._version}): "
-                "change weights and inputs after the step, not within its backward."
-            )
-        if item.address and item.tensor.untyped_storage()._cdata != item.address:
-            raise UnsupportedError(
-                f"{call.operator.name} should run again in backward, but an argument of shape "
-                f"{tuple(item.tensor.shape)} was given other memory since (as by `.data =`): do so after the step."
-            )
-        return item.tensor
+        return _unchanged(item, call)
     if isinstance(item, list | tuple):
-        return type(item)([_argument(one, call, bytes_of) for one in item])
+        return type(item)([_argument(one, call, there) for one in item])
     return item
 
 
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The record has the arguments as autocast left them."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+def _unchanged(leaf: Leaf, call: Call) -> torch.Tensor:
+    """The tensor that an operation has read, and reads again."""
+    tensor = leaf.tensor
+    if not tensor.is_inference() and tensor._version != leaf.version:
+        raise UnsupportedError(
+            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} has "
+            f"changed since (version {leaf.version}, now {tensor._version}): change weights and inputs after the step, "
+            "not within its backward."
+        )
+    if leaf.address and tensor.untyped_storage()._cdata != leaf.address:
+        raise UnsupportedError(
+            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} was "
+            "given other memory since (as by `.data =`): do so after the step."
+        )
+    return tensor

@@ -19,8 +19,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.errors import UnsupportedError
+from torchstorm.offload.recompute.described import Unfinished, storages_in
 from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
-from torchstorm.offload.recompute.repeats import Repeats, Unfinished
+from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.recompute.tensors import (
     collect,
     covers_all,
@@ -107,9 +108,14 @@ class Tape(TorchDispatchMode):
         known = self.known.get(storage._cdata)
         return known if known is not None and known.version == version else None
 
-    def value_to_save(self, storage: torch.UntypedStorage, version: int) -> Value | None:
+    def value_to_save(self, storage: torch.UntypedStorage, version: int, ordinal: int = -1) -> Value | None:
         """What lies in a storage that autograd saves. Where not everything is recorded, it gets a name now, by which
-        operations that read it later know it."""
+        operations that read it later know it.
+
+        Args:
+            storage, version: where, and autograd's version counter.
+            ordinal: the storage's number in the plan that is followed, -1 where that does not tell what lies in it.
+        """
         found = self.known.get(storage._cdata)
         if found is not None and found.version == version:
             if self.within is not None and found.call in self.within:
@@ -119,17 +125,29 @@ class Tape(TorchDispatchMode):
             return None
         runs = self.unfinished
         if runs is None or (storage.nbytes() < TINY_BYTES and not runs.is_observed):
-            return self._remember(storage, version, None)  # what is tiny may be a number that a function was given
+            return self._name(storage, version, ordinal)  # what is tiny may be a number that a function was given
         # Autograd saves results before a function returns them.
         call, arguments, places, again, _ = runs
         place = None if is_among(storage._cdata, arguments) else next(places, None)
         if place is None:
-            return self._remember(storage, version, None)
+            return self._name(storage, version, ordinal)
         if place == 0 and again is not None:
             again.renew(storage, version, found)
             self.known[storage._cdata] = again
             return again
         return self._add_output(call, storage, version, place)
+
+    def _name(self, storage: torch.UntypedStorage, version: int, ordinal: int) -> Value:
+        """Gives what lies in a storage a name: that of the last step, if it is the storage of that number."""
+        if self.repeats is None or ordinal < 0:
+            return self._remember(storage, version, None)
+        value = self.repeats.source(ordinal)
+        if value is None:
+            value = self.repeats.sources[ordinal] = self._remember(storage, version, None)
+        else:
+            value.renew(storage, version, self.known.get(storage._cdata))
+            self.known[storage._cdata] = value
+        return value
 
     def name(self, storage: torch.UntypedStorage, version: int) -> Value:
         """Gives what lies in a storage a name, if it has none, by which operations that read it later know it."""
@@ -154,8 +172,11 @@ class Tape(TorchDispatchMode):
     def clear(self, *, is_over: bool = False) -> None:
         """Forgets the step. Records live on in what autograd still holds, unless all of it `is_over`."""
         self.idle = True
-        if is_over and self.repeats is not None:
-            self.repeats.forget_passing()
+        if self.repeats is not None:
+            if is_over:
+                self.repeats.forget_passing()
+            else:
+                self.repeats.give_up()
         self.calls = []
         self.repeats = None
         self.known = {}
@@ -223,7 +244,7 @@ class Tape(TorchDispatchMode):
         if what.draws:
             call.state = self.generator(kwargs).get_state()
         if self.probe is not None:
-            self.probe.before(call, _storages(described, args) | _storages(described_kwargs, kwargs))
+            self.probe.before(call, storages_in(described, args) | storages_in(described_kwargs, kwargs))
         start = self.mark() if self.mark is not None else None
         out = func(*args, **kwargs)
         if start is not None and self.mark is not None:
@@ -260,7 +281,7 @@ class Tape(TorchDispatchMode):
         address = storage._cdata
         known = self.known.get(address)
         if known is None:
-            if tensor.device != self._device or self._is_leaf(address) or storage.nbytes() < TINY_BYTES:
+            if self.is_made_outside(tensor, storage):
                 return self._leaf(tensor, address, version)
             known = self._remember(storage, version, None)
         elif known.version != version:
@@ -273,6 +294,11 @@ class Tape(TorchDispatchMode):
             if known.call is None and known.saved is None and known.held is None:
                 known.held = tensor, version  # what made it was not recorded, and autograd saves it later, if at all
         return tuple.__new__(Ref, (known, View.of(tensor)))
+
+    def is_made_outside(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether no operation of the step made a tensor, or it is so small that a record keeps it as it is."""
+        is_tiny = storage.nbytes() < TINY_BYTES
+        return is_tiny or tensor.device != self._device or self._is_leaf(storage._cdata)
 
     def _leaf(self, tensor: torch.Tensor, address: int, version: int) -> Leaf:
         leaf = Leaf(tensor, version, address)  # itself: below autograd, an alias would count its own versions
@@ -345,19 +371,6 @@ class Probe:
 
     def after(self, call: Call, out: Any) -> None:
         """It has run."""
-
-
-def _storages(described: Any, actual: Any) -> dict[Value, torch.UntypedStorage]:
-    """Where the values among a call's arguments lie."""
-    if isinstance(described, Ref):
-        return {described.value: actual.untyped_storage()}
-    if isinstance(described, dict):
-        described, actual = list(described.values()), list(actual.values())
-    found: dict[Value, torch.UntypedStorage] = {}
-    if isinstance(described, list | tuple):
-        for one, other in zip(described, actual, strict=True):
-            found |= _storages(one, other)
-    return found
 
 
 def _stop_holding(value: Value, written: torch.Tensor) -> None:

@@ -66,6 +66,7 @@ class WatchedCalls(TorchFunctionMode):
         pause_in_backward(WatchedCalls)
         self._calls: Collection[int] | None = None  # within which operations are recorded; None for all
         self._names: Collection[int] = ()  # of the functions that are called there
+        self._moments: Collection[int] = ()  # after which they are
         self._tape = tape
         self.progress: Progress = progress or _Begun()
         self._enters = enters
@@ -83,11 +84,12 @@ class WatchedCalls(TorchFunctionMode):
         calls = self._calls
         if kwargs and _is_to_write(kwargs):
             writes = True
-        if calls is not None and not writes and name not in self._names:
+        moment = self.progress.moment
+        if calls is not None and not writes and (moment not in self._moments or name not in self._names):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._tape.idle:
             return func(*args, **kwargs) if kwargs else func(*args)
-        moment, counts = self.progress.moment, self._counts
+        counts = self._counts
         if moment != self._moment:
             self._moment = moment
             counts.clear()
@@ -104,7 +106,9 @@ class WatchedCalls(TorchFunctionMode):
 
     def record_within(self, calls: Collection[int] | None) -> None:
         """From now on operations are recorded within the calls of these numbers; None for all."""
-        self._calls, self._names = calls, {number % _NAMES for number in calls or ()}
+        self._calls = calls
+        self._names = {number % _NAMES for number in calls or ()}
+        self._moments = {number // (_NAMES * _COUNTS) for number in calls or ()}
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape

@@ -172,8 +172,7 @@ class SavedTensors:
         storage = storage_of(tensor, self.residency.device)
         if storage is None or storage._cdata in self._run.fixed or is_of_parameter(tensor):
             return Untouched(tensor) if storage is not None else self.outside.keep(tensor)
-        # What is done here is no operation of the step's.
-        with self._locked, torch._C._DisableTorchDispatch():
+        with self._locked, torch._C._DisableTorchDispatch():  # what is done here is no operation of the step's
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
             if settled is not None and self.residency.kept.holds(storage._cdata):  # saved again, where no plan has it
@@ -221,13 +220,14 @@ class SavedTensors:
                     return self._give_back(packed.ticket)
         elif type(packed) is Untouched:
             return packed.unpack()
-        assert isinstance(packed, Ticket | Kept)
         if self.closed:
             raise StorageError(f"The Session that holds this tensor is closed ({self.closed}); run the step again.")
         if isinstance(packed, Ticket):
             with self._locked:
-                self._arrive_to_unpack(packed.saved)
+                if run.settled is None or run.open is not None or not run.settled.follows(packed.saved):
+                    self._arrive_to_unpack(packed.saved)
                 return self._give_back(packed)
+        assert isinstance(packed, Kept)
         with self._locked:
             self._arrive_to_unpack(packed.storage if packed.ticket is None else packed.ticket.saved)
             if packed.ticket is not None:  # at the latest now that it has left the plan
@@ -245,16 +245,16 @@ class SavedTensors:
             self._saver.seal(self._run, move=False)
 
     def _give_back(self, ticket: Ticket) -> torch.Tensor:
-        saved, view = ticket.saved, ticket.view
-        if self._run.recorder is not None:
-            self._run.recorder.needed(saved)
+        saved, view, run = ticket.saved, ticket.view, self._run
+        if run.recorder is not None:
+            run.recorder.needed(saved)
         if saved.has_other_memory:
             self.residency.note_resized(saved.address)
-        tensor = saved.kept.get(id(ticket))
+        tensor = saved.kept.get(id(ticket)) if saved.kept else None
         if tensor is not None and tensor._version != saved.version:
             raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
         if tensor is None:
-            if self._cuda and self._run.plan is None:  # pragma: gpu
+            if self._cuda and run.plan is None:  # pragma: gpu
                 incoming = saved.parcel.nbytes if saved.parcel.buffer is None else 0
                 self._room.make_on_cuda(incoming, spare=saved.parcel)
             tensor = self.residency.rebuild(saved, view)

@@ -31,7 +31,8 @@ class Parcel:
         block: module that saved the first one, for messages.
         movable: False for what must stay (inputs, and what is too small to be worth a copy).
         order: place in the order of making, over all steps.
-        buffer: (nbytes,) uint8 on the fast device while resident, else None.
+        buffer: what `View.over` takes, on the fast device, while resident; else None. Always (nbytes,) uint8 but where
+            its bytes were computed again.
         hold: for a single storage, an alias that shares the version counter of what was saved.
         shared: whether the buffer is the Session's own, with copies of several small storages in it.
         filled: bytes of a shared buffer in use.
@@ -64,6 +65,11 @@ class Parcel:
     recomputed: bool = False
 
     @property
+    def is_absent(self) -> bool:
+        """Whether its bytes are nowhere, and must be computed again."""
+        return self.buffer is None and self.handle is None
+
+    @property
     def num_aliases(self) -> int:
         """How many tensors of the Session's own refer to the memory that the buffer is in."""
         ours = {id(self.buffer), id(self.hold)}
@@ -89,7 +95,7 @@ class Saved:
         live: how many saved tensors refer to it.
         ordinal: its number in the step that is running or last ran, -1 once that is over.
         address: where the storage was.
-        base: (nbytes,) uint8 over bytes that came back, whose version counter all views of them share; None before.
+        base: what `View.over` takes for bytes that came back; all views of them share its version counter. None before.
         base_version: its version counter when it was made.
         kept: tensors that are handed back as they were, by handle.
         stale: whether its bytes changed in place while they were being copied.
@@ -151,10 +157,11 @@ class Value:
         out: the tensor that a function returned with them, as long as nothing changes it; None where none is known.
         view: how that looks at the storage.
         saved_before: the record of the same in an earlier step, of which nothing is left.
+        again: what made it when it was last computed again.
     """
 
     __slots__ = (
-        *("__weakref__", "call", "held", "is_read", "lost", "nbytes", "out", "saved"),
+        *("__weakref__", "again", "call", "held", "is_read", "lost", "nbytes", "out", "saved"),
         *("saved_before", "version", "view", "watch"),
     )
 
@@ -170,6 +177,7 @@ class Value:
         self.out: weakref.ref[torch.Tensor] | None = None
         self.view: View | None = None
         self.saved_before: Saved | None = None
+        self.again: Chain | None = None
 
     def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
         """A later step makes it again, in another storage, in which lay what was there before."""
@@ -232,6 +240,47 @@ class Call:
     order: int
     scratch_bytes: int = 0
     marks: tuple[object, object] | None = None
+
+
+class Chain:
+    """The operations that make a value, in order, and what they begin with. It serves each step that does the same.
+
+    Args:
+        calls: the operations.
+        sources: values that are there before any of them has run.
+    """
+
+    __slots__ = ("calls", "frees", "inputs", "passed", "sources")
+
+    def __init__(self, calls: list[Call], sources: list[Value]) -> None:
+        self.calls = calls
+        self.sources = sources
+        self.inputs = [call.inputs for call in calls]
+        last = {one: at for at, call in enumerate(calls) for one in call.inputs}
+        self.frees: list[list[Value]] = [[] for _ in calls]  # after each operation, what none reads that follows
+        for one, at in last.items():
+            self.frees[at].append(one)
+        self.passed = last.keys() - set(sources)  # what one operation makes and another reads
+
+    def serves(self, value: Value) -> bool:
+        """Whether just these operations would make a value now, from the same that they began with."""
+        if value.call is not self.calls[-1]:
+            return False
+        for call, inputs in zip(self.calls, self.inputs, strict=True):
+            if call.inputs is not inputs:
+                return False
+        for one in self.passed:
+            saved = one.saved
+            if one.held is not None or (saved is not None and not saved.parcel.is_absent):
+                return False
+        return True
+
+
+def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
+    """Whether an operation is the one that a plan names, by number and name. A function that is recorded as a whole,
+    and is part of that number, runs no other."""
+    number, name = maker
+    return call.number == number and (call.operator.name == name or call.operator.name.startswith("torch."))
 
 
 def bytes_in_a_buffer(nbytes: int) -> int:

@@ -16,7 +16,7 @@ from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, label_of, resized_error
-from torchstorm.offload.step.views import View, flat_bytes, held_only_here, version_counter
+from torchstorm.offload.step.views import View, flat_bytes, held_only_here, row_of, version_counter
 
 
 class Residency:
@@ -159,7 +159,7 @@ class Residency:
     def send(self, parcel: Parcel, tier: str) -> None:
         """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
-        content = parcel.buffer[: parcel.filled] if parcel.shared else parcel.buffer
+        content = parcel.buffer[: parcel.filled] if parcel.shared else row_of(parcel.buffer)
         label = label_of(parcel.block)
         for candidate in (self._tiers[tier], *self._others[tier]):
             try:
@@ -199,7 +199,7 @@ class Residency:
         """Gives the parcel's room on the fast device back: its one storage is computed again when it is needed."""
         assert parcel.buffer is not None
         (saved,) = parcel.members
-        saved.fingerprint = fingerprint(parcel.buffer)
+        saved.fingerprint = fingerprint(row_of(parcel.buffer))
         parcel.recomputed = self.has_forgotten = True
         self._release(parcel)
         self.absent.add(parcel)
@@ -236,16 +236,19 @@ class Residency:
                 row = self._bytes_of(other)
                 if row is not None:
                     self._arrived(saved, row, wanted=saved)
-        row = self._bytes_of(saved)
-        assert row is not None
-        assert parcel.buffer is not None
         if saved.base is None:
-            storage = parcel.buffer.untyped_storage()
-            saved.base = flat_bytes(storage, saved.offset, saved.nbytes)
-            saved.base_version = saved.base._version
-            if storage._cdata != saved.address:
-                self.known.add(saved, storage._cdata)
+            row = self._bytes_of(saved)
+            assert row is not None
+            self._is_back(saved, flat_bytes(row.untyped_storage(), saved.offset, saved.nbytes))
+        assert saved.base is not None
         return view.over(saved.base)
+
+    def _is_back(self, saved: Saved, base: torch.Tensor) -> None:
+        """The bytes of a storage are there, where views over them may be handed out; `base` is as in `Saved`."""
+        saved.base, saved.base_version = base, base._version
+        address = base.untyped_storage()._cdata
+        if address != saved.address:
+            self.known.add(saved, address)
 
     def is_stale(self, saved: Saved) -> bool:
         """Whether the bytes are no longer those that were saved."""
@@ -261,7 +264,7 @@ class Residency:
         return saved.stale
 
     def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
-        """(nbytes,) uint8 over a saved storage's bytes, fetched if need be; None if they must be computed."""
+        """What `View.over` takes for a saved storage's bytes, fetched if need be; None if they must be computed."""
         parcel = saved.parcel
         if self.is_stale(saved) or (parcel.buffer is None and parcel.handle is None):
             return None
@@ -270,30 +273,34 @@ class Residency:
         if parcel.back is not None:
             parcel.back.wait()
             parcel.back = None
+        if saved.base is not None:
+            return saved.base
         assert parcel.buffer is not None
-        return parcel.buffer[saved.offset : saved.offset + saved.nbytes]
+        return parcel.buffer[saved.offset : saved.offset + saved.nbytes] if parcel.shared else parcel.buffer
 
-    def _arrived(self, saved: Saved, row: torch.Tensor, *, wanted: Saved) -> None:
+    def _arrived(self, saved: Saved, content: torch.Tensor, *, wanted: Saved) -> None:
         """Takes charge of bytes that were computed again: of those that are wanted now, and of others as far as there
         is room."""
         parcel = saved.parcel
-        if row.nbytes != saved.nbytes:
+        nbytes = content.nbytes if content.dtype is torch.uint8 else content.untyped_storage().nbytes()
+        if nbytes != saved.nbytes:
             raise UnsupportedError(
                 f"A tensor saved in {parcel.block or 'the model'} had {saved.nbytes} bytes; computed again it has "
-                f"{row.nbytes}."
+                f"{nbytes}."
             )
-        if saved.fingerprint is not None and not torch.equal(fingerprint(row), saved.fingerprint):
+        if saved.fingerprint is not None and not torch.equal(fingerprint(row_of(content)), saved.fingerprint):
             made_by = saved.value.call.operator.name if saved.value and saved.value.call else "an operation"
             raise CorruptionError(
                 f"A tensor of {saved.nbytes} bytes saved in {parcel.block or 'the model'} was made by {made_by}; now "
                 "that it was computed again, its bytes are others."
             )
-        if saved is not wanted and self.device.type == "cpu" and self.resident_bytes + row.nbytes > self.limit_bytes:
+        if saved is not wanted and self.device.type == "cpu" and self.resident_bytes + nbytes > self.limit_bytes:
             return
         self.make_room(parcel.nbytes, parcel.block)
-        parcel.buffer = row
+        parcel.buffer = content
         self.absent.discard(parcel)
         self._hold(parcel)
+        self._is_back(saved, content)
 
     def discard(self, parcel: Parcel) -> None:
         """Autograd has let go of everything in it: gone from every tier."""

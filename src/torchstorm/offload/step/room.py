@@ -173,7 +173,7 @@ class Room:
         if not parcel.movable or parcel.used or parcel.shared or parcel.handle is not None or len(parcel.members) != 1:
             return None
         (saved,) = parcel.members
-        if parcel.buffer is None or saved.ordinal < 0 or saved.base is not None or saved.has_other_memory:
+        if parcel.buffer is None or saved.ordinal < 0 or saved.has_other_memory:
             return None
         if saved.value is None or saved.value.saved is not saved or len(self._residency.known.at(saved.address)) > 1:
             return None

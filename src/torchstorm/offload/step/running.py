@@ -13,10 +13,11 @@ from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.parcels import Call, Parcel, Value
+from torchstorm.offload.step.parcels import Call, Parcel, Value, is_made_by
 from torchstorm.offload.step.settled import Settled
-from torchstorm.offload.step.tables import Table, fits, is_made_by
+from torchstorm.offload.step.tables import Table, fits
 from torchstorm.offload.step.tracing import Recorder
+from torchstorm.offload.step.views import row_of
 from torchstorm.plan.plan import Plan
 
 
@@ -178,7 +179,7 @@ class Running:
                 tape.mark = None
                 if may_repeat:
                     tape.repeats = self.table.repeats
-                    tape.repeats.forget_passing()
+                    tape.repeats.begin()
             self.record_only(self.table.recorded, self.table.calls)
 
     def can_make(self, value: Value) -> bool:
@@ -193,7 +194,7 @@ class Running:
     def is_as_made(self, value: Value, parcel: Parcel) -> bool:
         """Whether a parcel has the bytes that its operation made, as far as that is known."""
         assert parcel.buffer is not None
-        return self.probe is None or self.probe.is_as_made(value, parcel.buffer)
+        return self.probe is None or self.probe.is_as_made(value, row_of(parcel.buffer))
 
     def record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
         """From now on the tape records these operations, which run within these calls; where it sees all, it records

@@ -8,11 +8,18 @@ import torch
 
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
-from torchstorm.offload.step.parcels import TINY_BYTES, Call, Parcel, Saved, Value, bytes_in_a_buffer
+from torchstorm.offload.step.parcels import (
+    TINY_BYTES,
+    Call,
+    Parcel,
+    Saved,
+    Value,
+    bytes_in_a_buffer,
+    is_made_by,
+)
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Running
-from torchstorm.offload.step.tables import is_made_by
 from torchstorm.offload.step.views import View, flat_bytes, root_of, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
@@ -201,7 +208,7 @@ class Saver:
         assert table is not None
         number, tier, is_shared, maker, block = table.leaving[ordinal]
         version, nbytes, address, offset = tensor._version, storage.nbytes(), storage._cdata, 0
-        value = run.tape.value_to_save(storage, version) if run.tape is not None else None
+        value = run.tape.value_to_save(storage, version, ordinal) if run.tape is not None else None
         counter = fingerprint = None
         if tier == RECOMPUTE:
             call = value.call if value is not None else None
@@ -243,9 +250,8 @@ class Saver:
         assert run.table is not None
         assert value.watch is not None
         number, _, _, _, block = run.table.leaving[ordinal]
-        storage, nbytes = tensor.untyped_storage(), value.nbytes
-        address, watch, pointer = storage._cdata, value.watch, storage.data_ptr()
-        saved = value.saved_before
+        nbytes, watch, pointer = value.nbytes, value.watch, tensor.untyped_storage().data_ptr()
+        address, saved = watch.cdata, value.saved_before
         if saved is None or saved.nbytes != nbytes:
             parcel = self._residency.new_absent_parcel(nbytes, block)
             saved = Saved(parcel, nbytes, 0, value.version, None, address, watch, pointer, block)

@@ -19,7 +19,7 @@ from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
 from torchstorm.offload.step.parcels import Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
-from torchstorm.offload.step.tables import Table, fits, is_made_by
+from torchstorm.offload.step.tables import Table, fits
 from torchstorm.offload.step.views import View, share_a_counter
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK, UNPACK
@@ -60,7 +60,8 @@ class Settled:
         is_input: whether a storage, saved as a tensor, is an input of the model.
         save, save_made: take charge of what leaves, as `Saver.save_as_planned` and `Saver.save_made`.
         repeats: records of the step's operations; None where it has no such ones.
-        notice: names the bytes in a storage that stays, at its version, where recorded operations make or read it.
+        notice: names the bytes in a storage that stays, by its version and number, where recorded operations make or
+            read it.
         saved_by_the_same_call: a storage as that call of an autograd.Function saved it which saves this tensor of it.
         seal_if_full: told that a storage has joined a parcel.
     """
@@ -84,13 +85,14 @@ class Settled:
         save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
         save_made: Callable[[Value, torch.Tensor, int], Saved],
         repeats: Repeats | None,
-        notice: Callable[[torch.UntypedStorage, int], Value | None] | None,
+        notice: Callable[[torch.UntypedStorage, int, int], Value | None] | None,
         saved_by_the_same_call: Callable[[torch.UntypedStorage, torch.Tensor], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
         self._residency = residency
         self._kept = residency.kept
-        self._device = residency.device
+        self._is_on_cpu = residency.device.type == "cpu"
+        self._index = -1 if self._is_on_cpu else residency.device.index
         self._lock = lock
         self._progress = progress
         self._fixed = fixed
@@ -106,9 +108,11 @@ class Settled:
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
-        made = self._made.get(self._progress.moment + 1)
-        if made is not None and not _num_dispatch_modes() and (ticket := self._pack_made(tensor, made)) is not None:
-            return ticket
+        moment = self._progress.moment + 1
+        if moment in self._made and not _num_dispatch_modes():
+            ticket = self._pack_made(tensor, moment)
+            if ticket is not None:
+                return ticket
         kind = type(tensor)
         if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
             return None
@@ -129,26 +133,25 @@ class Settled:
                     return self._pack(tensor, storage, address)
             return self._pack(tensor, storage, address)
 
-    def _pack_made(self, tensor: torch.Tensor, made: tuple[int, tuple[int, str]]) -> Ticket | None:
+    def _pack_made(self, tensor: torch.Tensor, moment: int) -> Ticket | None:
         """What autograd gets for a tensor that a recorded function returned, or a view of one, and that is to be
         computed again; None for any other one.
 
         Args:
             tensor: what it saves.
-            made: what the table says of the moment, its next one.
+            moment: the next one, at which the table has such a tensor.
         """
         table, progress, repeats = self._table, self._progress, self._repeats
         assert table is not None
         assert repeats is not None
-        ordinal, maker = made
-        value = repeats.returned(tensor, maker[0])
-        if value is None or value.call is None or not is_made_by(value.call, maker):
+        ordinal, maker, nbytes = self._made[moment]
+        value = repeats.returned(tensor, maker)
+        if value is None:
             return None
         with self._lock:
-            moment = progress.moment + 1
-            if progress.settled is not self or table.made.get(moment) is not made:  # another thread was faster
+            if progress.settled is not self or progress.moment + 1 != moment:  # another thread was faster
                 return None
-            if not fits(value.nbytes, table.signatures[moment][2], is_exact=self._is_exact):
+            if value.nbytes != nbytes and not fits(value.nbytes, nbytes, is_exact=self._is_exact):
                 return None
             saved = value.saved
             if (ordinal != progress.num_saved) if saved is None else (saved.ordinal != ordinal):
@@ -161,43 +164,49 @@ class Settled:
                 progress.num_saved += 1
             progress.moment = moment
             saved.live += 1
-            view = value.view if tensor._base is None else None
-            ticket = Ticket(self._owner, saved, View.of(tensor) if view is None else view)
+            view = value.view
+            ticket = Ticket(self._owner, saved, view if view is not None and tensor._base is None else View.of(tensor))
             if is_busy:
                 self._finish(moment)
             return ticket
 
     def _is_its_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor with plain strides, saved for the first time, is one that the Session cares for."""
+        if tensor.get_device() != self._index or tensor.is_cpu is not self._is_on_cpu:
+            return False
         if tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor():
             return False
-        return tensor.device == self._device and not is_of_parameter(tensor)
+        return tensor._base is None or not is_of_parameter(tensor)
 
     def _pack_planned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | Ticket | None:
-        table, progress = self._table, self._progress
+        table, progress, kept = self._table, self._progress, self._kept
         assert table is not None
         moment, nbytes = progress.moment + 1, storage.nbytes()
         if moment >= table.num_moments:
             return None
-        kind, ordinal, expected_bytes = table.signatures[moment]
-        if kind != PACK or (nbytes != expected_bytes and not fits(nbytes, expected_bytes, is_exact=self._is_exact)):
-            return None
-        if not table.stays[ordinal]:
+        stay = table.stayers[moment]
+        if stay is None:
+            kind, ordinal, expected_bytes = table.signatures[moment]
+            if kind != PACK or not fits(nbytes, expected_bytes, is_exact=self._is_exact):
+                return None
             return self._pack_away(table, tensor, storage, ordinal, moment)
-        is_busy = moment in table.busy
+        ordinal, expected_bytes, counted_bytes, movable, block, is_noticed, is_read, is_busy = stay
+        if nbytes != expected_bytes and not fits(nbytes, expected_bytes, is_exact=self._is_exact):
+            return None
         if is_busy:
             self._begin(moment)
-        kept, value = self._kept, None
+        value = None
         if ordinal == progress.num_saved:
-            counted_bytes = min(nbytes, table.counted_bytes[ordinal])
             if self._was_saved(tensor, storage, address):
                 return None
+            if nbytes < counted_bytes:
+                counted_bytes = nbytes
             if not self._is_its_own(tensor) or not self._count(counted_bytes):
                 return None
-            progress.num_saved += 1
-            if ordinal in table.noticed and self._notice is not None:
-                value = self._notice(storage, tensor._version)
-            found = KeptStorage(address, ordinal, nbytes, counted_bytes, table.movable[ordinal], table.blocks[ordinal])
+            progress.num_saved = ordinal + 1
+            if is_noticed and self._notice is not None:
+                value = self._notice(storage, tensor._version, ordinal)
+            found = KeptStorage(address, ordinal, nbytes, counted_bytes, movable, block)
             kept.add(found)
         else:
             known = kept.by_ordinal.get(ordinal)
@@ -206,7 +215,7 @@ class Settled:
             found = known
         progress.moment = moment
         one = Kept(tensor, found, kept.released)
-        if value is not None and ordinal in table.read and one.tensor is not None:
+        if is_read and value is not None and one.tensor is not None:
             found.hold(value, one.tensor, self._owner)
         if is_busy:
             self._finish(moment)
@@ -313,6 +322,19 @@ class Settled:
             if moment in table.busy:
                 self._begin(moment)
                 self._finish(moment)
+        return True
+
+    def follows(self, saved: Saved) -> bool:
+        """Backward asks for a tensor of a storage that left; False where the step is not the planned one, or something
+        is to be dropped or fetched. Under the lock."""
+        table, progress = self._table, self._progress
+        moment = progress.moment + 1
+        if table is None or progress.pace is not None or moment in table.busy or moment >= table.num_moments:
+            return False
+        kind, ordinal, nbytes = table.signatures[moment]
+        if kind != UNPACK or ordinal != saved.ordinal or saved.nbytes != nbytes:
+            return False
+        progress.moment = moment
         return True
 
     def _begin(self, moment: int) -> None:

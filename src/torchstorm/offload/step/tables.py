@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Set
+from typing import NamedTuple
 
 from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.recompute.watched import call_of, moment_of
-from torchstorm.offload.step.parcels import TINY_BYTES, Call
+from torchstorm.offload.step.parcels import TINY_BYTES
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, replays
@@ -22,6 +23,26 @@ def fits(nbytes: int, expected_bytes: int, *, is_exact: bool) -> bool:
     return nbytes == expected_bytes or (not is_exact and nbytes < expected_bytes)
 
 
+class Stay(NamedTuple):
+    """A moment at which a storage is saved that stays.
+
+    Attributes:
+        ordinal, nbytes, counted_bytes, movable, block: of the storage.
+        is_noticed: whether the tape hears of it.
+        is_read: whether something is computed again from it.
+        is_busy: whether something is dropped or fetched at the moment.
+    """
+
+    ordinal: int
+    nbytes: int
+    counted_bytes: int
+    movable: bool
+    block: str
+    is_noticed: bool
+    is_read: bool
+    is_busy: bool
+
+
 class Table:
     """A plan as lists, by moment and by storage.
 
@@ -32,8 +53,9 @@ class Table:
     Attributes:
         signatures: of the moments, `num_moments` of them.
         stays: whether a storage stays, and may not be let go where the step turns out to be another one.
+        stayers: what is saved at each moment, where it stays; None for other moments.
         read: of those, the ones that something is computed again from, and that records do not hold themselves.
-        counted_bytes, movable, blocks: of the storages.
+        movable: of the storages, whether they might leave.
         busy: moments at which something is dropped or fetched, and the one at which backward begins.
         leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
             name of the operation that makes it, the module that saves it; of those that do not stay.
@@ -45,7 +67,7 @@ class Table:
         sizes: bytes of the storages.
         noticed: storages of which the tape hears though they stay: those that are read, and those that a recorded
             operation makes, since its results are told apart by the order in which they are saved.
-        made: of the moments at which what is computed again is saved, its number, and what makes it.
+        made: of the moments at which what is computed again is saved, its number, what makes it, and its bytes.
         read_until: storage -> the last moment at which something is computed again from it.
         repeats: what was recorded of the last step.
     """
@@ -78,8 +100,6 @@ class Table:
         self.sizes = {one.storage: one.nbytes for one in plan.trace.moments if one.kind == PACK}
         self._all_recorded = all_recorded
         self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `num_shared`
-        self.counted_bytes = [storage.nbytes for storage in storages]
-        self.blocks = [storage.block for storage in storages]
         first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
         self.busy = {*plan.drops, *plan.fetches, first_use}
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
@@ -146,11 +166,19 @@ class Table:
             trace.values[value].storage for op in trace.ops if op.number in self.recorded for value in op.outputs
         )
         self.leaving = {number: _leaving(self._plan, number) for number, stays in enumerate(self.stays) if not stays}
+        self.stayers = [self._stay(moment, *one) for moment, one in enumerate(self.signatures)]
         self.made = {
-            moment: (ordinal, self.leaving[ordinal][3])
-            for moment, (kind, ordinal, _) in enumerate(self.signatures)
+            moment: (ordinal, self.leaving[ordinal][3], nbytes)
+            for moment, (kind, ordinal, nbytes) in enumerate(self.signatures)
             if kind == PACK and not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
         }
+
+    def _stay(self, moment: int, kind: str, ordinal: int, nbytes: int) -> Stay | None:
+        if kind != PACK or not self.stays[ordinal]:
+            return None
+        storage, is_noticed = self._plan.trace.storages[ordinal], ordinal in self.noticed
+        of_storage = ordinal, nbytes, storage.nbytes, self.movable[ordinal], storage.block
+        return Stay(*of_storage, is_noticed, is_noticed and ordinal in self.read, moment in self.busy)
 
 
 def _possible(trace: Trace) -> set[int]:
@@ -203,10 +231,3 @@ class Tables:
                 del self._tables[next(iter(self._tables))]
             found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
         return found[1]
-
-
-def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
-    """Whether an operation is the one that a plan names, by number and name. A function that is recorded as a whole,
-    and is part of that number, runs no other."""
-    number, name = maker
-    return call.number == number and (call.operator.name == name or call.operator.name.startswith("torch."))

@@ -28,14 +28,24 @@ class View(NamedTuple):
         return tuple.__new__(View, look)  # as its own constructor, which takes the host twice as long
 
     def over(self, base: torch.Tensor) -> torch.Tensor:
-        """The same view over bytes that now are `base`, 1-D uint8; shares its version counter."""
+        """The same view over bytes that now are `base`; shares its version counter.
+
+        Args:
+            base: 1-D uint8 over the bytes; or any tensor of another dtype in a storage that begins with them.
+        """
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.over(base)
-        itemsize = self.dtype.itemsize
-        offset = (int(base.storage_offset()) + self.offset_bytes) // itemsize
-        rest = base.nbytes % itemsize
-        tensor = (base[:-rest] if rest else base).view(self.dtype).as_strided(self.size, self.stride, offset)
+        dtype = self.dtype
+        offset = self.offset_bytes // dtype.itemsize
+        if base.dtype is dtype and dtype is not torch.uint8:
+            tensor = base.as_strided(self.size, self.stride, offset)
+        else:
+            if base.dtype is not torch.uint8:
+                base = flat_bytes(base.untyped_storage())
+            offset += int(base.storage_offset()) // dtype.itemsize
+            rest = base.nbytes % dtype.itemsize
+            tensor = (base[:-rest] if rest else base).view(dtype).as_strided(self.size, self.stride, offset)
         if self.conjugate:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.negative else tensor
@@ -51,6 +61,16 @@ def flat_bytes(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None
     """A 1-D uint8 tensor over a storage or a part of it; no copy, and a version counter of its own."""
     row = _nothing(torch.uint8, storage.device).data
     return row.set_(storage) if nbytes is None else row.set_(storage, start, (nbytes,), (1,))
+
+
+def content_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What `View.over` takes for all bytes of a tensor's storage."""
+    return flat_bytes(tensor.untyped_storage()) if tensor.dtype is torch.uint8 else tensor
+
+
+def row_of(content: torch.Tensor) -> torch.Tensor:
+    """(nbytes,) uint8 over the bytes of what `View.over` takes."""
+    return content if content.dtype is torch.uint8 else flat_bytes(content.untyped_storage())
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
