@@ -75,6 +75,18 @@ def _remember(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> 
     return model.remembered * b
 
 
+def _turn_in_the_plane(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    one, other = (torch.view_as_complex((each * 1.0).view(-1, WIDTH // 2, 2)) for each in (a, b))
+    return torch.view_as_real(one * (other.conj() if number % 2 else other)).reshape(-1, WIDTH)
+
+
+def _change_between_reads(model: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    made = (a.detach() + 0.1 * number) @ torch.eye(WIDTH)
+    first = b * made.detach().clone()
+    made.mul_(0.5)
+    return first * made
+
+
 OPS: dict[str, Callable[[Program, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "multiply": lambda model, a, b, number: a * b,
     "add": lambda model, a, b, number: torch.add(a, b, alpha=1 + number % 3),
@@ -92,6 +104,12 @@ OPS: dict[str, Callable[[Program, torch.Tensor, torch.Tensor, int], torch.Tensor
     "shrink": lambda model, a, b, number: a * b.mean(),
     "square": lambda model, a, b, number: a * a.data.requires_grad_(),  # the same bytes, with a version counter each
     "attend": _attend,
+    "turn in the plane": _turn_in_the_plane,
+    "change between reads": _change_between_reads,
+    "choose": lambda model, a, b, number: torch.where(a > 0, a, b),
+    "count": lambda model, a, b, number: a * (b > 0.1 * number).to(torch.uint8),
+    "read as another type": lambda model, a, b, number: a * (b * 1.0).detach().view(torch.int32).bitwise_and(7),
+    "exchange": lambda model, a, b, number: (a * 2.0) / (1.5 + (b if number % 2 else a)),
     "change in place": _change_in_place,
     "change memory": _change_memory,
     "remember": _remember,
@@ -208,6 +226,15 @@ def test_what_is_saved_twice_where_the_plan_saves_another_tensor_is_known_as_the
     with computing_again(tmp_path, model) as session:
         gradients(model, 0, [other, *base[1:]], session)
     assert [one.signature for one in traces[-2].moments] == [one.signature for one in traces[-1].moments]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.3])
+def test_conjugate_views_are_computed_again_from_as_they_were(tmp_path: Path, share: float) -> None:
+    base: list[Op] = [("turn in the plane", 5, 7), ("turn", 9, 4), ("stride", 7, 4), ("turn in the plane", 3, 1)]
+    plain, model = program(), program()
+    with computing_again(tmp_path, model, share) as session:
+        for seed in range(5):
+            assert all(map(torch.equal, gradients(plain, seed, base, None), gradients(model, seed, base, session)))
 
 
 def test_bytes_saved_with_several_version_counters_come_back_though_autograd_has_let_go_of_one(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
     if chain is None or there is None:
         there = {}
         calls = _calls_for(value, bytes_of, there)
+        if not calls:  # something else that was saved has the same bytes, and is there
+            return
         chain = value.again = Chain(calls, list(there))
     for call, frees in zip(chain.calls, chain.frees, strict=True):
         _run_into(there, call, chain.passed, arrived)

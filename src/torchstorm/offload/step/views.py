@@ -46,9 +46,9 @@ class View(NamedTuple):
             offset += int(base.storage_offset()) // dtype.itemsize
             rest = base.nbytes % dtype.itemsize
             tensor = (base[:-rest] if rest else base).view(dtype).as_strided(self.size, self.stride, offset)
-        if self.conjugate:
+        if tensor.is_conj() is not self.conjugate:  # which the other tensor may be, too
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self.negative else tensor
+        return torch._neg_view(tensor) if tensor.is_neg() is not self.negative else tensor
 
 
 def root_of(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
