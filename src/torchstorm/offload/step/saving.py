@@ -224,9 +224,8 @@ class Saver:
         else:
             parcel = residency.new_parcel(nbytes, block, movable=True)
             parcel.buffer, parcel.hold = flat_bytes(storage), tensor.detach()
-        if tier != KEEP:
-            parcel.number = number
-            run.numbered[number] = parcel
+        parcel.number = number
+        run.numbered[number] = parcel
         watch = weak_reference(storage) if value is None or value.watch is None else value.watch
         saved = Saved(parcel, nbytes, offset, version, counter, address, watch, storage.data_ptr(), block, 0, ordinal)
         if value is not None:
@@ -234,7 +233,7 @@ class Saver:
         saved.fingerprint, saved.root = fingerprint, root_of(tensor)
         parcel.members.add(saved)
         residency.known.add(saved, address)
-        if parcel.hold is not None and tier != KEEP:
+        if parcel.hold is not None:
             residency.send(parcel, tier)
         return saved
 

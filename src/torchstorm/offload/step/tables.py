@@ -52,9 +52,10 @@ class Table:
 
     Attributes:
         signatures: of the moments, `num_moments` of them.
-        stays: whether a storage stays, and may not be let go where the step turns out to be another one.
+        stays: whether a storage stays.
         stayers: what is saved at each moment, where it stays; None for other moments.
-        read: of those, the ones that something is computed again from, and that records do not hold themselves.
+        read: of those, the ones that something is computed again from, and that records do not hold themselves; and
+            those that may leave where the step turns out to be another one.
         movable: of the storages, whether they might leave.
         busy: moments at which something is dropped or fetched, and the one at which backward begins.
         leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
@@ -105,7 +106,7 @@ class Table:
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
         self.repeats = Repeats()
-        self._plan, self._stays, self._read = plan, self.stays, self.read
+        self._plan, self._read = plan, self.read
         self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
         self.record_for(())
 
@@ -136,7 +137,7 @@ class Table:
 
     def is_computed_again(self, ordinal: int) -> bool:
         """Whether a storage is let go to be computed again."""
-        return not self._stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
+        return not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
 
     def record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
         """Has recorded what plans need that a step may go over to, as long as it goes like theirs: what is computed
@@ -146,20 +147,17 @@ class Table:
             return
         self._recorded_for = recorded_for
         self.repeats.clear()  # what of an operation's results is looked at may differ
-        self.recorded, self.stays, self.read = self.operations, self._stays, self._read
+        self.recorded, self.read = self.operations, self._read
         self.may_change = any_other or bool(others)
         if any_other:
             self.recorded = self.operations | _possible(self._plan.trace)
-            self.stays = [
-                stays and one.parcel < 0 for stays, one in zip(self._stays, self._plan.trace.storages, strict=True)
-            ]
+            self.read = self.read | {number for number, may_leave in enumerate(self.movable) if may_leave}
         for other in others:
             parting = self.num_shared(other)
             self.recorded = self.recorded | other.operations_before(parting)
             saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
-            left = {number for number, stays in enumerate(other._stays[:saved]) if not stays and self.movable[number]}
-            self.stays = [stays and number not in left for number, stays in enumerate(self.stays)]
-            self.read = self.read | {number for number in other._read if number < saved}
+            left = {number for number, stays in enumerate(other.stays[:saved]) if not stays and self.movable[number]}
+            self.read = self.read | left | {number for number in other._read if number < saved}
         self.calls = {call_of(number) for number in self.recorded}
         trace = self._plan.trace
         self.noticed = self.read.union(
@@ -194,7 +192,7 @@ def _possible(trace: Trace) -> set[int]:
 def _leaving(plan: Plan, ordinal: int) -> tuple[int, str, bool, tuple[int, str], str]:
     storage = plan.trace.storages[ordinal]
     tier = plan.placements[storage.parcel].tier
-    is_shared = tier not in (KEEP, RECOMPUTE) and plan.trace.parcels[storage.parcel].num_storages > 1
+    is_shared = tier != RECOMPUTE and plan.trace.parcels[storage.parcel].num_storages > 1
     return storage.parcel, tier, is_shared, plan.maker(ordinal) if tier == RECOMPUTE else (-1, ""), storage.block
 
 
