@@ -61,7 +61,7 @@ def lies_in(tensor: torch.Tensor, value: Value) -> bool:
     return value.watch is not None and tensor.untyped_storage()._cdata == value.watch.cdata
 
 
-def is_same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     """Whether two plain values are the same to a function."""
     if one is other:
         return True
@@ -116,15 +116,15 @@ def passing_leaves(described: tuple[Any, ...]) -> list[Leaf]:
 def is_given_again(tape: Recording, item: Any, arg: Any) -> bool:
     """Whether an argument is the one that a record describes."""
     if type(item) is Ref:
-        return is_source_again(tape, item.value, item.view, arg)
+        return _is_source_again(tape, item.value, item.view, arg)
     if type(item) is Leaf:
-        return is_leaf_again(tape, item, arg)
+        return _is_leaf_again(tape, item, arg)
     if type(item) in CONTAINERS and type(arg) is type(item) and len(arg) == len(item):
         return all(is_given_again(tape, one, other) for one, other in zip(item, arg, strict=True))
-    return is_same(arg, item)
+    return _is_same(arg, item)
 
 
-def is_source_again(tape: Recording, source: Value, view: View, arg: Any) -> bool:
+def _is_source_again(tape: Recording, source: Value, view: View, arg: Any) -> bool:
     """Whether a tensor is a view of bytes that the step has made, or one that no record makes: that is met again where
     it has the place of the one that was met in the last step."""
     if type(arg) is not _TENSOR or not has_bytes(arg) or arg.is_inference():
@@ -145,7 +145,7 @@ def is_source_again(tape: Recording, source: Value, view: View, arg: Any) -> boo
     return View.of(arg) == view
 
 
-def is_leaf_again(tape: Recording, leaf: Leaf, arg: Any) -> bool:
+def _is_leaf_again(tape: Recording, leaf: Leaf, arg: Any) -> bool:
     """Whether a tensor is the weight that a record reads, or one that it would hold as it is, which is another one in
     each step."""
     if arg is leaf.tensor:

@@ -25,12 +25,9 @@ from torchstorm.offload.recompute.described import (
     as_returned,
     flat,
     is_given_again,
-    is_leaf_again,
     is_one,
     is_plain,
-    is_same,
     is_simple,
-    is_source_again,
     lies_in,
     passing_leaves,
 )
@@ -160,24 +157,17 @@ class Repeats:
             place += 1
             arg, kind = given[place], type(item)
             if kind is Ref:
-                if type(arg) is _TENSOR:
-                    source, view = item
-                    out = source.out() if source.out is not None else None
-                    if out is not None and out is arg and view is source.view:
-                        if out._version == source.version and lies_in(out, source):
-                            continue
-                    elif is_source_again(tape, source, view, arg):
-                        continue
-            elif kind is Leaf:
-                if is_leaf_again(tape, item, arg):
+                source, view = item
+                out = source.out() if source.out is not None else None
+                is_out = out is not None and out is arg and view is source.view  # as most are
+                if is_out and arg._version == source.version and lies_in(arg, source):
                     continue
-            elif arg is item or is_same(arg, item):
+            elif arg is item:
                 continue
-            elif kind is not type(arg) or kind not in CONTAINERS:
-                return NOT_REPEATED
-            elif is_given_again(tape, item, arg):
+            if is_given_again(tape, item, arg):
                 continue
-            if not is_plain(arg):
+            may_differ = kind is Ref or kind is Leaf or (kind is type(arg) and kind in CONTAINERS)
+            if not may_differ or not is_plain(arg):
                 return NOT_REPEATED
             others = others or []
             others.append(place)

@@ -133,16 +133,8 @@ def run(call: Call, there: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
     """
     target: torch.Tensor | None = None
     in_place = call.operator.in_place
-    args: list[Any] = []
-    for item in call.args[1:] if in_place else call.args:
-        kind = type(item)
-        if kind is Ref:
-            args.append(item.view.over(there[item.value]))
-        elif kind is Leaf:
-            args.append(_unchanged(item, call))
-        else:
-            args.append(_argument(item, call, there) if kind is list or kind is tuple else item)
-    kwargs = {name: _argument(item, call, there) for name, item in call.kwargs.items()} if call.kwargs else call.kwargs
+    args = [_argument(item, call, there) for item in call.args[in_place:]]
+    kwargs = {name: _argument(item, call, there) for name, item in call.kwargs.items()}
     if in_place:
         first = call.args[0]
         assert isinstance(first, Ref)
@@ -156,8 +148,6 @@ def run(call: Call, there: Mapping[Value, torch.Tensor]) -> list[torch.Tensor]:
     out = _call(call, args, kwargs)
     if target is not None:
         return [target]
-    if type(out) is torch.Tensor and call.places == [0]:
-        return [content_of(out)]
     tensors = tensors_of(out)
     if len(tensors) <= max(call.places, default=-1):
         raise UnsupportedError(

@@ -108,7 +108,7 @@ class WatchedCalls(TorchFunctionMode):
         """From now on operations are recorded within the calls of these numbers; None for all."""
         self._calls = calls
         self._names = {number % _NAMES for number in calls or ()}
-        self._moments = {number // (_NAMES * _COUNTS) for number in calls or ()}
+        self._moments = {_moment_of_call(number) for number in calls or ()}
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
@@ -169,7 +169,11 @@ def call_of(number: int) -> int:
 
 def moment_of(number: int) -> int:
     """The number of the moment after which an operation of that number runs."""
-    return call_of(number) // (_NAMES * _COUNTS)
+    return _moment_of_call(call_of(number))
+
+
+def _moment_of_call(number: int) -> int:
+    return number // (_NAMES * _COUNTS)
 
 
 _known: dict[Any, tuple[int, bool]] = {}

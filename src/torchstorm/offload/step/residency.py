@@ -227,7 +227,7 @@ class Residency:
             raise saved.lost()
         if self.is_stale(saved):
             return None
-        if parcel.buffer is None and parcel.handle is None:
+        if parcel.is_absent:
             assert saved.value is not None
             arrived = functools.partial(self._arrived, wanted=saved)
             compute_again(saved.value, bytes_of=self._bytes_of, arrived=arrived)
@@ -266,7 +266,7 @@ class Residency:
     def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
         """What `View.over` takes for a saved storage's bytes, fetched if need be; None if they must be computed."""
         parcel = saved.parcel
-        if self.is_stale(saved) or (parcel.buffer is None and parcel.handle is None):
+        if self.is_stale(saved) or parcel.is_absent:
             return None
         if parcel.buffer is None:
             self.fetch(parcel)

@@ -198,8 +198,7 @@ class Room:
         saved = value.saved
         if saved is None:
             return value.held is not None and value.held[0]._version == value.held[1]
-        has_bytes = saved.parcel.buffer is not None or saved.parcel.handle is not None
-        return has_bytes and not self._residency.is_stale(saved)
+        return not saved.parcel.is_absent and not self._residency.is_stale(saved)
 
 
 def _seconds(calls: list[Call]) -> float:

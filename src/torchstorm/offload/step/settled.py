@@ -329,10 +329,9 @@ class Settled:
         is to be dropped or fetched. Under the lock."""
         table, progress = self._table, self._progress
         moment = progress.moment + 1
-        if table is None or progress.pace is not None or moment in table.busy or moment >= table.num_moments:
+        if table is None or progress.pace is not None or moment in table.busy:
             return False
-        kind, ordinal, nbytes = table.signatures[moment]
-        if kind != UNPACK or ordinal != saved.ordinal or saved.nbytes != nbytes:
+        if not table.has(moment, UNPACK, saved.ordinal, saved.nbytes, is_exact=self._is_exact):
             return False
         progress.moment = moment
         return True
