@@ -47,13 +47,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder, {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "120"}
 
 
-def test_the_wheel_holds_every_module_every_cuda_source_the_type_marker_and_the_licence(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_every_source_to_be_compiled_the_type_marker_and_the_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     source = REPOSITORY / "src"
     modules = {str(path.relative_to(source)) for path in (source / "torchstorm").rglob("*.py")}
-    kernels = {str(path.relative_to(source)) for path in (source / "torchstorm").rglob("*.cu*")}
-    assert kernels
-    assert modules | kernels <= names
+    compiled = {
+        suffix: {str(path.relative_to(source)) for path in (source / "torchstorm").rglob(f"*{suffix}")}
+        for suffix in (".cu", ".cpp", ".h")
+    }
+    assert all(compiled.values())
+    assert modules.union(*compiled.values()) <= names
     assert "torchstorm/py.typed" in names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
     beside = {name for name in names if not name.startswith("torchstorm/") and ".dist-info/" not in name}

@@ -1,4 +1,4 @@
-"""For tests that compile blocks."""
+"""For tests that compile blocks, and for those of what settled steps do in C++ or in Python."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from torchstorm.offload.native import library
+from torchstorm.offload.native.classes import classes
 
 
 @pytest.fixture
@@ -19,3 +22,20 @@ def fresh_compiler() -> Iterator[None]:
     limits = config.recompile_limit, config.accumulated_recompile_limit
     yield
     config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    """The C++ is there before the first step, so that no step goes another way than the same one of another run."""
+    library.begin(classes)
+    assert library.wait() == ""
+
+
+@pytest.fixture(params=["C++", "Python"], scope="module")
+def short_way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Settled steps take either way."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "Python":
+            patch.setattr(library._building, "found", None)
+            patch.setattr(library._building, "why_not", "a test")
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from offload.steps import Outcome, assert_same
 from torchstorm.errors import DeviceError, TorchstormWarning, UnsupportedError
+from torchstorm.offload.misuse import check_unmoved
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.inputs import ModelTensors
 
@@ -460,7 +462,7 @@ def use_attention(model: nn.Sequential) -> None:
 )
 def test_a_model_s_tensors_are_those_that_it_has_now(change: Callable[[nn.Sequential], None]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    found = ModelTensors(model)
+    found = model_tensors(model)
     found.read()
     assert not found.asks_for_modes
     change(model)
@@ -469,3 +471,64 @@ def test_a_model_s_tensors_are_those_that_it_has_now(change: Callable[[nn.Sequen
         assert list(map(id, found.parameters)) == list(map(id, model.parameters()))
         assert list(map(id, found.buffers)) == list(map(id, model.buffers()))
         assert found.asks_for_modes == (change is use_attention)
+
+
+def model_tensors(model: nn.Module) -> ModelTensors:
+    return ModelTensors(model, partial(check_unmoved, model, device=torch.device("cpu")))
+
+
+def freeze_a_weight(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def change_the_type(model: nn.Sequential) -> None:
+    model.double()
+
+
+def give_a_weight_other_memory(model: nn.Sequential) -> None:
+    model[0].weight.data = torch.zeros(4, 4)
+
+
+def give_a_buffer_other_memory(model: nn.Sequential) -> None:
+    model[1][1].running_mean.data = torch.zeros(4)  # type: ignore[index, union-attr]
+
+
+@pytest.mark.usefixtures("short_way")
+@pytest.mark.parametrize(
+    ("change", "is_another"),
+    [
+        (change_nothing, False),
+        (replace_a_weight, False),
+        (freeze_a_weight, True),
+        (change_the_type, True),
+        (drop_a_bias, True),
+        (give_a_weight_other_memory, False),
+        (give_a_buffer_other_memory, False),
+    ],
+)
+def test_the_kind_and_the_memory_of_a_model_s_tensors_are_those_that_it_has_now(
+    change: Callable[[nn.Sequential], None], is_another: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    found = model_tensors(model)
+    found.read()
+    before = found.state
+    change(model)
+    for _ in range(2):
+        found.read()
+        assert (found.state != before) is is_another
+        assert found.fixed == {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+
+
+@pytest.mark.usefixtures("short_way")
+def test_a_model_that_was_moved_is_refused_until_it_is_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    found = model_tensors(model)
+    found.read()
+    model.to("meta")
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="on meta"):
+            found.read()
+    model.to_empty(device="cpu")
+    found.read()
+    assert found.fixed == {one.untyped_storage()._cdata for one in model.parameters()}

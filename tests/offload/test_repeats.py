@@ -21,13 +21,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from offload.forced import at_random, force_recompute
+from offload.noted import note_repeats
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute import replay
-from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
+from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.trace import Trace
+
+pytestmark = pytest.mark.usefixtures("short_way")
 
 ROWS, WIDTH = 128, 32
 
@@ -142,14 +145,7 @@ def gradients(
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the records of the functions that were called since could be used again."""
     found: list[bool] = []
-    run = Repeats.run
-
-    def noted(self: Repeats, *args: object) -> object:
-        out = run(self, *args)  # type: ignore[arg-type]
-        found.append(out is not NOT_REPEATED)
-        return out
-
-    monkeypatch.setattr(Repeats, "run", noted)
+    note_repeats(monkeypatch, lambda _, is_repeated: found.append(is_repeated))
     return found
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from offload.forced import force_recompute
+from offload.noted import note_repeats
 from offload.test_repeats import LAYERS, Op, gradients, program
-from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
 
@@ -28,15 +28,12 @@ def test_what_draws_and_what_chooses_a_kernel_is_computed_again_by_the_records_o
     force_recompute(monkeypatch)
     monkeypatch.setattr(Planner, "judge", lambda *_: None)
     repeated: list[str] = []
-    run = Repeats.run
 
-    def noted(self: Repeats, tape: object, number: int, func: object, *args: object) -> object:
-        out = run(self, tape, number, func, *args)  # type: ignore[arg-type]
-        if out is not NOT_REPEATED:
+    def note(func: object, is_repeated: bool) -> None:
+        if is_repeated:
             repeated.append(getattr(func, "__name__", ""))
-        return out
 
-    monkeypatch.setattr(Repeats, "run", noted)
+    note_repeats(monkeypatch, note)
     layers: list[Op] = [*LAYERS[:6], *((name, 3 + at, at + 1) for at, name in enumerate(ops)), *LAYERS[6:]]
     torch.use_deterministic_algorithms(True)
     try:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import force_recompute
+from offload.noted import note_packed
 from torchstorm.errors import OutOfVRAMError, UnsupportedError
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import TINY_BYTES
@@ -25,6 +26,8 @@ from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import weak_reference
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import PACK
+
+pytestmark = pytest.mark.usefixtures("short_way")
 
 WIDTH, ROWS, NUM_LAYERS = 64, 512, 8
 LAYER_BYTES = 4 * WIDTH * ROWS
@@ -100,12 +103,11 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def packed_in(session: Session, step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def packed_in(step: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What autograd gets in a step."""
-    hooks, found = session._shared.saved, list[object]()
-    pack = hooks.pack
+    found = list[object]()
     with monkeypatch.context() as patch:
-        patch.setattr(hooks, "pack", lambda tensor: found.append(type(packed := pack(tensor))) or packed)
+        note_packed(patch, found)
         step()
     return found
 
@@ -115,7 +117,7 @@ def test_what_stays_in_a_settled_step_takes_the_short_way(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, session = settled(way, tmp_path)
-    types = packed_in(session, lambda: settle(model, session, 1), monkeypatch)
+    types = packed_in(lambda: settle(model, session, 1), monkeypatch)
     num_kept = types.count(Kept)
     assert num_kept >= (2 if way == "tight" else NUM_LAYERS - 2), types
     if way == "tight":
@@ -327,7 +329,7 @@ def test_what_others_are_computed_again_from_takes_the_short_way_where_it_stays(
             with session.step():
                 model(data(0)).square().mean().backward()
 
-        types = packed_in(session, step, monkeypatch)
+        types = packed_in(step, monkeypatch)
         assert all(map(torch.equal, gradients(plain), gradients(model)))
         assert types.count(Ticket) == sum(again) + 1  # the first one, by which the plan is chosen
         assert types.count(Kept) == len(again) - sum(again) - 1

@@ -165,6 +165,12 @@ def test_the_gpu_here_is_examined(tmp_path: Path) -> None:
     assert report.gpus[0].link.d2h_bytes_per_s > 1e9
 
 
+def test_it_says_which_way_settled_steps_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any(line.startswith("settled steps: by C++") for line in examine(tmp_path).active)
+    monkeypatch.setenv("TORCHSTORM_NATIVE", "0")
+    assert "settled steps: by Python, since TORCHSTORM_NATIVE=0" in examine(tmp_path).active
+
+
 def test_it_says_why_gds_and_xnvme_are_not_in_use(tmp_path: Path) -> None:
     active = examine(tmp_path).active
     assert any(line.startswith("GPUDirect Storage: not in use: ") for line in active)

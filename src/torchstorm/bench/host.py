@@ -62,7 +62,8 @@ class HostRow(RecordRow):
         step_s, fastest_s, slowest_s: seconds of a step, with nothing but the host to wait for; the first the median.
         ratio: the median by that of the model alone.
         num_moved, num_recomputed: of the saved storages, those that the plan moves and computes again.
-        causes: share of a step's time, by cause, in a profile of one; the profiler's own time is in it.
+        causes: share of a step's time, by cause, in a profile of one; the profiler's own time is in it. What hooks do
+            in C++ is in none: it counts as the operation's within which autograd calls them.
     """
 
     model: str

@@ -179,14 +179,12 @@ class StepContext(ContextDecorator):
             self._running.release()
 
 
-def check_unmoved(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+def check_unmoved(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter], *, device: torch.device) -> None:
     """Makes sure that a model is what its Session was made for. Buffers may lie elsewhere.
 
     Raises:
         DeviceError: it was moved.
-        UnsupportedError: it was compiled as a whole.
     """
-    refuse_compiled_whole(model)
     moved = next((parameter.device for parameter in parameters if parameter.device != device), None)
     if moved is not None:
         raise DeviceError(

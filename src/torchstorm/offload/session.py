@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -20,6 +21,8 @@ from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.offload import misuse
 from torchstorm.offload.budget import Stack, build_stack
 from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
+from torchstorm.offload.native import library
+from torchstorm.offload.native.classes import classes
 from torchstorm.offload.replan.given import Sizes, check_budget, read_plan
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
@@ -111,7 +114,7 @@ class Session:
         plans = Plans(given, 4 if on_cuda else 2)
         self._shared = Shared(
             model=model,
-            tensors=ModelTensors(model),
+            tensors=ModelTensors(model, partial(misuse.check_unmoved, model, device=self.device)),
             state=state,
             stack=stack,
             recompute=recompute and not unlimited,
@@ -124,6 +127,7 @@ class Session:
             planner=Planner(stack, plans, None if plans_now(on_cpu=not on_cuda) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
+        library.begin(classes)
         self._running = threading.Lock()
         self._runs = RunMemory()
 

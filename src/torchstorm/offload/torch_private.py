@@ -7,6 +7,7 @@ asked for before it is used. `custom_partitioner_fn` is Inductor's own opening f
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
 import weakref
@@ -153,12 +154,14 @@ def skip_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_eval_frame_callback: Callable[[], Any] = getattr(
+    importlib.import_module("torch._C._dynamo.eval_frame"), "get_eval_frame_callback", lambda: None
+)
+
+
 def is_within_compiled() -> bool:
     """Whether a function that torch.compile compiles has called here, so that Dynamo compiles what is called next."""
-    from torch._C._dynamo import eval_frame
-
-    callback = getattr(eval_frame, "get_eval_frame_callback", None)
-    return callback is not None and callback() not in (None, False)
+    return _eval_frame_callback() not in (None, False)
 
 
 def is_backward_compiled() -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
-_SUFFIXES = (".py", ".cu", ".cuh")
+_SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 _HASH_DIGITS = 12
 
 TRAINING = ("errors.py", "sizes.py", "transfer", "storage", "memory", "plan", "offload", "kernels", "models")

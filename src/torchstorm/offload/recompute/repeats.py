@@ -36,12 +36,12 @@ from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value, is_made_by
 from torchstorm.offload.step.views import View, version_counter
 from torchstorm.offload.torch_private import attention_backend
 
-NOT_REPEATED = object()
+NOT_REPEATED, LONG_WAY = object(), object()  # see `Repeats.run`, and `Library.run`
 _TENSOR, _FIRST = torch.Tensor, (0,)
 
 
 @dataclass(eq=False, slots=True)
-class _Record:
+class Record:
     """A function that was called, and did a single operation.
 
     Attributes:
@@ -78,7 +78,7 @@ class Repeats:
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._passing: list[Value] = []  # what records of a step refer to, and is none of theirs
         self._leaves: list[Leaf] = []  # likewise
         self.sources: dict[int, Value] = {}
@@ -171,7 +171,7 @@ class Repeats:
                 return NOT_REPEATED
             others = others or []
             others.append(place)
-        if record.chosen is not None and record.chosen != _CHOICES[func](*args, **(kwargs or {})):
+        if record.chosen is not None and record.chosen != CHOICES[func](*args, **(kwargs or {})):
             return NOT_REPEATED
         if others is not None:
             self._describe_anew(tape, record, given, others)
@@ -200,9 +200,7 @@ class Repeats:
         if known is not value:
             is_given = known is not None and known.version == version
             if is_given or (others is not None and is_among(address, given)):
-                made = [pair for pair in zip(call.outputs, call.places, strict=True) if pair[0]() is not value]
-                call.outputs, call.places = [one for one, _ in made], [place for _, place in made]
-                self._drop(number)
+                self._forget_unless_new(record)
                 return out
             value.renew(storage, version, known)
             tape.known[address] = value
@@ -213,7 +211,14 @@ class Repeats:
                 value.view = view
         return out
 
-    def _describe_anew(self, tape: Recording, record: _Record, given: tuple[Any, ...], others: list[int]) -> None:
+    def _forget_unless_new(self, record: Record) -> None:
+        """A function has returned what it was given, or bytes that were there before: it has made nothing."""
+        call = record.call
+        made = [pair for pair in zip(call.outputs, call.places, strict=True) if pair[0]() is not record.value]
+        call.outputs, call.places = [one for one, _ in made], [place for _, place in made]
+        self._drop(record.number)
+
+    def _describe_anew(self, tape: Recording, record: Record, given: tuple[Any, ...], others: list[int]) -> None:
         """Has a record say what the function is given now, where that is not what it was given then."""
         now = list(record.given)
         for place in others:
@@ -251,7 +256,7 @@ class Repeats:
         described = (*call.args, *call.kwargs.values())
         given = tuple(as_returned(item, arg) for item, arg in zip(described, (*args, *kwargs.values()), strict=True))
         call.args, call.kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
-        self._keep(_Record(number, func, given, tuple(kwargs), call, self._value_of(call, out), passing_leaves(given)))
+        self._keep(Record(number, func, given, tuple(kwargs), call, self._value_of(call, out), passing_leaves(given)))
 
     def keep_chosen(
         self,
@@ -275,7 +280,7 @@ class Repeats:
             out: what the function returned.
         """
         self._drop(number)
-        if len(calls) != 1 or func not in _CHOICES or type(out) is not torch.Tensor:
+        if len(calls) != 1 or func not in CHOICES or type(out) is not torch.Tensor:
             return
         (call,) = calls
         given = tuple(self._described(tape, arg) for arg in (*args, *kwargs.values()))
@@ -285,9 +290,9 @@ class Repeats:
             return
         place_of = {made(): place for place, made in zip(call.places, call.outputs, strict=True)}
         call.operator = replace(call.operator, saves=tuple(place_of[one] for one in dict.fromkeys(saved)))
-        chosen = _CHOICES[func](*args, **kwargs)
+        chosen = CHOICES[func](*args, **kwargs)
         value = self._value_of(call, out)
-        self._keep(_Record(number, func, given, tuple(kwargs), call, value, passing_leaves(given), chosen, places))
+        self._keep(Record(number, func, given, tuple(kwargs), call, value, passing_leaves(given), chosen, places))
 
     def _value_of(self, call: Call, out: Any) -> Value | None:
         """What a function returned, if that is the first of what its operation makes."""
@@ -298,7 +303,7 @@ class Repeats:
                 return value
         return None
 
-    def _keep(self, record: _Record) -> None:
+    def _keep(self, record: Record) -> None:
         self._passing += [one for one in record.call.inputs if one.out is None]
         self._records[record.number] = record
 
@@ -335,4 +340,4 @@ def keep_counters(tape: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
             known.saved.counter, known.saved.origin = version_counter(tensor), None
 
 
-_CHOICES: dict[Any, Callable[..., object]] = {F.scaled_dot_product_attention: attention_backend}
+CHOICES: dict[Any, Callable[..., object]] = {F.scaled_dot_product_attention: attention_backend}

@@ -19,8 +19,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.operators import operator, single
-from torchstorm.offload.recompute.repeats import NOT_REPEATED, keep_counters
+from torchstorm.offload.recompute.repeats import LONG_WAY, NOT_REPEATED, keep_counters
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
@@ -73,6 +74,8 @@ class WatchedCalls(TorchFunctionMode):
         self._moment = -1
         self._counts: dict[int, int] = {}  # calls of every function since that moment
         tape.is_within_call = False
+        found = library()
+        self._again = found.run if found is not None else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,7 +101,10 @@ class WatchedCalls(TorchFunctionMode):
         if calls is None or writes or number in calls:
             tape = self._tape
             if tape.repeats is not None and not writes and _is_plain(tape.kind):
-                out = tape.repeats.run(tape, number * _PLACES, func, args, kwargs)
+                repeats, again, number_of_first = tape.repeats, self._again, number * _PLACES
+                out = again(repeats, tape, number_of_first, func, args, kwargs) if again is not None else LONG_WAY
+                if out is LONG_WAY:
+                    out = repeats.run(tape, number_of_first, func, args, kwargs)
                 if out is not NOT_REPEATED:
                     return out
             return self._record(number, func, writes, args, kwargs or {})

@@ -31,15 +31,12 @@ def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> W
     )
 
 
-def state_of(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> int | None:
-    """What tells steps of a model from those after layers were added, replaced or frozen, or their type was changed.
-
-    Cheap, for every step begins with it. None where a lazy module has not seen its first batch.
-    """
+def state_of(parameters: list[torch.nn.Parameter]) -> int | None:
+    """What tells a model's parameters from those after some were added, replaced or frozen, or their type was changed;
+    None where a lazy module has not seen its first batch."""
     if any(map(is_lazy, parameters)):
         return None
-    kinds = tuple([(parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parameters])
-    return hash((model.training, kinds))
+    return hash(tuple([(parameter.requires_grad, parameter.dtype, parameter.numel()) for parameter in parameters]))
 
 
 def shape_of(tensor: torch.Tensor) -> str:

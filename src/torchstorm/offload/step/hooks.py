@@ -349,8 +349,7 @@ class SavedTensors:
             is_input=functools.partial(self._saver.is_input, self._run),
             save=functools.partial(self._saver.save_as_planned, self._run),
             save_made=functools.partial(self._saver.save_made, self._run),
-            repeats=self._run.tape.repeats if self._run.tape is not None else None,
-            notice=self._run.tape.value_to_save if self._run.tape is not None else None,
+            tape=self._run.tape,
             saved_by_the_same_call=self._saved_by_the_same_call,
             seal_if_full=functools.partial(self._saver.seal_if_full, self._run),
         )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchstorm.offload.replan.workload import shape_of
+from torchstorm.offload.native.library import library
+from torchstorm.offload.replan.workload import shape_of, state_of
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.torch_private import asks_for_function_modes
 
@@ -28,14 +29,22 @@ class ModelTensors:
 
     Args:
         model: any nn.Module.
+        check: makes sure that a Session can work with its parameters.
 
     Attributes:
         parameters, buffers: as of the last `read`.
         asks_for_modes: whether a module of it computes in another way where a function mode is active.
+        state: what tells steps of the model from those after its parameters were replaced or frozen, or their type was
+            changed; None where a lazy module has not seen its first batch.
+        fixed: addresses of the storages of both.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, check: Callable[[list[torch.nn.Parameter]], None]) -> None:
         self._model = model
+        self._check = check
+        self._seen: int | None = None  # see `Library.look`
+        self.state: int | None = None
+        self.fixed: set[int] = set()
         self._modules: list[torch.nn.Module] = []
         self._held: list[dict[str, Any]] = []  # in which these hold their tensors and modules
         self._items: list[Any] = []  # in these
@@ -44,12 +53,23 @@ class ModelTensors:
         self.asks_for_modes = False
 
     def read(self) -> None:
-        """Looks at the model, which may have been changed since."""
+        """Looks at the model, which may have been changed since.
+
+        Raises:
+            TorchstormError: of the check.
+        """
         held = list(chain.from_iterable(map(_HELD, self._modules)))
         items = list(chain.from_iterable(map(dict.values, held)))
         is_same = len(items) == len(self._items) and all(map(operator.is_, items, self._items))
         if not held or not is_same or not all(map(operator.is_, held, self._held)):
             self._find()
+        found = library()
+        seen = found.look([*self.parameters, *self.buffers]) if found is not None else None
+        if seen is None or seen != self._seen:
+            self._seen = None
+            self._check(self.parameters)
+            self.state, self.fixed = state_of(self.parameters), _storages_of([*self.parameters, *self.buffers])
+            self._seen = seen
 
     def _find(self) -> None:
         self._modules = modules = list(self._model.modules())
@@ -65,7 +85,7 @@ def _each_once(held: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return {id(one): one for one in tensors if one is not None}.values()
 
 
-def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+def _storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages of a model's parameters and buffers."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _PLAIN}
 

@@ -12,7 +12,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from torchstorm.offload.recompute.repeats import Repeats
+from torchstorm.offload.native.library import library
+from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.pace import Pace
@@ -48,6 +49,9 @@ class Settled:
 
     Each saved tensor passes here twice, so the code is flat.
 
+    Attributes:
+        native: what the C++ knows of it; None where Python takes the way.
+
     Args:
         residency: what is where.
         lock: held while anything is looked up.
@@ -59,9 +63,7 @@ class Settled:
         drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
         save, save_made: take charge of what leaves, as `Saver.save_as_planned` and `Saver.save_made`.
-        repeats: records of the step's operations; None where it has no such ones.
-        notice: names the bytes in a storage that stays, by its version and number, where recorded operations make or
-            read it.
+        tape: records the step's operations; None where none are.
         saved_by_the_same_call: a storage as that call of an autograd.Function saved it which saves this tensor of it.
         seal_if_full: told that a storage has joined a parcel.
     """
@@ -84,8 +86,7 @@ class Settled:
         is_input: Callable[[torch.UntypedStorage, torch.Tensor], bool],
         save: Callable[[torch.UntypedStorage, torch.Tensor, int], Saved | None],
         save_made: Callable[[Value, torch.Tensor, int], Saved],
-        repeats: Repeats | None,
-        notice: Callable[[torch.UntypedStorage, int, int], Value | None] | None,
+        tape: Tape | None,
         saved_by_the_same_call: Callable[[torch.UntypedStorage, torch.Tensor], Saved | None],
         seal_if_full: Callable[[Parcel], None],
     ) -> None:
@@ -101,10 +102,16 @@ class Settled:
         self._drop, self._fetch = drop, fetch
         self._owner = owner
         self._is_input = is_input
-        self._save_made, self._repeats, self._notice = save_made, repeats, notice
+        self._save_made = save_made
+        self._repeats = repeats = tape.repeats if tape is not None else None
+        self._notice = tape.value_to_save if tape is not None else None  # names the bytes in a storage that stays
         self._save, self._saved_by_the_same_call, self._seal_if_full = save, saved_by_the_same_call, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
         self._made = table.made if table is not None and repeats is not None else {}
+        self.native: object | None = None
+        if table is not None and (found := library()) is not None:
+            of_step = progress, lock, fixed, residency.kept, residency, repeats, tape, owner
+            self.native = found.Way(table.moments_for(found), *of_step, self._index, is_exact)
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""

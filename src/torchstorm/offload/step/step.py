@@ -16,16 +16,18 @@ from torchstorm.errors import BudgetError, OutOfVRAMError, UnsupportedError
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload import misuse
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled.compile import refuse_compiled_whole
+from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.foresight import foresee
 from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.plans import Kind, Planned
-from torchstorm.offload.replan.workload import state_of, subject_of
+from torchstorm.offload.replan.workload import subject_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import seconds_between
-from torchstorm.offload.step.inputs import NoteInputs, storages_of
+from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice, Departure, TableOf
@@ -65,13 +67,12 @@ class Step:
         shared.learn()
         tensors = shared.tensors
         tensors.read()
-        parameters, buffers = tensors.parameters, tensors.buffers
-        misuse.check_unmoved(shared.model, parameters, self._device)
-        shared.plans.begin(state_of(shared.model, parameters))
-        fixed = storages_of([*parameters, *buffers])
+        refuse_compiled_whole(shared.model)
+        shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
         optimizer = shared.state.optimizer()
+        held = held_by(optimizer) if optimizer is not None else []
         self._gradients = Gradients(
-            parameters if optimizer is None else {id(one): one for one in (*parameters, *held_by(optimizer))}.values(),
+            {id(one): one for one in (*tensors.parameters, *held)}.values() if held else tensors.parameters,
             names=partial(trained, shared.model, optimizer),
         )
         self._inputs = NoteInputs(shared.saved, self._foresee)
@@ -88,7 +89,7 @@ class Step:
         sees_all = tensors.asks_for_modes or shared.compiled is not None or shared.runs_compiled
         if self._tape is not None and not sees_all:
             self._watched = WatchedCalls(self._tape)
-        shared.saved.begin(fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
+        shared.saved.begin(tensors.fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)
 
@@ -112,7 +113,7 @@ class Step:
             with (
                 self._shared.model.register_forward_pre_hook(self._inputs, with_kwargs=True),
                 mode,
-                saved_tensors_hooks(saved.pack, saved.unpack),
+                saved_tensors_hooks(*hooks_of(saved)),
             ):
                 yield
         finally:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
+from torchstorm.offload.native.library import Library
 from torchstorm.offload.recompute.repeats import Repeats
 from torchstorm.offload.recompute.watched import call_of, moment_of
 from torchstorm.offload.step.parcels import TINY_BYTES
@@ -100,6 +101,7 @@ class Table:
         self.operations = {plan.trace.ops[op].number for op in operations}
         self.sizes = {one.storage: one.nbytes for one in plan.trace.moments if one.kind == PACK}
         self._all_recorded = all_recorded
+        self._native: object | None = None  # see `moments_for`
         self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `num_shared`
         first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
         self.busy = {*plan.drops, *plan.fetches, first_use}
@@ -118,6 +120,13 @@ class Table:
         if planned_kind != kind or planned_ordinal != ordinal:
             return False
         return fits(nbytes, planned_bytes, is_exact=is_exact)
+
+    def moments_for(self, found: Library) -> object:
+        """The same for the C++."""
+        if self._native is None:
+            lists = self.signatures, self.stayers, self.made, self.leaving, self.busy
+            self._native = found.Moments(*lists, UNPACK)
+        return self._native
 
     def num_shared(self, other: Table) -> int:
         """How many moments it begins with as another plan does, but for sizes."""
@@ -146,6 +155,7 @@ class Table:
         if recorded_for == self._recorded_for:
             return
         self._recorded_for = recorded_for
+        self._native = None
         self.repeats.clear()  # what of an operation's results is looked at may differ
         self.recorded, self.read = self.operations, self._read
         self.may_change = any_other or bool(others)

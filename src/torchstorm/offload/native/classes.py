@@ -1,0 +1,44 @@
+"""What the C++ makes and reads of Python's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchstorm.offload.recompute.described import Unfinished, is_given_again
+from torchstorm.offload.recompute.operators import Operator
+from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
+from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.packed import Ticket, Untouched
+from torchstorm.offload.step.parcels import Call, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.views import View
+
+
+def classes() -> Mapping[str, object]:
+    """By the names in objects.h."""
+    return {
+        "tensor": torch.Tensor,
+        "parameter": torch.nn.Parameter,
+        "kept": Kept,
+        "kept_storage": KeptStorage,
+        "ticket": Ticket,
+        "untouched": Untouched,
+        "view": View,
+        "ref": Ref,
+        "unfinished": Unfinished,
+        "running": Running,
+        "value": Value,
+        "record": Record,
+        "call": Call,
+        "operation": Operator,
+        "saved": Saved,
+        "parcel": Parcel,
+        "weak": StorageWeakRef,
+        "is_given_again": is_given_again,
+        "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
+        "long_way": LONG_WAY,
+        "choices": CHOICES,
+    }

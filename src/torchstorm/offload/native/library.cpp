@@ -1,0 +1,107 @@
+// The short way through a settled step in C++: what `Settled.pack`, `Repeats.run` and `SavedTensors.unpack` do in Python for
+// what a step has most of. It makes the same objects, and hands everything else to those.
+//
+// Every function runs under the GIL. One that finds nothing it knows changes nothing: Python's own is called then.
+
+#include "records.h"
+#include "saving.h"
+
+namespace {
+
+Py_ssize_t place_of(PyTypeObject *type, const char *name) {
+    Own found(checked(PyObject_GetAttrString(reinterpret_cast<PyObject *>(type), name)));
+    if (Py_TYPE(found.at) != &PyMemberDescr_Type) {
+        PyErr_Format(PyExc_TypeError, "%s.%s is not in __slots__", type->tp_name, name);
+        throw Failed();
+    }
+    return reinterpret_cast<PyMemberDescrObject *>(found.at)->d_member->offset;
+}
+
+// use(classes, functions): Python's own, by the names in `Classes`.
+PyObject *use(PyObject *, PyObject *args) {
+    return guarded([&]() -> PyObject * {
+        PyObject *found;
+        if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &found)) return nullptr;
+        const auto named = [&](const char *name) {
+            Own key(checked(PyUnicode_FromString(name)));
+            PyObject *item = find(found, key.at);
+            if (item == nullptr) {
+                PyErr_SetObject(PyExc_KeyError, key.at);
+                throw Failed();
+            }
+            return Py_NewRef(item);
+        };
+#define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
+        TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
+        TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
+        TYPE(weak)
+#undef TYPE
+        of.is_given_again = named("is_given_again");
+        of.free_weak = named("free_weak");
+        of.long_way = named("long_way");
+        of.choices = named("choices");
+#define PLACE(type, name) type##_##name = place_of(of.type, #name);
+        SLOTS(PLACE)
+#undef PLACE
+        Py_RETURN_NONE;
+    });
+}
+
+// look(tensors): a number that is another one where any of a model's tensors is another, lies elsewhere, or is of another
+// kind; None where one of them is more than numbers in a storage.
+PyObject *look(PyObject *, PyObject *tensors) {
+    return guarded([&]() -> PyObject * {
+        if (!PyList_CheckExact(tensors)) Py_RETURN_NONE;
+        uint64_t seen = 0xcbf29ce484222325;  // FNV-1a
+        const auto add = [&seen](uint64_t part) { seen = (seen ^ part) * 0x100000001b3; };
+        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
+            PyObject *object = PyList_GET_ITEM(tensors, at);
+            if (!is_plain_type(object)) Py_RETURN_NONE;
+            const at::Tensor &tensor = THPVariable_Unpack(object);
+            if (!has_bytes(tensor)) Py_RETURN_NONE;
+            add(reinterpret_cast<uint64_t>(object));
+            add(reinterpret_cast<uint64_t>(storage_of(tensor)));
+            add(static_cast<uint64_t>(tensor.scalar_type()));
+            add(static_cast<uint64_t>(tensor.device().type()));
+            add(static_cast<uint64_t>(tensor.device().index()));
+            add(static_cast<uint64_t>(tensor.numel()));
+            add(tensor.requires_grad());
+        }
+        return PyLong_FromUnsignedLongLong(seen);
+    });
+}
+
+#define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
+PyMethodDef methods[] = {
+    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL),
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+PyType_Slot moments_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(moments_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(moments_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(moments_traverse)}, {0, nullptr}};
+PyType_Slot way_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(way_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(way_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(way_traverse)}, {Py_tp_clear, reinterpret_cast<void *>(way_clear)},
+    {0, nullptr}};
+constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+PyType_Spec moments_spec = {"torchstorm_native.Moments", sizeof(Moments), 0, flags, moments_slots};
+PyType_Spec way_spec = {"torchstorm_native.Way", sizeof(Way), 0, flags, way_slots};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchstorm_native(void) {
+#define INTERN(name) s_##name = PyUnicode_InternFromString(#name);
+    NAMES(INTERN)
+#undef INTERN
+    PyObject *module = PyModule_Create(&definition);
+    if (module == nullptr) return nullptr;
+    first = Py_BuildValue("(i)", 0);
+    moments_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&moments_spec));
+    way_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&way_spec));
+    if (first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
+    if (PyModule_AddObjectRef(module, "Moments", reinterpret_cast<PyObject *>(moments_type)) < 0 ||
+        PyModule_AddObjectRef(module, "Way", reinterpret_cast<PyObject *>(way_type)) < 0)
+        return nullptr;
+    return module;
+}

@@ -1,0 +1,163 @@
+// What a settled step looks up, in arrays: the moments of a plan (`Moments`, of a `Table`), and what one step needs beside
+// them (`Way`, of a `Settled`).
+
+#pragma once
+
+#include "objects.h"
+
+#include <vector>
+
+namespace {
+
+struct Moment {
+    enum Kind { other, stays, unpacks } kind = other;
+    int64_t ordinal = 0, nbytes = 0, counted_bytes = 0;
+    PyObject *movable = nullptr, *block = nullptr;  // borrowed of the table's tuples
+    bool is_noticed = false, is_read = false, is_busy = false;
+    // What is computed again, where that is saved.
+    PyObject *maker = nullptr, *name = nullptr, *parcel = nullptr, *made_block = nullptr;  // borrowed likewise
+    int64_t made_ordinal = 0, made_bytes = 0;
+};
+
+struct Moments {
+    PyObject_HEAD
+    std::vector<Moment> *all;
+    PyObject *sources;  // the table's lists, which hold what is borrowed
+};
+
+int moments_traverse(Moments *self, visitproc visit, void *arg) {
+    Py_VISIT(self->sources);
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+void moments_dealloc(Moments *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    delete self->all;
+    Py_XDECREF(self->sources);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+void read_moments(
+    Moments *self, PyObject *signatures, PyObject *stayers, PyObject *made, PyObject *leaving, PyObject *busy,
+    PyObject *unpack) {
+    const Py_ssize_t num = PyList_Size(signatures);
+    if (num < 0) throw Failed();
+    self->all = new std::vector<Moment>(static_cast<size_t>(num));
+    for (Py_ssize_t at = 0; at < num; ++at) {
+        Moment &one = (*self->all)[static_cast<size_t>(at)];
+        Own number(an_int(at));
+        one.is_busy = checked(PySet_Contains(busy, number.at));
+        PyObject *signature = PyList_GET_ITEM(signatures, at), *stay = PyList_GET_ITEM(stayers, at);
+        if (stay != Py_None) {
+            one.kind = Moment::stays;
+            one.ordinal = as_int(PyTuple_GET_ITEM(stay, 0));
+            one.nbytes = as_int(PyTuple_GET_ITEM(stay, 1));
+            one.counted_bytes = as_int(PyTuple_GET_ITEM(stay, 2));
+            one.movable = PyTuple_GET_ITEM(stay, 3);
+            one.block = PyTuple_GET_ITEM(stay, 4);
+            one.is_noticed = PyTuple_GET_ITEM(stay, 5) == Py_True;
+            one.is_read = PyTuple_GET_ITEM(stay, 6) == Py_True;
+        } else if (equal(PyTuple_GET_ITEM(signature, 0), unpack)) {
+            one.kind = Moment::unpacks;
+            one.ordinal = as_int(PyTuple_GET_ITEM(signature, 1));
+            one.nbytes = as_int(PyTuple_GET_ITEM(signature, 2));
+        }
+        if (PyObject *again = find(made, number.at)) {
+            one.made_ordinal = as_int(PyTuple_GET_ITEM(again, 0));
+            one.maker = PyTuple_GET_ITEM(PyTuple_GET_ITEM(again, 1), 0);
+            one.name = PyTuple_GET_ITEM(PyTuple_GET_ITEM(again, 1), 1);
+            one.made_bytes = as_int(PyTuple_GET_ITEM(again, 2));
+            PyObject *leaves = checked(find(leaving, PyTuple_GET_ITEM(again, 0)));
+            one.parcel = PyTuple_GET_ITEM(leaves, 0);
+            one.made_block = PyTuple_GET_ITEM(leaves, 4);
+        }
+    }
+}
+
+PyObject *moments_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    PyObject *signatures, *stayers, *made, *leaving, *busy, *unpack;
+    if (!PyArg_ParseTuple(
+            args, "O!O!O!O!O!O", &PyList_Type, &signatures, &PyList_Type, &stayers, &PyDict_Type, &made, &PyDict_Type,
+            &leaving, &PySet_Type, &busy, &unpack))
+        return nullptr;
+    Moments *self = reinterpret_cast<Moments *>(type->tp_alloc(type, 0));
+    if (self == nullptr) return nullptr;
+    self->sources = Py_NewRef(args);
+    try {
+        read_moments(self, signatures, stayers, made, leaving, busy, unpack);
+    } catch (const Failed &) {
+        Py_DECREF(self);
+        return nullptr;
+    }
+    return reinterpret_cast<PyObject *>(self);
+}
+
+struct Way {
+    PyObject_HEAD
+    Moments *moments;
+    PyObject *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
+    int device;  // as `Tensor.get_device()`
+    bool is_exact;
+};
+
+#define EACH_OF_WAY(X) X(moments) X(progress) X(lock) X(fixed) X(kept) X(residency) X(repeats) X(tape) X(owner)
+
+int way_traverse(Way *self, visitproc visit, void *arg) {
+#define VISIT(name) Py_VISIT(self->name);
+    EACH_OF_WAY(VISIT)
+#undef VISIT
+    Py_VISIT(Py_TYPE(self));
+    return 0;
+}
+
+int way_clear(Way *self) {
+#define CLEAR(name) Py_CLEAR(self->name);
+    EACH_OF_WAY(CLEAR)
+#undef CLEAR
+    return 0;
+}
+
+void way_dealloc(Way *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    way_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyTypeObject *moments_type, *way_type;
+
+PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    PyObject *moments, *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
+    int device, is_exact;
+    if (!PyArg_ParseTuple(
+            args, "O!OOO!OOOOOip", moments_type, &moments, &progress, &lock, &PySet_Type, &fixed, &kept, &residency,
+            &repeats, &tape, &owner, &device, &is_exact))
+        return nullptr;
+    Way *self = reinterpret_cast<Way *>(type->tp_alloc(type, 0));
+    if (self == nullptr) return nullptr;
+    self->moments = reinterpret_cast<Moments *>(Py_NewRef(moments));
+#define KEEP(name) self->name = Py_NewRef(name);
+    KEEP(progress) KEEP(lock) KEEP(fixed) KEEP(kept) KEEP(residency) KEEP(repeats) KEEP(tape) KEEP(owner)
+#undef KEEP
+    self->device = device;
+    self->is_exact = is_exact;
+    return reinterpret_cast<PyObject *>(self);
+}
+
+struct Locked {  // as `with lock`
+    PyObject *lock;
+    explicit Locked(PyObject *given) : lock(given) { Own taken(checked(PyObject_CallMethodNoArgs(lock, s_acquire))); }
+    ~Locked() {
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Own released(PyObject_CallMethodNoArgs(lock, s_release));
+        if (!released) PyErr_WriteUnraisable(lock);
+        PyErr_Restore(type, value, trace);
+    }
+};
+
+}  // namespace

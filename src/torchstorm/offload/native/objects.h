@@ -1,0 +1,216 @@
+// Python's objects as the short way sees them: references, attributes, and what tensors say of themselves.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+#include <torch/csrc/Storage.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <utility>
+
+namespace {
+
+struct Classes {
+    PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak;
+    PyObject *is_given_again, *free_weak, *long_way, *choices;
+} of;
+PyObject *first;  // (0,)
+
+#define NAMES(X) \
+    X(_at) X(_begin) X(_finish) X(_forget_unless_new) X(_notice) X(_order) X(_records) X(_run) X(_save_made) X(absent) \
+    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(known) X(limit_bytes) X(native) X(num_calls) \
+    X(num_used) X(pack) X(peak_bytes) X(release) X(released) X(resident_bytes) X(settle) X(shape) X(unfinished) \
+    X(unpack) X(within)
+#define DECLARE(name) PyObject *s_##name;
+NAMES(DECLARE)
+#undef DECLARE
+
+// Attributes of classes with `__slots__`: where they lie in an object.
+#define SLOTS(X) \
+    X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) X(running, settled) \
+    X(value, call) X(value, held) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
+    X(value, version) X(value, view) X(value, watch) \
+    X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, value) \
+    X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
+    X(operation, draws) X(operation, name) X(operation, saves) \
+    X(saved, address) X(saved, block) X(saved, counter) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
+    X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
+    X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, used) \
+    X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, ticket) X(kept, version) \
+    X(kept_storage, _held) X(kept_storage, address) X(kept_storage, beside) X(kept_storage, block) \
+    X(kept_storage, counted_bytes) X(kept_storage, lost) X(kept_storage, movable) X(kept_storage, nbytes) \
+    X(kept_storage, num_live) X(kept_storage, ordinal) X(kept_storage, owner) X(kept_storage, saved) \
+    X(kept_storage, value) \
+    X(ticket, _owner) X(ticket, saved) X(ticket, view) X(untouched, tensor) X(untouched, version) \
+    X(weak, _free_weak_ref) X(weak, cdata)
+#define DECLARE(type, name) Py_ssize_t type##_##name;
+SLOTS(DECLARE)
+#undef DECLARE
+
+// ------------------------------------------------------------------ small things
+
+struct Own {  // a reference of ours
+    PyObject *at;
+    explicit Own(PyObject *object = nullptr) : at(object) {}
+    Own(const Own &) = delete;
+    Own &operator=(const Own &) = delete;
+    ~Own() { Py_XDECREF(at); }
+    explicit operator bool() const { return at != nullptr; }
+    PyObject *give() { return std::exchange(at, nullptr); }
+};
+
+struct Failed {};  // a Python error is set
+
+PyObject *checked(PyObject *object) {
+    if (object == nullptr) throw Failed();
+    return object;
+}
+
+int checked(int status) {
+    if (status < 0) throw Failed();
+    return status;
+}
+
+int64_t as_int(PyObject *object) {
+    const int64_t value = PyLong_AsLongLong(object);
+    if (value == -1 && PyErr_Occurred()) throw Failed();
+    return value;
+}
+
+PyObject *an_int(int64_t value) { return checked(PyLong_FromLongLong(value)); }
+
+// Attributes by name, of what has a dictionary.
+
+PyObject *get(PyObject *object, PyObject *name) { return checked(PyObject_GetAttr(object, name)); }
+
+int64_t get_int(PyObject *object, PyObject *name) {
+    Own value(get(object, name));
+    return as_int(value.at);
+}
+
+void set_int(PyObject *object, PyObject *name, int64_t value) {
+    Own owned(an_int(value));
+    checked(PyObject_SetAttr(object, name, owned.at));
+}
+
+// Attributes by place. What is seen is borrowed of the object.
+
+PyObject *&slot(PyObject *object, Py_ssize_t place) {
+    return *reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + place);
+}
+
+PyObject *see(PyObject *object, Py_ssize_t place) {
+    PyObject *found = slot(object, place);
+    if (found == nullptr) {
+        PyErr_SetString(PyExc_AttributeError, "an attribute was not set");
+        throw Failed();
+    }
+    return found;
+}
+
+int64_t see_int(PyObject *object, Py_ssize_t place) { return as_int(see(object, place)); }
+
+void put(PyObject *object, Py_ssize_t place, PyObject *owned) {  // takes the reference over
+    PyObject *before = std::exchange(slot(object, place), checked(owned));
+    Py_XDECREF(before);
+}
+
+void put_shared(PyObject *object, Py_ssize_t place, PyObject *value) { put(object, place, Py_NewRef(value)); }
+
+void put_int(PyObject *object, Py_ssize_t place, int64_t value) { put(object, place, an_int(value)); }
+
+PyObject *find(PyObject *dict, PyObject *key) {  // borrowed; nullptr for none
+    PyObject *found = PyDict_GetItemWithError(dict, key);
+    if (found == nullptr && PyErr_Occurred()) throw Failed();
+    return found;
+}
+
+bool equal(PyObject *one, PyObject *other) { return checked(PyObject_RichCompareBool(one, other, Py_EQ)); }
+
+PyObject *referent(PyObject *weak) {  // borrowed as long as the GIL is held; nullptr for none
+    if (weak == Py_None) return nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *found = nullptr;
+    checked(PyWeakref_GetRef(weak, &found));
+    Py_XDECREF(found);  // somebody else holds it, too
+    return found;
+#else
+    PyObject *found = PyWeakref_GET_OBJECT(weak);
+    return found == Py_None ? nullptr : found;
+#endif
+}
+
+PyObject *weak_reference(PyObject *object) { return checked(PyWeakref_NewRef(object, nullptr)); }
+
+PyObject *allocate(PyTypeObject *type) { return checked(type->tp_alloc(type, 0)); }
+
+c10::StorageImpl *storage_of(const at::Tensor &tensor) { return tensor.storage().unsafeGetStorageImpl(); }
+
+PyObject *address_of(const at::Tensor &tensor) { return checked(PyLong_FromVoidPtr(storage_of(tensor))); }
+
+// What `views.weak_reference` returns, a StorageWeakRef.
+PyObject *watch_of(const at::Tensor &tensor) {
+    Own watch(allocate(of.weak));
+    put_shared(watch.at, weak__free_weak_ref, of.free_weak);
+    c10::StorageImpl *storage = storage_of(tensor);
+    PyObject *address = checked(PyLong_FromVoidPtr(storage));
+    c10::raw::weak_intrusive_ptr::incref(storage);
+    put(watch.at, weak_cdata, address);
+    return watch.give();
+}
+
+bool is_at(PyObject *watch, const at::Tensor &tensor) {
+    return watch != Py_None && PyLong_AsVoidPtr(see(watch, weak_cdata)) == storage_of(tensor);
+}
+
+int64_t version_of(const at::Tensor &tensor) { return static_cast<int64_t>(tensor._version()); }
+
+bool is_plain_type(PyObject *object) { return Py_TYPE(object) == of.tensor || Py_TYPE(object) == of.parameter; }
+
+bool has_bytes(const at::Tensor &tensor) {
+    return tensor.defined() && tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage();
+}
+
+bool is_of_parameter(PyObject *object, const at::Tensor &tensor) {
+    if (!tensor.is_view()) return Py_TYPE(object) == of.parameter;
+    const at::TensorBase &base = tensor._base();
+    if (!base.is_leaf()) return false;
+    Own wrapped(checked(THPVariable_Wrap(base)));
+    return PyObject_TypeCheck(wrapped.at, of.parameter);
+}
+
+// What `View.of` returns.
+PyObject *view_of(PyObject *object, const at::Tensor &tensor) {
+    Own view(checked(of.view->tp_alloc(of.view, 6)));
+    const auto item = [&](Py_ssize_t place, PyObject *owned) { PyTuple_SET_ITEM(view.at, place, checked(owned)); };
+    item(0, PyObject_GetAttr(object, s_dtype));
+    item(1, PyObject_GetAttr(object, s_shape));
+    const auto strides = tensor.strides();
+    PyObject *stride = checked(PyTuple_New(static_cast<Py_ssize_t>(strides.size())));
+    PyTuple_SET_ITEM(view.at, 2, stride);
+    for (size_t at = 0; at < strides.size(); ++at)
+        PyTuple_SET_ITEM(stride, static_cast<Py_ssize_t>(at), an_int(strides[at]));
+    item(3, an_int(tensor.storage_offset() * static_cast<int64_t>(tensor.element_size())));
+    item(4, PyBool_FromLong(tensor.is_conj()));
+    item(5, PyBool_FromLong(tensor.is_neg()));
+    return view.give();
+}
+
+template <class Body>
+PyObject *guarded(Body body) {
+    try {
+        return body();
+    } catch (const Failed &) {
+        return nullptr;
+    } catch (const std::exception &error) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
+}
+
+}  // namespace

@@ -1,0 +1,118 @@
+// Records of an earlier step, used again, as `Repeats.run` does it.
+
+#pragma once
+
+#include "objects.h"
+
+namespace {
+
+// Whether an argument is the one that a record describes, as most are; false where `Repeats.run` must look.
+bool is_given(PyObject *tape, PyObject *item, PyObject *arg) {
+    if (Py_TYPE(item) == of.ref) {
+        PyObject *source = PyTuple_GET_ITEM(item, 0), *made = referent(see(source, value_out));
+        if (made != nullptr && made == arg && is_plain_type(arg) && see(source, value_view) == PyTuple_GET_ITEM(item, 1)) {
+            const at::Tensor &tensor = THPVariable_Unpack(arg);
+            if (has_bytes(tensor) && version_of(tensor) == see_int(source, value_version) && is_at(see(source, value_watch), tensor))
+                return true;
+        }
+    } else if (arg == item) {
+        return true;
+    }
+    Own again(checked(PyObject_CallFunctionObjArgs(of.is_given_again, tape, item, arg, nullptr)));
+    return again.at == Py_True;
+}
+
+// What a function is given, by name last; nullptr without an error where a record has other names.
+PyObject *everything(PyObject *record, PyObject *args, PyObject *kwargs) {
+    PyObject *names = see(record, record_names);
+    const Py_ssize_t num = PyTuple_GET_SIZE(args), num_named = kwargs == nullptr ? 0 : PyDict_GET_SIZE(kwargs);
+    if (PyTuple_GET_SIZE(names) != num_named) return nullptr;
+    if (!num_named) return Py_NewRef(args);
+    Own all(checked(PyTuple_New(num + num_named)));
+    for (Py_ssize_t at = 0; at < num; ++at) PyTuple_SET_ITEM(all.at, at, Py_NewRef(PyTuple_GET_ITEM(args, at)));
+    PyObject *name, *value;
+    Py_ssize_t next = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(kwargs, &next, &name, &value); ++at) {
+        if (!equal(name, PyTuple_GET_ITEM(names, at))) return nullptr;
+        PyTuple_SET_ITEM(all.at, num + at, Py_NewRef(value));
+    }
+    return all.give();
+}
+
+// As `Value.renew`.
+void renew(PyObject *value, const at::Tensor &tensor, PyObject *before) {
+    put(value, value_watch, before == nullptr ? watch_of(tensor) : Py_NewRef(see(before, value_watch)));
+    put_int(value, value_version, version_of(tensor));
+    put_int(value, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
+    for (const Py_ssize_t place : {value_saved, value_held, value_lost}) put_shared(value, place, Py_None);
+}
+
+// run(repeats, tape, number, func, args, kwargs): what the function returns; `LONG_WAY` where `Repeats.run` must run it.
+PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
+    return guarded([&]() -> PyObject * {
+        PyObject *repeats = given[0], *tape = given[1], *func = given[3], *args = given[4];
+        PyObject *kwargs = given[5] == Py_None ? nullptr : given[5];
+        const auto otherwise = [] { return Py_NewRef(of.long_way); };
+        Own records(get(repeats, s__records)), record(Py_XNewRef(find(records.at, given[2])));
+        if (!record) return otherwise();
+        if (see(record.at, record_func) != func) return otherwise();
+        Own before(Py_NewRef(see(record.at, record_given))), all(everything(record.at, args, kwargs));
+        if (!all || PyTuple_GET_SIZE(before.at) != PyTuple_GET_SIZE(all.at)) return otherwise();
+        Own call(Py_NewRef(see(record.at, record_call))), value(Py_NewRef(see(record.at, record_value)));
+        PyObject *operation = see(call.at, call_operator), *chosen = see(record.at, record_chosen);
+        if (value.at == Py_None) return otherwise();
+        for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(all.at); ++at)
+            if (!is_given(tape, PyTuple_GET_ITEM(before.at, at), PyTuple_GET_ITEM(all.at, at))) return otherwise();
+        if (chosen != Py_None) {
+            Own choice(checked(PyObject_Call(checked(find(of.choices, func)), args, kwargs)));
+            if (!equal(chosen, choice.at)) return otherwise();
+        }
+        PyObject *saves = see(operation, operation_saves);
+        if (!equal(saves, first)) {
+            Own outputs(checked(PyList_New(1))), places(checked(PyList_New(1)));
+            PyList_SET_ITEM(outputs.at, 0, weak_reference(value.at));
+            PyList_SET_ITEM(places.at, 0, an_int(0));
+            put(call.at, call_outputs, outputs.give());
+            put(call.at, call_places, places.give());
+        }
+        if (see(operation, operation_draws) != Py_False) {
+            Own source(checked(PyObject_CallMethodOneArg(tape, s_generator, kwargs == nullptr ? Py_None : kwargs)));
+            put(call.at, call_state, PyObject_CallMethodNoArgs(source.at, s_get_state));
+        }
+        const int64_t order = get_int(tape, s_num_calls);
+        put_int(call.at, call_order, order);
+        set_int(tape, s_num_calls, order + 1);
+        Own unfinished(checked(of.unfinished->tp_alloc(of.unfinished, 5)));
+        PyTuple_SET_ITEM(unfinished.at, 0, Py_NewRef(call.at));
+        PyTuple_SET_ITEM(unfinished.at, 1, all.give());
+        PyTuple_SET_ITEM(unfinished.at, 2, checked(PyObject_GetIter(saves)));
+        PyTuple_SET_ITEM(unfinished.at, 3, Py_NewRef(value.at));
+        PyTuple_SET_ITEM(unfinished.at, 4, Py_NewRef(chosen != Py_None ? Py_True : Py_False));
+        checked(PyObject_SetAttr(tape, s_unfinished, unfinished.at));
+        Own out(PyObject_Call(func, args, kwargs));
+        if (!out) {
+            PyObject *type, *error, *trace;
+            PyErr_Fetch(&type, &error, &trace);
+            checked(PyObject_SetAttr(tape, s_unfinished, Py_None));
+            PyErr_Restore(type, error, trace);
+            return nullptr;
+        }
+        checked(PyObject_SetAttr(tape, s_unfinished, Py_None));
+        if (Py_TYPE(out.at) != of.tensor) return out.give();
+        const at::Tensor &tensor = THPVariable_Unpack(out.at);
+        Own address(address_of(tensor)), known(get(tape, s_known));
+        PyObject *found = find(known.at, address.at);
+        if (found != value.at) {
+            if (found != nullptr && see_int(found, value_version) == version_of(tensor)) {  // what lay there before
+                Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record.at)));
+                return out.give();
+            }
+            renew(value.at, tensor, found);
+            checked(PyDict_SetItem(known.at, address.at, value.at));
+        }
+        put(value.at, value_out, weak_reference(out.at));
+        return out.give();
+    });
+}
+
+}  // namespace

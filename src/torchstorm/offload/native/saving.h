@@ -1,0 +1,303 @@
+// What a settled step does with a tensor that autograd saves or asks for, as `Settled`, `Saver.save_made` and
+// `SavedTensors` do it.
+
+#pragma once
+
+#include "moments.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace {
+
+bool fits(const Way *way, int64_t nbytes, int64_t expected) {
+    return nbytes == expected || (!way->is_exact && nbytes < expected);
+}
+
+bool is_current(const Way *way, PyObject *settled) { return see(way->progress, running_settled) == settled; }
+
+void call_at(PyObject *settled, PyObject *what, int64_t moment) {
+    Own number(an_int(moment));
+    Own done(checked(PyObject_CallMethodOneArg(settled, what, number.at)));
+}
+
+// As `Repeats.returned`: the bytes of a tensor that a call has returned in this step; nullptr for any other. Borrowed.
+PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) {
+    Own records(get(way->repeats, s__records));
+    PyObject *record = find(records.at, one.maker);
+    PyObject *value = record == nullptr ? Py_None : see(record, record_value);
+    if (value == Py_None) return nullptr;
+    PyObject *made = referent(see(value, value_out)), *call = see(value, value_call);
+    if (made == nullptr || call == Py_None) return nullptr;
+    const at::Tensor &whole = THPVariable_Unpack(made);
+    if (!whole.is_same(tensor) && !(tensor.is_view() && tensor._base().is_same(whole))) return nullptr;
+    if (version_of(tensor) != see_int(value, value_version) || !is_at(see(value, value_watch), tensor)) return nullptr;
+    if (!equal(see(call, call_number), one.maker)) return nullptr;
+    PyObject *name = see(see(call, call_operator), operation_name);
+    if (!equal(name, one.name)) {
+        const char *text = PyUnicode_AsUTF8(name);
+        if (text == nullptr) throw Failed();
+        if (strncmp(text, "torch.", 6) != 0) return nullptr;
+    }
+    return value;
+}
+
+// As `Saver.save_made`; nullptr without an error where that must be called.
+PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at::Tensor &tensor) {
+    PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch);
+    if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) return nullptr;
+    Own saved(Py_NewRef(before)), parcel(Py_NewRef(see(before, saved_parcel)));
+    Own absent(get(way->residency, s_absent)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+    const int64_t order = get_int(way->residency, s__order);
+    set_int(way->residency, s__order, order + 1);
+    put_int(parcel.at, parcel_order, order);
+    put_shared(parcel.at, parcel_used, Py_False);
+    put_shared(parcel.at, parcel_recomputed, Py_True);
+    checked(PySet_Add(absent.at, parcel.at));
+    PyObject *address = see(watch, weak_cdata);
+    put_shared(saved.at, saved_version, see(value, value_version));
+    put_shared(saved.at, saved_address, address);
+    put_shared(saved.at, saved_watch, watch);
+    put(saved.at, saved_pointer, PyLong_FromVoidPtr(const_cast<void *>(tensor.storage().data())));
+    put_shared(saved.at, saved_counter, Py_None);
+    put_shared(saved.at, saved_stale, Py_False);
+    put_shared(saved.at, saved_lost, Py_None);
+    put_shared(saved.at, saved_block, one.made_block);
+    put_shared(parcel.at, parcel_number, one.parcel);
+    put_int(saved.at, saved_ordinal, one.made_ordinal);
+    checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
+    put_shared(saved.at, saved_value, value);
+    put_shared(saved.at, saved_origin, see(value, value_out));
+    put_shared(value, value_saved, saved.at);
+    checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
+    PyObject *group = find(at.at, address);
+    if (group != nullptr) {
+        checked(PyList_Append(group, saved.at));
+    } else {
+        Own alone(checked(PyList_New(1)));
+        PyList_SET_ITEM(alone.at, 0, Py_NewRef(saved.at));
+        checked(PyDict_SetItem(at.at, address, alone.at));
+    }
+    return saved.give();
+}
+
+// As `Settled._pack_made`; nullptr without an error where that is not what is saved.
+PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, int64_t moment) {
+    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    Own value(Py_XNewRef(returned(way, one, tensor)));
+    if (!value) return nullptr;
+    Locked locked(way->lock);
+    if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
+    if (!fits(way, see_int(value.at, value_nbytes), one.made_bytes)) return nullptr;
+    Own saved(Py_NewRef(see(value.at, value_saved)));
+    const int64_t num_saved = see_int(way->progress, running_num_saved);
+    const bool is_new = saved.at == Py_None;
+    if ((is_new ? num_saved : see_int(saved.at, saved_ordinal)) != one.made_ordinal) return nullptr;
+    if (one.is_busy) call_at(settled, s__begin, moment);
+    if (is_new) {
+        Own made(save_made(way, one, value.at, tensor));
+        if (!made) {
+            Own ordinal(an_int(one.made_ordinal));
+            made.at = checked(PyObject_CallMethodObjArgs(settled, s__save_made, value.at, object, ordinal.at, nullptr));
+        }
+        std::swap(saved.at, made.at);
+        put_int(way->progress, running_num_saved, num_saved + 1);
+    }
+    put_int(way->progress, running_moment, moment);
+    put_int(saved.at, saved_live, see_int(saved.at, saved_live) + 1);
+    PyObject *view = see(value.at, value_view);
+    Own seen(view != Py_None && !tensor.is_view() ? Py_NewRef(view) : view_of(object, tensor));
+    Own ticket(allocate(of.ticket));
+    put_shared(ticket.at, ticket__owner, way->owner);
+    put(ticket.at, ticket_view, seen.give());
+    put(ticket.at, ticket_saved, saved.give());
+    if (one.is_busy) call_at(settled, s__finish, moment);
+    return ticket.give();
+}
+
+bool is_its_own(const Way *way, PyObject *object, const at::Tensor &tensor) {
+    if (tensor.get_device() != way->device || tensor.is_cpu() != (way->device < 0)) return false;
+    if (tensor.is_nested() || tensor.is_quantized() || tensor._is_zerotensor()) return false;
+    return !tensor.is_view() || !is_of_parameter(object, tensor);
+}
+
+bool count(const Way *way, int64_t nbytes) {
+    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
+    if (resident > get_int(way->residency, s_limit_bytes)) return false;
+    set_int(way->residency, s_resident_bytes, resident);
+    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
+    return true;
+}
+
+PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
+    Own kept(allocate(of.kept));
+    put(kept.at, kept_tensor, THPVariable_Wrap(tensor.tensor_data()));
+    put_int(kept.at, kept_version, version_of(tensor));
+    put(kept.at, kept_pointer, PyLong_FromVoidPtr(tensor.data_ptr()));
+    put_shared(kept.at, kept_ticket, Py_None);
+    Own weak(weak_reference(kept.at)), count(an_int(see_int(storage, kept_storage_num_live) + 1));
+    checked(PyList_Append(see(storage, kept_storage_saved), weak.at));
+    put(storage, kept_storage_num_live, count.give());
+    put_shared(kept.at, kept_storage, storage);  // from here on it says when it is let go
+    put_shared(kept.at, kept__released, released);
+    return kept.give();
+}
+
+PyObject *new_storage(PyObject *address, const Moment &one, int64_t nbytes, int64_t counted_bytes) {
+    Own storage(allocate(of.kept_storage));
+    put_shared(storage.at, kept_storage_address, address);
+    put_int(storage.at, kept_storage_ordinal, one.ordinal);
+    put_int(storage.at, kept_storage_nbytes, nbytes);
+    put_int(storage.at, kept_storage_counted_bytes, counted_bytes);
+    put_shared(storage.at, kept_storage_movable, one.movable);
+    put_shared(storage.at, kept_storage_block, one.block);
+    put_int(storage.at, kept_storage_num_live, 0);
+    put(storage.at, kept_storage_saved, PyList_New(0));
+    for (const Py_ssize_t place : {kept_storage_lost, kept_storage_value, kept_storage_owner, kept_storage_beside, kept_storage__held})
+        put_shared(storage.at, place, Py_None);
+    return storage.give();
+}
+
+// As `Tape.value_to_save`, through which it goes where that may have to name something.
+PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, PyObject *address, int64_t ordinal) {
+    Own known(get(way->tape, s_known)), within(get(way->tape, s_within));
+    PyObject *found = find(known.at, address);
+    if (found != nullptr && within.at == Py_None && see_int(found, value_version) == version_of(tensor))
+        return Py_NewRef(found);
+    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor))), number(an_int(ordinal));
+    return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
+}
+
+// As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
+PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
+    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    if (one.is_busy || !fits(way, nbytes, one.nbytes)) return nullptr;
+    Own by_ordinal(get(way->kept, s_by_ordinal)), ordinal(an_int(one.ordinal)), released(get(way->kept, s_released));
+    Own value, storage;
+    if (one.ordinal == see_int(way->progress, running_num_saved)) {
+        Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+        if (find(by_address.at, address) != nullptr || find(at.at, address) != nullptr) return nullptr;
+        const int64_t counted_bytes = nbytes < one.counted_bytes ? nbytes : one.counted_bytes;
+        if (!is_its_own(way, object, tensor) || !count(way, counted_bytes)) return nullptr;
+        put_int(way->progress, running_num_saved, one.ordinal + 1);
+        if (one.is_noticed && way->tape != Py_None) value.at = notice(way, settled, tensor, address, one.ordinal);
+        storage.at = new_storage(address, one, nbytes, counted_bytes);
+        checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
+        checked(PyDict_SetItem(by_address.at, address, storage.at));
+    } else {
+        PyObject *found = find(by_ordinal.at, ordinal.at);
+        if (found == nullptr || !equal(see(found, kept_storage_address), address)) return nullptr;
+        if (!see_int(found, kept_storage_num_live)) return nullptr;
+        storage.at = Py_NewRef(found);
+    }
+    put_int(way->progress, running_moment, moment);
+    Own kept(new_kept(tensor, storage.at, released.at));
+    if (one.is_read && value && value.at != Py_None) {
+        PyObject *alias = see(kept.at, kept_tensor);
+        Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
+    }
+    return kept.give();
+}
+
+PyObject *new_untouched(PyObject *object, const at::Tensor &tensor) {
+    Own untouched(allocate(of.untouched));
+    const bool is_leaf = Py_TYPE(object) == of.parameter && tensor.is_leaf();
+    put(untouched.at, untouched_tensor, is_leaf ? Py_NewRef(object) : THPVariable_Wrap(tensor.tensor_data()));
+    put_int(untouched.at, untouched_version, version_of(tensor));
+    return untouched.give();
+}
+
+// As `Settled.pack`; nullptr without an error where that must be called.
+PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor) {
+    const int64_t moment = see_int(way->progress, running_moment) + 1;
+    const bool is_planned = moment < static_cast<int64_t>(way->moments->all->size());
+    if (is_planned && way->repeats != Py_None && (*way->moments->all)[static_cast<size_t>(moment)].maker != nullptr) {
+        PyObject *ticket = pack_made(way, settled, object, tensor, moment);
+        if (ticket != nullptr) return ticket;
+    }
+    Own address(address_of(tensor));
+    if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);
+    if (!is_planned || (*way->moments->all)[static_cast<size_t>(moment)].kind != Moment::stays) return nullptr;
+    Locked locked(way->lock);
+    if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
+    Own released(get(way->kept, s_released));
+    const Py_ssize_t num_released = PyObject_Size(released.at);
+    if (num_released < 0) throw Failed();
+    if (num_released) Own done(checked(PyObject_CallMethodNoArgs(way->kept, s_settle)));
+    return pack_stay(way, settled, object, tensor, address.at, moment);
+}
+
+Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
+    if (settled == Py_None) return nullptr;
+    holder.at = get(settled, s_native);
+    return Py_TYPE(holder.at) == way_type ? reinterpret_cast<Way *>(holder.at) : nullptr;
+}
+
+// The hook that autograd calls when it saves a tensor: `SavedTensors.pack`.
+PyObject *pack(PyObject *saved_tensors, PyObject *object) {
+    return guarded([&]() -> PyObject * {
+        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
+        if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+            return otherwise();
+        if (!is_plain_type(object)) return otherwise();
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (!has_bytes(tensor)) return otherwise();
+        if (Py_TYPE(object) == of.parameter) return new_untouched(object, tensor);
+        Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+        Way *way = way_of(settled.at, holder);
+        PyObject *packed = way == nullptr ? nullptr : pack_settled(way, settled.at, object, tensor);
+        return packed != nullptr ? packed : otherwise();
+    });
+}
+
+// As `Settled.arrive`, at a moment that needs nothing done; false where that must be asked.
+bool arrives(Way *way, PyObject *settled, PyObject *storage) {
+    Locked locked(way->lock);
+    if (!is_current(way, settled)) return false;
+    const int64_t moment = see_int(way->progress, running_moment) + 1;
+    if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
+    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    if (one.kind != Moment::unpacks || one.is_busy || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
+    if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
+    put_int(way->progress, running_moment, moment);
+    return true;
+}
+
+// The hook that autograd calls when backward needs a saved tensor: `SavedTensors.unpack`.
+PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
+    return guarded([&]() -> PyObject * {
+        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
+        const bool is_kept = Py_TYPE(packed) == of.kept;
+        if (!is_kept && Py_TYPE(packed) != of.untouched) return otherwise();
+        Own tensor(Py_NewRef(see(packed, is_kept ? kept_tensor : untouched_tensor)));
+        if (tensor.at == Py_None) return otherwise();
+        const at::Tensor &is = THPVariable_Unpack(tensor.at);
+        if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
+        if (is_kept) {
+            Own closed(get(saved_tensors, s_closed));
+            if (see(packed, kept_ticket) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
+            Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+            Way *way = way_of(settled.at, holder);
+            if (way == nullptr || see(run.at, running_open) != Py_None) return otherwise();
+            if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
+        }
+        set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
+        return tensor.give();
+    });
+}
+
+PyMethodDef pack_method = {"pack", pack, METH_O, nullptr}, unpack_method = {"unpack", unpack, METH_O, nullptr};
+
+// hooks(saved_tensors): what `torch.autograd.graph.saved_tensors_hooks` takes, in place of its `pack` and `unpack`.
+PyObject *hooks(PyObject *, PyObject *saved_tensors) {
+    return guarded([&]() -> PyObject * {
+        Own both(checked(PyTuple_New(2)));
+        PyTuple_SET_ITEM(both.at, 0, checked(PyCFunction_New(&pack_method, saved_tensors)));
+        PyTuple_SET_ITEM(both.at, 1, checked(PyCFunction_New(&unpack_method, saved_tensors)));
+        return both.give();
+    });
+}
+
+}  // namespace
