@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torchstorm.plan.schedule import KEPT, TO_RAM, Schedule, Scheduler
 
 _GAIN = 1e-9  # smallest improvement in seconds
@@ -9,7 +11,8 @@ _GAIN = 1e-9  # smallest improvement in seconds
 
 def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Schedule | None:
     """Searches the drop and fetch moments of a choice, changing one parcel at a time. It starts with every parcel away
-    as long as possible. The time grows with the square of the number of parcels that move.
+    as long as possible. Of one parcel only the fetches are tried, each with the latest drop that memory allows: with a later
+    drop, nothing waits longer. So the time grows with the number of moments, and not with its square.
 
     Args:
         scheduler, choice, limit: as in `Scheduler.place`.
@@ -20,7 +23,7 @@ def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Sc
     if least is None:
         return None
     profile, need, again = least
-    least_s = scheduler.compute_s + sum(one.seconds for one in again.values()) - scheduler.trace.host.idle_s
+    least_s = scheduler.least_s(choice, again)
     if profile.max() > limit or least_s >= most_s - _GAIN:
         return None
     parcels = scheduler.trace.parcels
@@ -37,31 +40,32 @@ def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Sc
         profile[start : max(start, drops[number])] += nbytes
         profile[fetches[number] : last[number]] += nbytes
 
-    def ways(number: int) -> list[tuple[int, int]]:
-        end = last[number]
-        return [
-            (drop, fetch)
-            for drop in range(end - 1, parcels[number].sealed, -1)
-            for fetch in (range(drop + 1, end + 1) if end < scheduler.num else (end,))
-        ]
+    def ways(number: int) -> Iterator[tuple[int, int]]:
+        """The drops and fetches with which a parcel fits beside the others, whose bytes are in the profile."""
+        end, sealed = last[number], parcels[number].sealed
+        start = max(sealed + 1, parcels[number].owned)
+        full = (profile[:end] > limit - parcels[number].nbytes).nonzero()[0]
+        place = int(full.searchsorted(start))
+        latest = min(end - 1, int(full[place]) if place < full.size else end)
+        # A parcel that the step does not need comes back after it.
+        first = end if end >= scheduler.num else max(sealed + 2, int(full[-1]) + 1 if full.size else 0)
+        for fetch in range(first, end + 1):
+            yield min(fetch - 1, latest), fetch
 
     best_s = scheduler.seconds(choice, drops, fetches, again)
     improved = True
-    while improved:
+    while improved and best_s > least_s + _GAIN:  # where no copy is waited for, nothing is left to gain
         improved = False
         for number in moved:
             take(number, -1)
             best = (drops[number], fetches[number])
-            for drop, fetch in ways(number):
-                drops[number], fetches[number] = drop, fetch
-                take(number, 1)
-                if profile.max() <= limit:
-                    seconds = scheduler.seconds(choice, drops, fetches, again)
-                    # At equal time, a later fetch leaves more memory for the others.
-                    equal = seconds <= best_s and (fetch, drop) > (best[1], best[0])
-                    if seconds < best_s - _GAIN or equal:
-                        best, best_s, improved = (drop, fetch), seconds, True
-                take(number, -1)
+            for drops[number], fetches[number] in ways(number):
+                seconds = scheduler.seconds(choice, drops, fetches, again)
+                way = drops[number], fetches[number]
+                # At equal time, a later fetch leaves more memory for the others.
+                equal = seconds <= best_s and way[::-1] > best[::-1]
+                if seconds < best_s - _GAIN or equal:
+                    best, best_s, improved = way, seconds, True
             drops[number], fetches[number] = best
             take(number, 1)
     for number, code in enumerate(choice):

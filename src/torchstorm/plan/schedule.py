@@ -403,6 +403,15 @@ class Scheduler:
                     delay = max(delay, came[one] - clock[moment])
             if kind == _REPLAY:
                 delay += again[moment].compute_s
+        return clock[self.num] + delay + self._own_s(moved, again)
+
+    def least_s(self, codes: Sequence[int], again: dict[int, Replay]) -> float:
+        """Step time in seconds if no copy is waited for; no drops and fetches make a choice faster."""
+        moved = np.flatnonzero(np.frombuffer(bytes(codes), dtype=np.uint8) >= TO_RAM)
+        replays_s = sum(replay.compute_s for moment, replay in again.items() if moment < self.num)
+        return self.compute_s + replays_s + self._own_s(moved, again)
+
+    def _own_s(self, moved: Ints, again: dict[int, Replay]) -> float:
+        """What following the choice takes the host."""
         moved_bytes = float(self._sizes[moved].sum())
-        own_s = host_s(self.trace, self.machine, again.values(), num_moved=len(moved), moved_bytes=moved_bytes)
-        return clock[self.num] + delay + own_s
+        return host_s(self.trace, self.machine, again.values(), num_moved=len(moved), moved_bytes=moved_bytes)
