@@ -19,7 +19,7 @@ _WARM = 0.06  # first temperature, relative to the start's time beyond the model
 def anneal(
     start: Schedule,
     groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    attempt: Callable[[bytes], Schedule | None],
+    attempt: Callable[[bytes, float], Schedule | None],
     *,
     compute_s: float,
     num_steps: int,
@@ -31,7 +31,7 @@ def anneal(
     Args:
         start: a schedule within the budget. The result is not slower.
         groups: equal parcels in the order of creation, and the codes that each of them may have.
-        attempt: returns a choice's schedule; None if it is impossible.
+        attempt: returns a choice's schedule; None if it is impossible, or certain to take the given seconds or longer.
         compute_s: seconds of the model's own compute.
         num_steps: number of choices to try.
         seed: random seed.
@@ -55,11 +55,12 @@ def anneal(
                 choice[number] = tier
         if choice == now.choice:
             continue
-        found = attempt(bytes(choice))
+        # Drawn first, so that most of what is not taken need not be scheduled.
+        most_s = now.seconds - temperature * math.log(1 - rng.random())
+        found = attempt(bytes(choice), most_s)
         if found is None or found.over_bytes or found.slow_over_bytes:
             continue
-        slower = found.seconds - now.seconds
-        if slower < 0 or (temperature > 0 and rng.random() < math.exp(-slower / temperature)):
+        if found.seconds < most_s:
             now = found
         if found.seconds < best.seconds:
             best = found

@@ -11,8 +11,8 @@ _GAIN = 1e-9  # smallest improvement in seconds
 
 def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Schedule | None:
     """Searches the drop and fetch moments of a choice, changing one parcel at a time. It starts with every parcel away
-    as long as possible. Of one parcel only the fetches are tried, each with the latest drop that memory allows: with a later
-    drop, nothing waits longer. So the time grows with the number of moments, and not with its square.
+    as long as possible. Of one parcel it tries every fetch, each with the latest drop that memory allows: with an
+    earlier one, no wait is shorter. So the time grows with the number of moments, and not with its square.
 
     Args:
         scheduler, choice, limit: as in `Scheduler.place`.
@@ -59,13 +59,13 @@ def polish(scheduler: Scheduler, choice: bytes, limit: int, most_s: float) -> Sc
         for number in moved:
             take(number, -1)
             best = (drops[number], fetches[number])
-            for drops[number], fetches[number] in ways(number):
+            for drop, fetch in ways(number):
+                drops[number], fetches[number] = drop, fetch
                 seconds = scheduler.seconds(choice, drops, fetches, again)
-                way = drops[number], fetches[number]
                 # At equal time, a later fetch leaves more memory for the others.
-                equal = seconds <= best_s and way[::-1] > best[::-1]
+                equal = seconds <= best_s and (fetch, drop) > (best[1], best[0])
                 if seconds < best_s - _GAIN or equal:
-                    best, best_s, improved = way, seconds, True
+                    best, best_s, improved = (drop, fetch), seconds, True
             drops[number], fetches[number] = best
             take(number, 1)
     for number, code in enumerate(choice):

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -212,8 +213,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ time
 
-    def place(self, choice: bytes, limit: int) -> Schedule | None:
-        """Schedules a choice within a limit on the fast tier; None if a recomputation is impossible."""
+    def place(self, choice: bytes, limit: int, most_s: float = inf) -> Schedule | None:
+        """Schedules a choice within a limit on the fast tier; None if a recomputation is impossible, or if even a step
+        that waits for no copy takes `most_s` or longer, which is known without the moments of the copies."""
         choice, slow_over = self.slow_over(choice)
         found = self.lower_bound(choice)
         if found is None:
@@ -230,6 +232,8 @@ class Scheduler:
                 slow_over_bytes=slow_over,
                 seconds=float(profile.mean()),
             )
+        if most_s < inf and self.least_s(choice, again) >= most_s:
+            return None
         codes = bytearray(choice)
         back = need.tolist()
         moved = self._by_seal[np.frombuffer(choice, dtype=np.uint8)[self._by_seal] >= TO_RAM]

@@ -27,6 +27,8 @@ _POLISHED = 5  # largest number of moved parcels for `polish`
 _STARTS = 2  # starts to continue from
 _ROUNDS = 2  # rounds of annealing
 _STEPS = 35  # steps of a round per parcel; fewer with very many parcels, since each step takes longer
+_STEP_S = 4e-6  # seconds of a step of annealing per parcel, at most
+_REPAID = 1000  # training steps that must be able to gain what a round of annealing takes
 _SMALL_STEP = 2  # members of a group that change together after annealing
 _SAME = 1e-6  # relative difference below which times count as equal
 _GOOD = 1e-3  # relative overhead below which a plan is good enough
@@ -127,7 +129,11 @@ class Search:
     def _annealed(self, best: Schedule) -> Schedule:
         groups = [(one.members, tuple(self._options(one))) for one in self._groups]
         num_parcels = len(self._able)
-        num_steps = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
+        # A step cannot become faster than its compute. Where that is close, as in steps of a few milliseconds, a long
+        # search takes more than a training would ever gain. The forecast says how close, and no clock does, so that a
+        # trace always has the same plan.
+        repaid = (best.seconds - self.scheduler.compute_s) * _REPAID / (_STEP_S * num_parcels)
+        num_steps = int(min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels, repaid))
         for seed in range(_ROUNDS):
             found = anneal(
                 best,
@@ -141,16 +147,19 @@ class Search:
             best = self._climb(found, _SMALL_STEP)
         return best
 
-    def attempt(self, choice: bytes) -> Schedule | None:
-        """Schedules one choice; None if it is impossible. Results are cached."""
+    def attempt(self, choice: bytes, most_s: float = math.inf) -> Schedule | None:
+        """Schedules one choice; None if it is impossible, or certain to take `most_s` or longer. Results are cached."""
         if self._fixed:
             changed = bytearray(choice)
             for number, code in self._fixed.items():
                 changed[number] = code
             choice = bytes(changed)
-        if choice not in self._seen:
-            self._seen[choice] = self.scheduler.place(choice, self.limit)
-        return self._seen[choice]
+        if choice in self._seen:
+            return self._seen[choice]
+        found = self.scheduler.place(choice, self.limit, most_s)
+        if found is not None or most_s == math.inf:
+            self._seen[choice] = found
+        return found
 
     def _try_all(self, options: list[list[int]]) -> Schedule:
         choices = [bytes(choice) for choice in itertools.product(*options)]
@@ -277,9 +286,10 @@ class Search:
             improved = False
             for changed in choices(best):
                 # No time limit until a choice fits, so that an error message names the true requirement.
-                if not (best.over_bytes or best.slow_over_bytes) and self._late():
+                fits = not (best.over_bytes or best.slow_over_bytes)
+                if fits and self._late():
                     return best
-                found = self.attempt(changed)
+                found = self.attempt(changed, best.seconds * (1 - _SAME) if fits else math.inf)
                 if found is not None and _is_better(found, best):
                     best, improved = found, True
                     break
