@@ -216,6 +216,8 @@ class Scheduler:
     def place(self, choice: bytes, limit: int, most_s: float = inf) -> Schedule | None:
         """Schedules a choice within a limit on the fast tier; None if a recomputation is impossible, or if even a step
         that waits for no copy takes `most_s` or longer, which is known without the moments of the copies."""
+        if most_s < inf and self.least_s(choice, {}) >= most_s:
+            return None
         choice, slow_over = self.slow_over(choice)
         found = self.lower_bound(choice)
         if found is None:
@@ -407,15 +409,15 @@ class Scheduler:
                     delay = max(delay, came[one] - clock[moment])
             if kind == _REPLAY:
                 delay += again[moment].compute_s
-        return clock[self.num] + delay + self._own_s(moved, again)
+        return clock[self.num] + delay + self._own_s(kinds >= TO_RAM, again)
 
     def least_s(self, codes: Sequence[int], again: dict[int, Replay]) -> float:
         """Step time in seconds if no copy is waited for; no drops and fetches make a choice faster."""
-        moved = np.flatnonzero(np.frombuffer(bytes(codes), dtype=np.uint8) >= TO_RAM)
+        moved = np.frombuffer(bytes(codes), dtype=np.uint8) >= TO_RAM
         replays_s = sum(replay.compute_s for moment, replay in again.items() if moment < self.num)
         return self.compute_s + replays_s + self._own_s(moved, again)
 
-    def _own_s(self, moved: Ints, again: dict[int, Replay]) -> float:
+    def _own_s(self, moved: npt.NDArray[np.bool_], again: dict[int, Replay]) -> float:
         """What following the choice takes the host."""
-        moved_bytes = float(self._sizes[moved].sum())
-        return host_s(self.trace, self.machine, again.values(), num_moved=len(moved), moved_bytes=moved_bytes)
+        num_moved, moved_bytes = int(np.count_nonzero(moved)), float(self._sizes @ moved)
+        return host_s(self.trace, self.machine, again.values(), num_moved=num_moved, moved_bytes=moved_bytes)
