@@ -12,8 +12,9 @@ GPU_WORKERS ?= 14
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 TRAIN ?= train --compare --ram 120MiB --disk torchstorm-runs/spill
 
-# Processes that share the cores: none starts threads, or compilers of its own beside its work.
-SHARING := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+# Processes that share the cores: none starts threads, or compilers of its own beside its work. And each keeps the bytecode
+# that it compiles, whatever the environment says: else every one of some hundred compiles this package anew.
+SHARING := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # The variables hold what a build in isolation installs to the same versions, too.
