@@ -110,6 +110,15 @@ def compare(rank: int, world_size: int, device_type: str, folder: str, cases: tu
     torch.distributed.destroy_process_group()
 
 
+def compare_together_and_alone(rank: int, folder: str) -> None:
+    """On a CPU, in one of two processes: some cases sharded over both, then every case in a group of one process, which
+    the two divide among themselves, so that all there is to import is imported twice only."""
+    compare(rank, 2, "cpu", folder, CASES[1:4])
+    own = os.path.join(folder, str(rank))
+    os.mkdir(own)
+    compare(0, 1, "cpu", own, CASES[rank::2])
+
+
 def _compare(case: Case, device: torch.device, folder: str, num_samples: int) -> None:
     fast = "vram" if device.type == "cuda" else "ram"
     expected, _ = train(case, device, num_samples, None)

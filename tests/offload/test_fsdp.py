@@ -9,11 +9,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from offload.fsdp_runs import CASES, compare
+from offload.fsdp_runs import compare_together_and_alone
 
 pytestmark = pytest.mark.no_cover
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, CASES), (2, CASES[1:4])])
-def test_gradients_under_fsdp2_are_its_own_to_the_last_bit(world_size: int, cases: tuple, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(compare, args=(world_size, "cpu", str(tmp_path), cases), nprocs=world_size)
+def test_gradients_under_fsdp2_are_its_own_to_the_last_bit(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(compare_together_and_alone, args=(str(tmp_path),), nprocs=2)
