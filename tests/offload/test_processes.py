@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from offload import spilling
 
 TIMEOUT_S = 240  # a machine may be busy, and each process imports torch
 
@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchstorm import Session
 
-store, rank, size, spill = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+store, rank, spill, cases = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 torch.set_num_threads(1)
 limit = timedelta(seconds=60)  # where one fails, the others do not wait for ever
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
 
 
 class Block(nn.Module):
@@ -79,34 +78,35 @@ def train(with_session, ram=None):
     return [*model.parameters(), *model.buffers()], 0
 
 
-for case in sys.argv[5:]:
-    made, recompute = case.split(",")
-    gradients = []
-    ram = train(True)[1] * 6 // 10
-    gradients.clear()
-    state, _ = train(False)
-    expected, gradients = gradients, []
-    other_state, _ = train(True, ram)
-    assert len(expected) == len(gradients) == 6, case
-    for ones, others in zip([*expected, state], [*gradients, other_state]):
-        assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True)), case
-    first = expected[-1][0].clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(first, expected[-1][0]), f"{case}: the processes do not share their gradients"
-    print(case, flush=True)
-dist.destroy_process_group()
+# First both processes together, then each in a group of its own with every second case.
+for place, size, store, own in ((rank, 2, store, cases), (0, 1, f"{store}{rank}", cases[rank::2])):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=place, world_size=size, timeout=limit)
+    for case in own:
+        made, recompute = case.split(",")
+        gradients = []
+        ram = train(True)[1] * 6 // 10
+        gradients.clear()
+        state, _ = train(False)
+        expected, gradients = gradients, []
+        other_state, _ = train(True, ram)
+        assert len(expected) == len(gradients) == 6, case
+        for ones, others in zip([*expected, state], [*gradients, other_state]):
+            assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True)), case
+        first = expected[-1][0].clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, expected[-1][0]), f"{case}: the processes do not share their gradients"
+        print(size, case, flush=True)
+    dist.destroy_process_group()
 """
 # When the Session is made (before the model is wrapped, then of the model or of what wraps it), and whether tensors are
-# computed again; else they are moved. In one process group for all, since each process imports torch.
+# computed again; else they are moved. In the same two processes for all, since each process imports torch.
 CASES = [f"{made},{again}" for made in ("before", "of the model", "of the wrapped model") for again in ("yes", "no")]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(num_processes: int, tmp_path: Path) -> None:
+def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     commands = [
-        [sys.executable, "-c", DDP, str(tmp_path / "store"), str(rank), str(num_processes), str(spill), *CASES]
-        for rank in range(num_processes)
+        [sys.executable, "-c", DDP, str(tmp_path / "store"), str(rank), str(spill), *CASES] for rank in range(2)
     ]
     children = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread())
@@ -118,50 +118,21 @@ def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(num_processes: int, tmp
         for child in children:
             child.kill()
             child.wait()
-    for out, errors in told:
-        assert out.splitlines() == CASES, errors[-3000:]
+    for rank, (out, errors) in enumerate(told):
+        done = [*(f"2 {case}" for case in CASES), *(f"1 {case}" for case in CASES[rank::2])]
+        assert out.splitlines() == done, errors[-3000:]
     assert not spill.exists() or list(spill.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- one spill directory
-
-TRAINS = """
-import hashlib, sys
-import torch
-from torchstorm import Session
-
-torch.set_num_threads(1)
-torch.manual_seed(int(sys.argv[2]))
-model = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())))
-if len(sys.argv) > 3:
-    session = Session(model, ram="1.5MiB", disk=sys.argv[1], recompute=False, check=True)
-digest = hashlib.sha256()
-for index in range(12):
-    x = torch.randn(2048, 64)
-    if len(sys.argv) > 3:
-        with session.step():
-            loss = model(x).square().mean()
-            if index in (3, 6, 9):  # each side waits with its tensors on the disk for the other
-                print("ready", flush=True)
-                sys.stdin.readline()
-            loss.backward()
-        assert session.usage().disk_bytes > 0
-    else:
-        model(x).square().mean().backward()
-    for parameter in model.parameters():
-        digest.update(parameter.grad.numpy().tobytes())
-        parameter.data -= 0.1 * parameter.grad
-        parameter.grad = None
-print(digest.hexdigest(), flush=True)
-"""
 
 
 def one_thread() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(directory: Path, seed: int, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", TRAINS, str(directory), str(seed), *options]
+def start(directory: Path, seed: int) -> subprocess.Popen[str]:
+    command = [sys.executable, spilling.__file__, str(directory), str(seed)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=one_thread())
 
@@ -181,11 +152,9 @@ def test_processes_share_a_spill_directory_and_one_that_is_killed_harms_no_other
     """Two train and a third starts after one was killed in the middle of a step: those left have the bits of a run
     without a Session, the killed one's files go when the third one starts, and nothing is left in the end."""
     children: list[subprocess.Popen[str]] = []
+    expected = [spilling.train(seed) for seed in (1, 3)]
     try:
-        children += [start(tmp_path, seed) for seed in (1, 3)]
-        expected = [child.communicate(timeout=TIMEOUT_S)[0].strip() for child in children]
-        assert all(expected)
-        first, killed = start(tmp_path, 1, "within"), start(tmp_path, 2, "within")
+        first, killed = start(tmp_path, 1), start(tmp_path, 2)
         children += [first, killed]
         assert [read(first), read(killed)] == ["ready", "ready"]
         both = set(tmp_path.iterdir())
@@ -196,7 +165,7 @@ def test_processes_share_a_spill_directory_and_one_that_is_killed_harms_no_other
         go_on(first)
         assert read(first) == "ready"
         assert set(tmp_path.iterdir()) == both, "nobody has started since"
-        third = start(tmp_path, 3, "within")
+        third = start(tmp_path, 3)
         children.append(third)
         assert read(third) == "ready"
         (left,) = both & set(tmp_path.iterdir())
