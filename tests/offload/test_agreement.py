@@ -21,6 +21,7 @@ from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
 
 ROWS, WIDTH = 8, 64
+NUM_BLOCKS = 2  # each is compiled for itself, which is what takes the time
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -107,7 +108,7 @@ class Cache:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.num_cached: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
     assert session._shared.compiled is not None
     assert LEAN not in session._shared.compiled.variants.values()
     (note,) = [note for note in session.report().notes if "not used" in note]
-    assert note.startswith("variant 'lean' of blocks.0, blocks.1, blocks.2 is not used: the gradient of ")
+    assert note.startswith("variant 'lean' of blocks.0, blocks.1 is not used: the gradient of ")
     assert "differs from that of 'cheap', by " in note
 
 
@@ -184,7 +185,7 @@ def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
 ) -> None:
     """Random states, statistics and caches are those of an unlimited Session, which compares another variant."""
     expected, _ = train(unlimited)
-    assert ran.count(SAVE) == 3 + 3 * 3, "compared, then three steps of three blocks"
+    assert ran.count(SAVE) == NUM_BLOCKS + 3 * NUM_BLOCKS, "compared, then three steps of every block"
     ran.clear()
     choosing(monkeypatch, LEAN)
     found, session = train(limited)
@@ -192,7 +193,7 @@ def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
     assert session._shared.compiled is not None
     assert set(session._shared.compiled.variants.values()) == {LEAN}
     # The first step, then both compared, then the others. Each block is a specialization: each finds another cache.
-    assert ran == [REFERENCE] * 3 + [REFERENCE, LEAN] * 3 + [LEAN] * 9
+    assert ran == [REFERENCE] * NUM_BLOCKS + [REFERENCE, LEAN] * NUM_BLOCKS + [LEAN] * 3 * NUM_BLOCKS
 
 
 def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
@@ -204,9 +205,9 @@ def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
     ran.clear()
     found, session = train(limited, rows)
     assert_same(expected, found)
-    one_shape = [REFERENCE] * 3 + [REFERENCE, LEAN] * 3 + [LEAN] * 3
+    one_shape = [REFERENCE] * NUM_BLOCKS + [REFERENCE, LEAN] * NUM_BLOCKS + [LEAN] * NUM_BLOCKS
     # A second size makes Dynamo compile for all sizes, so the third is no new specialization.
-    assert ran == one_shape * 2 + [REFERENCE] * 3 + [LEAN] * 3
+    assert ran == one_shape * 2 + [REFERENCE] * NUM_BLOCKS + [LEAN] * NUM_BLOCKS
     assert session.report().num_steps == len(rows)
 
 
@@ -215,7 +216,7 @@ def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytes
     choosing(monkeypatch, LEAN)
     before = private.num_compiled()
     train(limited)
-    assert private.num_compiled() - before == 3 * 2, "a graph for each block in two variants"
+    assert private.num_compiled() - before == NUM_BLOCKS * 2, "a graph for each block in two variants"
 
 
 def test_blocks_with_hooks_stay_in_the_reference(
@@ -234,7 +235,7 @@ def test_blocks_with_hooks_stay_in_the_reference(
     choosing(monkeypatch, LEAN)
     _, session = train(limited)
     assert session._shared.compiled is not None
-    assert session._shared.compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE, "blocks.2": LEAN}
+    assert session._shared.compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE}
     (note,) = [note for note in session.report().notes if "not used" in note]
     assert note == (
         "variant 'lean' of blocks.1 is not used: it cannot be compared without running the hooks on the block once more"

@@ -18,7 +18,7 @@ from torchstorm.offload.misuse import check_unmoved
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.inputs import ModelTensors
 
-WIDTH, ROWS = 64, 1024
+WIDTH, ROWS = 64, 512
 NUM_STEPS, CHANGED = 9, 4  # the change comes before this step; by then a plan is followed
 
 Change = Callable[[nn.Module], object]
@@ -244,7 +244,7 @@ def test_a_model_changed_within_a_step_gives_the_same_bits(tmp_path: Path) -> No
         return found
 
     expected = run(None)
-    found = run(lambda model: Session(model, ram="6MiB", disk=str(tmp_path)))
+    found = run(lambda model: Session(model, ram="3MiB", disk=str(tmp_path)))
     assert expected
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
@@ -277,7 +277,7 @@ def test_an_optimizer_that_was_swapped_lets_go_of_its_state_and_the_bits_are_the
 def test_an_optimizer_that_knows_nothing_of_added_adapters_is_warned_of(tmp_path: Path) -> None:
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
-    with Session(model, ram="4MiB", disk=str(tmp_path), optimizer=optimizer) as session:
+    with Session(model, ram="2MiB", disk=str(tmp_path), optimizer=optimizer) as session:
         with session.step():
             model(torch.randn(ROWS, WIDTH)).sum().backward()
         optimizer.zero_grad()
@@ -298,7 +298,7 @@ def test_a_step_of_a_model_that_was_moved_to_another_device_is_an_error_until_it
     part: str, tmp_path: Path
 ) -> None:
     model = make()
-    with Session(model, ram="4MiB", disk=str(tmp_path)) as session:
+    with Session(model, ram="2MiB", disk=str(tmp_path)) as session:
         with session.step():
             model(torch.randn(ROWS, WIDTH)).sum().backward()
         moved = model if part == "all of it" else model[3]
@@ -313,7 +313,7 @@ def test_a_step_of_a_model_that_was_moved_to_another_device_is_an_error_until_it
 
 def test_buffers_may_lie_elsewhere(tmp_path: Path) -> None:
     model = make()
-    with Session(model, ram="4MiB", disk=str(tmp_path)) as session:
+    with Session(model, ram="2MiB", disk=str(tmp_path)) as session:
         model.register_buffer("shape", torch.empty(3, device="meta"))
         with session.step():
             model(torch.randn(ROWS, WIDTH)).sum().backward()
