@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.steps import Step, assert_exact_within, assert_same, saved_bytes, train
 from torchstorm.offload.session import Session
 
-WIDTH, ROWS = 64, 512
+WIDTH, ROWS = 64, 256
 
 
 def batch(*shape: int) -> torch.Tensor:
