@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from torchstorm.plan.forecast import KEEP, fast_profile
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
 from torchstorm.plan.recompute import RECOMPUTE
+from torchstorm.plan.schedule import Schedule, Scheduler
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import HostCost
 
@@ -104,6 +106,31 @@ def test_the_best_plan_so_far_is_taken_when_time_runs_out(time_limit_s: float) -
     assert time.perf_counter() - start_s < time_limit_s + 8
     assert_keeps_to(plan, budget)
     assert plan.notes == (f"The planner stopped after {time_limit_s:g} s with the best plan it had found.",)
+
+
+def test_a_search_is_no_longer_than_what_it_may_gain_repays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step on a device ten thousand times as fast, where there is next to nothing to gain: far fewer choices
+    are tried, and the plan is as good."""
+    place, tried, slower = Scheduler.place, [0, 0], []
+    for run, speed in enumerate((1, 10_000)):
+
+        def counted(self: Scheduler, *args: Any, run: int = run) -> Schedule | None:
+            tried[run] += 1
+            return place(self, *args)
+
+        monkeypatch.setattr(Scheduler, "place", counted)
+        trace = gpt_trace(4)
+        trace = replace(
+            trace,
+            moments=tuple(replace(moment, compute_s=moment.compute_s / speed) for moment in trace.moments),
+            ops=tuple(replace(op, compute_s=op.compute_s / speed) for op in trace.ops),
+        )
+        machine = replace(H200, d2h_bytes_per_s=5.5e10 * speed, h2d_bytes_per_s=5.5e10 * speed)
+        limit = (3 * all_away_bytes(trace) + all_kept_bytes(trace)) // 4
+        plan = solve(trace, machine, Budget(vram=limit, ram=AMPLE), time_limit_s=UNHURRIED_S)
+        slower.append(plan.forecast.step_ms / 1e3 / trace.compute_s)
+    assert tried[1] < tried[0] / 3
+    assert 1 < slower[1] <= 1.002 * slower[0]
 
 
 def test_an_error_names_the_same_need_however_short_the_time() -> None:
