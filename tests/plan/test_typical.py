@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from torchstorm.plan.trace import PACK, UNPACK, Moment, Op, Trace, Value
@@ -60,3 +62,39 @@ def test_an_interval_is_known_by_the_moments_around_it() -> None:
 def test_what_is_long_in_every_block_stays_long() -> None:
     moments = [moment(1.0, nbytes=8), moment(30.0, nbytes=16)] * 9
     assert typical(trace_of(moments)).moments == tuple(moments)
+
+
+MIB = 2**20
+FAST = [("aten.mul.Tensor", 64 * MIB, 16e-6)] * 8  # 4 TiB/s
+
+
+def test_a_light_operation_takes_no_longer_than_its_bytes_need_at_the_speed_of_the_fastest() -> None:
+    late = [("aten.native_layer_norm.default", 16 * MIB, 70e-6)] * 8
+    times = op_times(*FAST, *late)
+    assert times[:8] == [16e-6] * 8
+    assert times[8:] == pytest.approx([1.5 * 4e-6 + 5e-6] * 8)
+
+
+def test_one_that_is_faster_and_one_that_computes_keep_their_times() -> None:
+    quick, product = [("aten.silu.default", 16 * MIB, 6e-6)] * 4, [("aten.addmm.default", 16 * MIB, 300e-6)] * 4
+    assert op_times(*FAST, *quick, *product)[8:] == [6e-6] * 4 + [300e-6] * 4
+
+
+def test_what_a_light_operation_reads_counts_as_well() -> None:
+    ops = [*FAST, ("aten.relu.default", 64 * MIB, 1.0), ("aten.add.Tensor", 64 * MIB, 1.0)]
+    trace = trace_of([], ops)
+    last = replace(trace.ops[-1], inputs=(8,))
+    found = typical(replace(trace, ops=(*trace.ops[:-1], last)))
+    assert [op.compute_s for op in found.ops[-2:]] == pytest.approx([1.5 * 16e-6 + 5e-6, 1.5 * 32e-6 + 5e-6])
+
+
+def test_small_operations_and_few_do_not_tell_the_memory_s_speed() -> None:
+    small = [("aten.mul.Tensor", 2 * MIB, 1e-6)] * 40
+    late = ("aten.tanh.default", 16 * MIB, 70e-6)
+    assert op_times(*small, late)[-1] == 70e-6
+    assert op_times(*FAST[:3], late)[-1] == 70e-6
+
+
+def test_on_a_cpu_light_operations_keep_their_times() -> None:
+    trace = replace(trace_of([], [*FAST, ("aten.tanh.default", 16 * MIB, 70e-6)]), device="cpu")
+    assert typical(trace).ops[-1].compute_s == 70e-6

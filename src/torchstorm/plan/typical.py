@@ -2,6 +2,10 @@
 
 A model repeats its blocks, so most operations and intervals have many of their kind. What takes far longer than its
 kind usually does takes as long as its kind.
+
+Where a GPU waits for the host, every operation of a kind is timed with the host's work for it, and light ones take
+several times as long as they do on the GPU alone. What they take there is known: they read and write memory, and do
+little else. So one takes no longer than its bytes need at the speed of the fastest ones of the same step.
 """
 
 from __future__ import annotations
@@ -14,6 +18,17 @@ from torchstorm.plan.trace import Trace
 _FAR = 2.0  # times as long as usual
 _FEW = 4  # of a kind, of which nobody knows what is usual
 _AROUND = 3  # moments on each side that tell an interval's kind
+_LIGHT = frozenset(
+    {"_fused_rms_norm", "_log_softmax", "_softmax", "_to_copy", "abs", "add", "addcmul", "cat", "clamp", "clone", "cos"}
+    | {"div", "elu", "exp", "gelu", "hardtanh", "leaky_relu", "masked_fill", "mean", "mish", "mul", "native_dropout"}
+    | {"native_layer_norm", "neg", "pow", "relu", "rsqrt", "sigmoid", "silu", "sin", "softplus", "sqrt", "sub", "tanh"}
+    | {"where"}
+)
+"""Operations of PyTorch's that a GPU's memory keeps busy, by their names without "aten." and what overload they are."""
+_LARGE_BYTES = 2**25  # of an operation that tells the memory's speed
+_FASTEST = 50  # the fastest 1/50 of these tells it
+_SLOWER = 1.5  # than that speed, most are
+_BEGIN_S = 5e-6
 
 
 def typical(trace: Trace) -> Trace:
@@ -28,6 +43,8 @@ def typical(trace: Trace) -> Trace:
         [op.compute_s for op in trace.ops],
         part=4,  # whatever disturbs an operation makes it longer
     )
+    if trace.device == "cuda":
+        of_ops = _at_the_memory_s_speed(trace, of_ops)
     edge = [("", 0)] * _AROUND
     looks = [*edge, *((moment.kind, moment.nbytes) for moment in trace.moments), *edge]
     of_moments = _usual(
@@ -40,6 +57,26 @@ def typical(trace: Trace) -> Trace:
         ops=tuple(replace(op, compute_s=took) for op, took in zip(trace.ops, of_ops, strict=True)),
         moments=tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, of_moments, strict=True)),
     )
+
+
+def _at_the_memory_s_speed(trace: Trace, seconds: list[float]) -> list[float]:
+    """The times, those of light operations no longer than their bytes need."""
+    sizes = [value.nbytes for value in trace.values]
+    light = {
+        at: sum(sizes[one] for one in (*op.inputs, *op.outputs))
+        for at, op in enumerate(trace.ops)
+        if op.name.startswith("aten.") and op.name.split(".")[1] in _LIGHT
+    }
+    speeds = sorted(
+        nbytes / seconds[at] for at, nbytes in light.items() if nbytes >= _LARGE_BYTES and seconds[at] > 0.0
+    )
+    if len(speeds) < _FEW:
+        return seconds
+    bytes_per_s = speeds[-1 - len(speeds) // _FASTEST]
+    found = list(seconds)
+    for at, nbytes in light.items():
+        found[at] = min(seconds[at], _SLOWER * nbytes / bytes_per_s + _BEGIN_S)
+    return found
 
 
 def _usual(kinds: Sequence[Hashable], seconds: Sequence[float], *, part: int) -> list[float]:

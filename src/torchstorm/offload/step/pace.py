@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import torch
 
+from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.clock import CpuClock, seconds_between
 from torchstorm.offload.step.parcels import Call
@@ -27,6 +28,7 @@ from torchstorm.transfer.engine import StreamClock
 _LITTLE_MORE = 1.25
 # What following a plan takes the host in forward, measured on the hosts of an H200: docs/decisions/0014 and 0017.
 _RECORD_S, _MOVE_S = 35e-6, 120e-6
+_RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
 _TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two marks that time it
 _MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 _FEW = 8  # marks that tell too little
@@ -117,13 +119,14 @@ class Pace:
             return trace
         num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
         own_s = len(self.calls) * _TIMED_RECORD_S + num_moved * _MOVE_S
+        own = HostCost(record_s=_RECORD_S if library() is None else _RECORD_IN_CPP_S, move_s=_MOVE_S)
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))
-            return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S, idle_s=idle_s))
+            return replace(trace, host=replace(own, idle_s=idle_s))
         share = _share_of_the_model(sum(seconds[:forward]), own_s)
         seconds[:forward] = [one * share for one in seconds[:forward]]
-        return replace(trace, host=HostCost(record_s=_RECORD_S, move_s=_MOVE_S))
+        return replace(trace, host=own)
 
     def _spans_of_forward(self, forward: int) -> tuple[float, float, float]:
         """Seconds of the device and of the host for most of the forward, and of the host for all of it; zeros where too
