@@ -170,7 +170,7 @@ TINY += [("shrink", 3, 4), ("join", 5, 6), ("shrink", 7, 2)]
 ops = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
 
 
-@settings(max_examples=50, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     data=st.data(),
     base=st.lists(ops, min_size=3, max_size=9),
