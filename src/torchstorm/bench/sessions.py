@@ -13,6 +13,7 @@ import torch
 from torchstorm.bench.measure import Meter, Reference, clean
 from torchstorm.bench.rows import GIB, Row
 from torchstorm.errors import BudgetError
+from torchstorm.offload.native import library
 from torchstorm.offload.report import Report, first_said, known_ms
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
@@ -60,6 +61,7 @@ def measure_session(
     wrong, checked_note = _check(meter, reference, make, budget_bytes, compiled=compiled)
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
+        library.wait()  # what a compiler builds beside a machine's first Session
         warm, forecast, before, begun = 0, None, session.report(), time.perf_counter()
         while not _is_settled(before, warm, time.perf_counter() - begun):
             meter.step(session.step)
