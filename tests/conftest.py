@@ -100,6 +100,16 @@ def pytest_make_collect_report(
     return _fail_where_skipped(report, collector.config)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    """The C++ is there before the first step, so that no step goes another way than the same one of another run."""
+    from torchstorm.offload.native import library  # here, so that what is measured by coverage has begun before
+    from torchstorm.offload.native.classes import classes
+
+    library.begin(classes)
+    assert library.wait() == ""
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Every test starts from the same random numbers, and leaves torch's global switches as they were."""

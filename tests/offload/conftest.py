@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from torchstorm.offload.native import library
-from torchstorm.offload.native.classes import classes
 
 
 @pytest.fixture
@@ -22,13 +21,6 @@ def fresh_compiler() -> Iterator[None]:
     limits = config.recompile_limit, config.accumulated_recompile_limit
     yield
     config.recompile_limit, config.accumulated_recompile_limit = limits
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    """The C++ is there before the first step, so that no step goes another way than the same one of another run."""
-    library.begin(classes)
-    assert library.wait() == ""
 
 
 @pytest.fixture(params=["C++", "Python"], scope="module")

@@ -35,7 +35,7 @@ def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def built() -> Path:
     """The library as this machine's compiler has made it."""
     path = library._path()
-    assert path.exists(), "tests/offload/conftest.py has it built"
+    assert path.exists(), "tests/conftest.py has it built"
     return path
 
 
