@@ -166,6 +166,18 @@ def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, t
     assert library.wait().startswith("it cannot be written: ")
 
 
+def test_without_a_home_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expanduser(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    model = chain()
+    with Session(model, ram="1MiB") as session:
+        assert torch.equal(train(session, model), expected_after())
+    assert "there is no folder to keep it in" in library.describe()
+
+
 def test_a_variable_keeps_it_from_being_used(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library._path().parent.mkdir(parents=True)
     shutil.copy(built, library._path())

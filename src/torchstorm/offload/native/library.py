@@ -90,10 +90,9 @@ def begin(classes: Callable[[], Mapping[str, object]]) -> None:
             _load(path, classes())
         else:
             given = path, classes()
-            _building.thread = threading.Thread(
-                target=_build_and_load, args=given, name="torchstorm-build", daemon=True
-            )
-            _building.thread.start()
+            building = threading.Thread(target=_build_and_load, args=given, name="torchstorm-build", daemon=True)
+            building.start()
+            _building.thread = building
 
 
 def wait() -> str:
@@ -126,6 +125,10 @@ def _why_never() -> str:
         return "TORCHSTORM_NATIVE=0"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "this Python has no global interpreter lock"
+    try:
+        folder()
+    except RuntimeError as error:
+        return f"there is no folder to keep it in: {error}"
     return ""
 
 
