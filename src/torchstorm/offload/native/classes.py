@@ -10,11 +10,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchstorm.offload.recompute.described import Unfinished, is_given_again
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
+from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Ticket, Untouched
-from torchstorm.offload.step.parcels import Call, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.parcels import Call, Leaf, Parcel, Ref, Saved, Value
 from torchstorm.offload.step.running import Running
-from torchstorm.offload.step.views import View
+from torchstorm.offload.step.views import View, content_of
 
 
 def classes() -> Mapping[str, object]:
@@ -37,8 +38,12 @@ def classes() -> Mapping[str, object]:
         "saved": Saved,
         "parcel": Parcel,
         "weak": StorageWeakRef,
+        "leaf": Leaf,
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "long_way": LONG_WAY,
         "choices": CHOICES,
+        "uint8": torch.uint8,
+        "content_of": content_of,
+        "tensors_of": tensors_of,
     }

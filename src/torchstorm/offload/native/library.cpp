@@ -3,6 +3,7 @@
 //
 // Every function runs under the GIL. One that finds nothing it knows changes nothing: Python's own is called then.
 
+#include "again.h"
 #include "records.h"
 #include "saving.h"
 
@@ -34,12 +35,15 @@ PyObject *use(PyObject *, PyObject *args) {
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak)
+        TYPE(weak) TYPE(leaf)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
         of.long_way = named("long_way");
         of.choices = named("choices");
+        of.uint8 = named("uint8");
+        of.content_of = named("content_of");
+        of.tensors_of = named("tensors_of");
 #define PLACE(type, name) type##_##name = place_of(of.type, #name);
         SLOTS(PLACE)
 #undef PLACE
@@ -73,7 +77,8 @@ PyObject *look(PyObject *, PyObject *tensors) {
 
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
-    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL),
+    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
+    METHOD(over, METH_FASTCALL),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 

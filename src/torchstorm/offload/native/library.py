@@ -46,6 +46,12 @@ class Library(Protocol):
     def run(self, repeats: Any, tape: Any, number: int, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """As `Repeats.run`; what `use` was told as `long_way` where that must be called."""
 
+    def again(self, call: Any, there: Any) -> Any:
+        """As `replay.run`; likewise."""
+
+    def over(self, view: Any, base: torch.Tensor) -> torch.Tensor | None:
+        """As `View.over`; None where that must be called."""
+
     def use(self, classes: Mapping[str, object]) -> None:
         """Tells it what it makes and reads."""
 

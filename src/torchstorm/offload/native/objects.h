@@ -16,8 +16,8 @@ namespace {
 
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak;
-    PyObject *is_given_again, *free_weak, *long_way, *choices;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak, *leaf;
+    PyObject *is_given_again, *free_weak, *long_way, *choices, *uint8, *content_of, *tensors_of;
 } of;
 PyObject *first;  // (0,)
 
@@ -36,8 +36,9 @@ NAMES(DECLARE)
     X(value, call) X(value, held) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
     X(value, version) X(value, view) X(value, watch) \
     X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, value) \
-    X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
-    X(operation, draws) X(operation, name) X(operation, saves) \
+    X(call, args) X(call, func) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
+    X(leaf, address) X(leaf, tensor) X(leaf, version) \
+    X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \
     X(saved, address) X(saved, block) X(saved, counter) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
     X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
     X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, used) \
