@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -422,3 +423,33 @@ def test_nothing_waits_for_what_would_make_bytes_that_are_held(is_held: bool) ->
     storage = torch.zeros(1).untyped_storage()
     absent.members.add(Saved(absent, 4, 0, 0, None, 0, weak_reference(storage), 0, "", value=third))
     assert _read_later({absent}) == ({second} if is_held else {first, second})
+
+
+class Twice(nn.Module):
+    """Its product saves one tensor twice, or another one of the same size that nothing has saved before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_same = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        other = self.second(x) + 1.0
+        return (y * (y if self.is_same else other)).square() + other.sin()
+
+
+def test_another_storage_in_the_place_of_one_that_is_saved_again_is_none_of_the_plan_s(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Twice()
+    model = copy.deepcopy(plain)
+    with Session(model, ram=40 * LAYER_BYTES, disk=str(tmp_path), recompute=False) as session:
+        for index, is_same in enumerate([True] * 5 + [False, True]):
+            plain.is_same = model.is_same = is_same
+            before = session.report().num_planned
+            plain(data(index)).mean().backward()
+            with session.step():
+                model(data(index)).mean().backward()
+            assert all(map(torch.equal, gradients(plain), gradients(model)))
+            if index >= 3:  # the first ones are measured
+                assert session.report().num_planned - before == is_same
