@@ -19,7 +19,7 @@ from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures, Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.trace import ENTER, PACK, UNPACK, HostCost, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, HostCost, Moment, Op, SavedStorage, Trace, Value, make_parcels
 
 
 class Hand:
@@ -178,6 +178,63 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
     assert found.host == HostCost(record_s=record_s, move_s=120e-6, idle_s=pytest.approx(idle_s))
     assert sum(times(found)[:10]) == pytest.approx(forward_s)
     assert sum(times(found)[10:]) == pytest.approx(5e-3)
+
+
+def with_recomputing(*, gap_s: float, seconds: float) -> tuple[Trace, Plan]:
+    """Ten storages, each computed again by its own operation, which is said to take `gap_s` longer than it does."""
+    num = 10
+    kinds = [(ENTER, -1), *((PACK, at) for at in range(num)), *((UNPACK, at) for at in reversed(range(num)))]
+    moments = tuple(Moment(kind=kind, storage=at, nbytes=8, compute_s=1.0, other_bytes=0) for kind, at in kinds)
+    storages = tuple(
+        SavedStorage(
+            nbytes=8,
+            made=at + 1,
+            owned=at + 1,
+            needed=2 * num - at,
+            freed=2 * num + 1 - at,
+            parcel=at,
+            block="",
+            value=at,
+        )
+        for at in range(num)
+    )
+    trace = replace(
+        trace_of(0.0),
+        device="cuda",
+        moments=moments,
+        storages=storages,
+        parcels=make_parcels(storages, [8] * num),
+        ops=tuple(
+            Op(name="mm", compute_s=seconds + gap_s, scratch_bytes=0, inputs=(), outputs=(at,), number=at)
+            for at in range(num)
+        ),
+        values=tuple(Value(nbytes=8, op=at, storage=at) for at in range(num)),
+    )
+    return trace, plan_of(trace, *[Placement(tier="recompute")] * num)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "host_s", "expected"),
+    [
+        pytest.param(2.0, 0.1, 5.0, id="the host is ahead in backward"),
+        pytest.param(2.0, 5.0, 7.0, id="it is late there, too"),
+        pytest.param(-1.0, 0.1, 4.0, id="they take longer there"),
+        pytest.param(45.0, 0.1, 25.0, id="more than half is never taken off"),
+    ],
+)
+def test_operations_that_run_again_show_how_long_the_device_waited_within_their_marks(
+    gap_s: float, host_s: float, expected: float, clock: Hand, host_clock: Hand
+) -> None:
+    trace, plan = with_recomputing(gap_s=gap_s, seconds=5.0)
+    pace = Pace(torch.device("cuda"), 0.0)
+    for moment in range(11, 21):
+        clock.now, host_clock.now = clock.now + 1.0, host_clock.now + 0.1
+        pace.stop()
+        clock.now, host_clock.now = clock.now + 5.0, host_clock.now + host_s
+        pace.go_on(moment)
+    pace.end(20)
+    found = pace.refine(trace, plan, Machine(name="bare"))
+    assert [op.compute_s for op in found.ops] == pytest.approx([expected] * 10)
 
 
 class Slow(nn.Module):

@@ -25,6 +25,7 @@ from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Planned
 from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.clock import Took
 from torchstorm.plan import beside
 from torchstorm.plan.beside import PLAN_NOW, Beside, Problem
 from torchstorm.plan.plan import Budget, Plan
@@ -246,6 +247,34 @@ def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_sear
     assert planned.asked is None
 
 
+def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_is_searched_for(storm: Session) -> None:
+    run_steps(storm, 3)
+    wait_for_answer(storm)
+    plans, planner = storm._shared.plans, storm._shared.planner
+    planner._times_first = True
+    planner.learn([], 0)
+    quick = plans.in_force
+    assert quick is not None
+    assert quick.is_quick
+    assert quick.asked is None
+    assert quick.plan is not None
+    stated = plans.forecast()
+    assert stated is not None
+    assert math.isnan(stated.step_ms)
+    for took in (Took(0.5), Took(0.7), Took(0.5)):
+        assert plans.in_force is quick
+        planner.learn([took], 0)
+    now = plans.in_force
+    assert now is not None
+    assert now.plan is not None
+    assert now.plan.placements == quick.plan.placements
+    assert not now.is_quick
+    assert now.asked is not None
+    assert now.asked.time_limit_s == planning._FULL_S
+    assert now.asked.than_s == pytest.approx(0.5, rel=0.1)  # by times that explain what the steps took
+    search_out(storm)
+
+
 def test_an_answer_for_a_plan_that_was_replaced_is_dropped(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
     monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
     run_steps(storm, 1)
@@ -263,7 +292,7 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     assert before.asked is None
     before.times_s, before.is_given = [], False
     slow_s = before.forecast.step_ms / 1e3 * 3
-    assert not planner.learn([slow_s] * 3, 0)
+    assert not planner.learn([Took(slow_s)] * 3, 0)
     now = plans.in_force
     assert now is not None
     assert now.plan is not None
@@ -271,7 +300,7 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     assert now.plan.placements == before.plan.placements
     assert now.forecast.step_ms == pytest.approx(slow_s * 1e3)
     assert "a better plan is searched for beside training" in planner.lessons[-1]
-    assert planner.judge(now, slow_s) is None
+    assert planner.judge(now, Took(slow_s)) is None
     assert now.times_s == []  # steps are not judged while another plan is about to come
     search_out(storm)
 
@@ -285,8 +314,8 @@ def test_a_new_plan_whose_fastest_step_takes_longer_gives_way_to_the_one_before(
     before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
     planner._beside = None  # plans are made at once from here on
-    before.times_s, before.recent_s, before.is_given = [], [], False
-    planner.learn([before.forecast.step_ms / 1e3 * 3] * 3, 0)
+    before.times_s, before.recent, before.is_given = [], [], False
+    planner.learn([Took(before.forecast.step_ms / 1e3 * 3)] * 3, 0)
     new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
     assert new is not None
     assert new is not before
@@ -294,9 +323,9 @@ def test_a_new_plan_whose_fastest_step_takes_longer_gives_way_to_the_one_before(
     assert new.plan is not None
     assert before.plan is not None
     new.plan = replace(new.plan, placements=tuple(reversed(before.plan.placements)))
-    planner.learn([disturbed_s * before_s, new_s * before_s], 0)
+    planner.learn([Took(disturbed_s * before_s), Took(new_s * before_s)], 0)
     assert plans.in_force is new
-    is_changed = planner.learn([disturbed_s * before_s], 0)
+    is_changed = planner.learn([Took(disturbed_s * before_s)], 0)
     now = plans.in_force
     assert now is not None
     assert now.plan is not None
@@ -308,7 +337,7 @@ def test_a_new_plan_whose_fastest_step_takes_longer_gives_way_to_the_one_before(
     assert now.plan.placements == before.plan.placements
     assert now.forecast.step_ms == now.plan.forecast.step_ms == pytest.approx(before_s * 1e3)
     assert "which is back" in planner.lessons[-1]
-    planner.learn([before_s] * 6, 0)
+    planner.learn([Took(before_s)] * 6, 0)
     assert plans.in_force is now  # and stays
 
 
@@ -316,8 +345,8 @@ def test_a_new_plan_is_compared_by_steps_beside_which_nothing_is_searched_for(st
     before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
     assert before.plan is not None
-    before.recent_s = [0.1] * 3
-    new = replace(before, plan=replace(before.plan, placements=before.plan.placements[::-1]), times_s=[], recent_s=[])
+    before.recent = [Took(0.1)] * 3
+    new = replace(before, plan=replace(before.plan, placements=before.plan.placements[::-1]), times_s=[], recent=[])
     new.forecast = replace(new.forecast, step_ms=100.0)
     new.replaced = before
     assert plans.replace(before, new)
@@ -331,17 +360,17 @@ def test_a_new_plan_is_compared_by_steps_beside_which_nothing_is_searched_for(st
         fixed={},
     )
     for _ in range(6):
-        assert planner.judge(new, 0.05) is None
+        assert planner.judge(new, Took(0.05)) is None
     assert new.replaced is before
     new.asked = None
-    assert planner.judge(new, 0.2) is None
-    assert planner.judge(new, 0.2) is None
-    was = planner.judge(new, 0.2)
+    assert planner.judge(new, Took(0.2)) is None
+    assert planner.judge(new, Took(0.2)) is None
+    was = planner.judge(new, Took(0.2))
     assert was is not None
     assert was.plan is not None
     assert was.plan.placements == before.plan.placements
     same = replace(new, plan=before.plan, times_s=[0.2, 0.2], replaced=before, num_lessons=3)
-    assert planner.judge(same, 0.2) is None  # the plan is the same: the machine is slower
+    assert planner.judge(same, Took(0.2)) is None  # the plan is the same: the machine is slower
 
 
 def test_training_goes_on_when_the_process_is_killed_and_the_report_says_so(storm: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -453,3 +454,17 @@ def test_another_storage_in_the_place_of_one_that_is_saved_again_is_none_of_the_
             assert all(map(torch.equal, gradients(plain), gradients(model)))
             if index >= 3:  # the first ones are measured
                 assert session.report().num_planned - before == is_same
+
+
+@pytest.mark.usefixtures("short_way")
+def test_a_step_that_only_follows_its_plan_tells_what_its_forward_took(tmp_path: Path) -> None:
+    model = Twice()
+    with Session(model, ram=2**18, disk=str(tmp_path)) as storm:
+        for _ in range(4):
+            with storm.step():
+                loss = model(torch.randn(256, 64)).square().mean()
+                time.sleep(0.05)
+                loss.backward()
+        (took,) = storm._shared.measured.new_times()
+        assert 0.05 < took.forward_s < took.step_s
+        assert took.host_s == pytest.approx(took.forward_s, abs=0.01)

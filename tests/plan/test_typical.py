@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchstorm.plan.trace import PACK, UNPACK, Moment, Op, Trace, Value
-from torchstorm.plan.typical import typical
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Op, SavedStorage, Trace, Value, make_parcels
+from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical, without_waiting
 
 
 def moment(seconds: float, *, kind: str = PACK, nbytes: int = 8) -> Moment:
@@ -98,3 +98,68 @@ def test_small_operations_and_few_do_not_tell_the_memory_s_speed() -> None:
 def test_on_a_cpu_light_operations_keep_their_times() -> None:
     trace = replace(trace_of([], [*FAST, ("aten.tanh.default", 16 * MIB, 70e-6)]), device="cpu")
     assert typical(trace).ops[-1].compute_s == 70e-6
+
+
+def saving_step(forward_s: float, *op_times: float, is_known: bool = True, device: str = "cuda") -> Trace:
+    """Every operation's output is saved once, and the first one's twice; all intervals of the forward are as long."""
+    num = len(op_times)
+    saved = [(PACK, at) for at in range(num)]
+    signatures = [(ENTER, -1), saved[0], *saved, *((UNPACK, at) for at in reversed(range(num)))]
+    moments = tuple(
+        Moment(kind=kind, storage=storage, nbytes=8, other_bytes=0, compute_s=0.5 if kind == UNPACK else forward_s)
+        for kind, storage in signatures
+    )
+    storages = tuple(
+        SavedStorage(
+            nbytes=8,
+            made=1 + at + (at > 0),
+            owned=2 + at,
+            needed=num + 2 + num - at,
+            freed=num + 3 + num - at,
+            parcel=at,
+            block="",
+            value=at if is_known else -1,
+        )
+        for at in range(num)
+    )
+    return Trace(
+        device=device,
+        moments=moments,
+        storages=storages,
+        parcels=make_parcels(storages, [8] * num),
+        base_bytes=0,
+        staging_bytes=0,
+        ops=tuple(
+            Op(name="mm", compute_s=took, scratch_bytes=0, inputs=(), outputs=(at,)) for at, took in enumerate(op_times)
+        ),
+        values=tuple(Value(nbytes=8, op=at, storage=at) for at in range(num)),
+    )
+
+
+def test_an_operation_ran_in_the_interval_before_its_result_was_first_saved() -> None:
+    assert forward_of_operations(saving_step(1.0, 0.1, 0.2, 0.4)) == [0.1, 0.0, 0.2, 0.4, 0.0]
+
+
+def test_one_whose_result_is_not_saved_ran_before_what_was_saved_next() -> None:
+    trace = saving_step(1.0, 0.1, 0.2, 0.4)
+    (first, second, third), values = trace.ops, trace.values
+    unsaved = replace(trace, ops=(first, second, replace(second, outputs=(3,)), third), values=(*values, values[1]))
+    unsaved = replace(unsaved, values=(*values, Value(nbytes=8, op=2, storage=-1)))
+    assert forward_of_operations(unsaved) == pytest.approx([0.1, 0.0, 0.2, 0.6, 0.0])
+
+
+def test_operations_tell_nothing_where_they_made_little_of_what_is_saved_or_run_on_a_cpu() -> None:
+    assert forward_of_operations(saving_step(1.0, 0.1, 0.2, is_known=False)) is None
+    assert forward_of_operations(saving_step(1.0, 0.1, 0.2, device="cpu")) is None
+
+
+def test_a_forward_in_which_a_gpu_waited_for_marks_takes_what_its_operations_do() -> None:
+    late = without_waiting(saving_step(1.0, 0.1, 0.2, 0.4))
+    assert [one.compute_s for one in late.moments] == [0.1, 0.0, 0.2, 0.4, 0.0, 0.5, 0.5, 0.5]
+    in_time = saving_step(0.15, 0.1, 0.2, 0.4)
+    assert without_waiting(in_time) is in_time
+
+
+def test_a_host_that_is_faster_has_time_to_spare_and_a_slower_one_sets_the_pace() -> None:
+    assert beside_the_host([1.0, 2.0], 2.0) == ([1.0, 2.0], 1.0)
+    assert beside_the_host([1.0, 2.0], 6.0) == ([2.0, 4.0], 0.0)

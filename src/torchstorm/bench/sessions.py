@@ -147,7 +147,8 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
 def _is_settled(report: Report, num_steps: int, seconds: float) -> bool:
     """Whether a Session has no more to find out: for a while it may search for plans beside its steps."""
     is_searching = report.forecast is not None and known_ms(report.forecast) is None and seconds < _MOST_SEARCHED_S
-    return not is_searching and (report.num_in_force >= _SETTLED or num_steps >= _MOST_WARM)
+    has_plan = report.forecast is not None and seconds < _MOST_SEARCHED_S
+    return not is_searching and (report.num_in_force >= _SETTLED or (not has_plan and num_steps >= _MOST_WARM))
 
 
 def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[str, Any]:

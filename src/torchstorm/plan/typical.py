@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import UNPACK, Trace
 
 _FAR = 2.0  # times as long as usual
 _FEW = 4  # of a kind, of which nobody knows what is usual
@@ -29,6 +29,8 @@ _LARGE_BYTES = 2**25  # of an operation that tells the memory's speed
 _FASTEST = 50  # the fastest 1/50 of these tells it
 _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
+_LATE = 1.25  # times what its operations take: of a forward in which the device has waited for the host
+_MOST = 0.9  # of the saved bytes
 
 
 def typical(trace: Trace) -> Trace:
@@ -57,6 +59,60 @@ def typical(trace: Trace) -> Trace:
         ops=tuple(replace(op, compute_s=took) for op, took in zip(trace.ops, of_ops, strict=True)),
         moments=tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, of_moments, strict=True)),
     )
+
+
+def forward_of_operations(trace: Trace) -> list[float] | None:
+    """Seconds that the operations in every interval before backward take a GPU, however late the host may come.
+
+    An operation ran before what it made, or what later ones made, was saved first.
+
+    Returns:
+        None on a CPU, and where what made most of the saved bytes is not known, as in a compiled block.
+    """
+    if trace.device != "cuda":
+        return None
+    made_by = [-1 if one.value < 0 else trace.values[one.value].op for one in trace.storages]
+    whole = sum(one.nbytes for one in trace.storages if one.parcel >= 0)
+    if (
+        sum(one.nbytes for one, op in zip(trace.storages, made_by, strict=True) if one.parcel >= 0 <= op)
+        < _MOST * whole
+    ):
+        return None
+    seconds = [0.0] * forward_of(trace)
+    at = len(seconds) - 1
+    for op in reversed(trace.ops):
+        saved = [trace.values[value].storage for value in op.outputs]
+        at = max(0, min([at, *(trace.storages[one].made - 1 for one in saved if one >= 0)]))
+        seconds[at] += op.compute_s
+    return seconds if any(seconds) else None
+
+
+def forward_of(trace: Trace) -> int:
+    """The number of intervals before backward asks for something."""
+    return next((at for at, one in enumerate(trace.moments) if one.kind == UNPACK), trace.num_moments)
+
+
+def beside_the_host(operations: list[float], base_s: float) -> tuple[list[float], float]:
+    """Seconds of the forward's intervals, and how many the host has to spare in it.
+
+    Args:
+        operations: what their operations take the device.
+        base_s: what the forward takes the host, but for what plans differ in.
+    """
+    device_s = sum(operations)
+    if base_s <= device_s:
+        return operations, device_s - base_s
+    return [one * base_s / device_s for one in operations], 0.0
+
+
+def without_waiting(trace: Trace) -> Trace:
+    """The trace of a step whose every moment was marked, with a forward that takes what its operations do where the GPU
+    has waited for the host in it: that was not the model's work, but the marking's."""
+    found = forward_of_operations(trace)
+    if found is None or sum(one.compute_s for one in trace.moments[: len(found)]) <= _LATE * sum(found):
+        return trace
+    forward = (replace(one, compute_s=took) for one, took in zip(trace.moments, found, strict=False))
+    return replace(trace, moments=(*forward, *trace.moments[len(found) :]))
 
 
 def _at_the_memory_s_speed(trace: Trace, seconds: list[float]) -> list[float]:

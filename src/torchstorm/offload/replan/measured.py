@@ -6,13 +6,9 @@ import statistics
 from collections import deque
 from dataclasses import replace
 
-import torch
-
 from torchstorm.offload.report import highest_of
-from torchstorm.offload.step.clock import seconds_between
+from torchstorm.offload.step.clock import Span, Took
 from torchstorm.plan.forecast import Figures
-
-Marks = tuple[object, object]
 
 
 class Measured:
@@ -25,8 +21,8 @@ class Measured:
         self.last: Figures | None = None
         self._highest: Figures | None = None
         self._planned_highest: Figures | None = None
-        self._times: deque[Marks] = deque(maxlen=256)
-        self._unread: deque[Marks] = deque(maxlen=8)  # of steps that followed the plan in force
+        self._times: deque[Span] = deque(maxlen=256)
+        self._unread: deque[Span] = deque(maxlen=8)  # of steps that followed the plan in force
         self._unread_vram = 0  # their highest peak of device memory
 
     def plan_changed(self) -> None:
@@ -35,7 +31,7 @@ class Measured:
         self._unread.clear()
         self._unread_vram = 0
 
-    def count(self, figures: Figures, marks: Marks, *, followed: bool, borrowed: bool = False) -> None:
+    def count(self, figures: Figures, span: Span, *, followed: bool, borrowed: bool = False) -> None:
         """A step has ended, having followed the plan in force, or one that was made for larger steps, or none."""
         self.num_steps += 1
         self.last = figures
@@ -46,16 +42,16 @@ class Measured:
             self.num_planned += 1
             self.num_in_force += 1
             self._planned_highest = highest_of(self._planned_highest, figures)
-            self._unread.append(marks)
+            self._unread.append(span)
             self._unread_vram = max(self._unread_vram, figures.vram_bytes)
         self.num_planned += borrowed
-        self._times.append(marks)
+        self._times.append(span)
 
-    def new_times_s(self) -> list[float]:
-        """Seconds of steps that followed the plan in force, each told once; of the device those that it has done."""
+    def new_times(self) -> list[Took]:
+        """What steps took that followed the plan in force, each told once; of the device those that it has done."""
         found = []
-        while self._unread and _is_reached(self._unread[0][1]):
-            found.append(seconds_between(*self._unread.popleft()))
+        while self._unread and self._unread[0].is_reached:
+            found.append(self._unread.popleft().took())
         return found
 
     def new_vram_bytes(self) -> int:
@@ -68,10 +64,6 @@ class Measured:
         bytes and the slowest of the steps known. None before the first step has ended."""
         if self._highest is None:
             return None, None
-        times_ms = [seconds_between(*marks) * 1e3 for marks in self._times]
+        times_ms = [span.took().step_s * 1e3 for span in self._times]
         measured = replace(self._planned_highest or self._highest, step_ms=statistics.median(times_ms))
         return measured, replace(self._highest, step_ms=max([*times_ms, self._highest.step_ms]))
-
-
-def _is_reached(mark: object) -> bool:
-    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())

@@ -13,8 +13,10 @@ from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Stack, bounce_buffers
+from torchstorm.offload.replan.explain import MISS, explained, slowed
 from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
+from torchstorm.offload.step.clock import Took
 from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.plan.beside import Beside, Problem
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
@@ -26,11 +28,9 @@ from torchstorm.sizes import format_size
 
 # A step's time is judged by the median of so many that followed the plan.
 _NUM_JUDGED = 3
-# Below this a miss is noise; above the second, the plan itself may be wrong and is made anew.
-_NOISE, _MISS = 0.02, 0.08
+_NOISE = 0.02  # a miss that is none
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
-_LINK_SHARES = tuple(1 - step / 20 for step in range(15))
 _QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
@@ -47,13 +47,14 @@ class Planner:
         self._stack = stack
         self._plans = plans
         self._beside = beside
+        self._times_first = stack.device.type == "cuda"  # steps tell more of a GPU than those that were measured
         self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
         self.lessons: list[str] = []
 
     def machine(self) -> Machine:
         """Speeds as measured, and as steps have shown them since."""
-        return _slowed(self._stack.machine(), self._link_share)
+        return slowed(self._stack.machine(), self._link_share)
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
@@ -104,16 +105,23 @@ class Planner:
         """
         if self._beside is None or planned.plan is None:
             return None
-        found = replace(planned, num_measured=num_measured, times_s=[], recent_s=[])
-        self._search_beside(self._beside, found, planned.plan, trace)
+        found = replace(planned, num_measured=num_measured, times_s=[], recent=[])
+        self._search_beside(self._beside, found, planned.plan, trace, time_limit_s=_QUICK_S)
         return found
 
     def _search_beside(
-        self, beside: Beside, planned: Planned, plan: Plan, trace: Trace, measured: Figures | None = None
+        self,
+        beside: Beside,
+        planned: Planned,
+        plan: Plan,
+        trace: Trace,
+        measured: Figures | None = None,
+        *,
+        time_limit_s: float,
     ) -> None:
-        """A plan goes on for a step of other times, and a better one is searched for, a quick one first. Its forecast
-        is what it takes by those times, or what was measured."""
-        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=_QUICK_S)
+        """A plan goes on for a step of other times, and a better one is searched for. Its forecast is what it takes by
+        those times, or what was measured."""
+        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=time_limit_s)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
         planned.forecast = measured or replace(planned.forecast, step_ms=than_s * 1e3)
@@ -185,11 +193,11 @@ class Planner:
             )
         return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
 
-    def learn(self, times_s: list[float], vram_bytes: int) -> bool:
+    def learn(self, steps: list[Took], vram_bytes: int) -> bool:
         """Compares what steps that followed the plan in force took with its forecast.
 
         Args:
-            times_s: of such steps.
+            steps: what such steps took.
             vram_bytes: their highest peak of device memory; 0 where it does not count.
 
         Returns:
@@ -200,9 +208,9 @@ class Planner:
             better = self.judge_peak(plans.in_force, vram_bytes)
             if better is not plans.in_force and plans.replace(plans.in_force, better):
                 return True
-        for step_s in times_s:
+        for took in steps:
             planned = plans.in_force
-            better = self.judge(planned, step_s) if planned is not None else None
+            better = self.judge(planned, took) if planned is not None else None
             if planned is None or better is None or not plans.replace(planned, better):
                 continue
             if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
@@ -233,9 +241,12 @@ class Planner:
         is_better = better.forecast.step_ms < problem.than_s * 1e3
         now = planned
         if is_better:
-            now = replace(planned, plan=better, forecast=better.forecast, times_s=[], recent_s=[])
+            now = replace(planned, plan=better, forecast=better.forecast, times_s=[], recent=[])
             now.replaced = _last_proven(planned)
-        if better.notes and problem.time_limit_s < _FULL_S:  # the time was up
+        is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
+        if is_quick and self._times_first:
+            now.is_quick = True
+        elif is_quick:
             now.asked = replace(
                 problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
             )
@@ -283,16 +294,16 @@ class Planner:
         self.lessons.append(said + f"such steps were planned anew, with {format_size(slack)} kept free.")
         return anew
 
-    def judge(self, planned: Planned, step_s: float) -> Planned | None:
-        """Takes note of the time of a step that followed the plan.
+    def judge(self, planned: Planned, took: Took) -> Planned | None:
+        """Takes note of what a step took that followed the plan.
 
         Returns:
             What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
         """
-        planned.recent_s = [*planned.recent_s[1 - _NUM_JUDGED :], step_s]
+        planned.recent = [*planned.recent[1 - _NUM_JUDGED :], took]
         if self._beside is not None and planned.asked is not None:
             return None  # it may soon be replaced, and its steps share the processor with the search
-        planned.times_s.append(step_s)
+        planned.times_s.append(took.step_s)
         if planned.replaced is not None and len(planned.times_s) == _NUM_JUDGED:
             before, planned.replaced = planned.replaced, None
             if (was := self._as_it_was(before, planned)) is not None:
@@ -301,6 +312,12 @@ class Planner:
         if plan is None or len(planned.times_s) != _NUM_JUDGED or planned.num_lessons >= _MOST_LESSONS:
             return None
         measured_s, expected_s = statistics.median(planned.times_s), planned.forecast.step_ms / 1e3
+        if planned.is_quick and self._beside is not None:
+            trace = self._explained(planned, plan, measured_s)
+            searched = replace(planned, is_quick=False, times_s=[])
+            forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
+            self._search_beside(self._beside, searched, plan, trace, forecast, time_limit_s=_FULL_S)
+            return searched
         if abs(measured_s - expected_s) <= _NOISE * measured_s:
             return None
         said = f"Steps took {measured_s * 1e3:.1f} ms, where {expected_s * 1e3:.1f} ms were forecast: "
@@ -312,12 +329,12 @@ class Planner:
         if planned.is_given:
             self.lessons.append(said + "the plan that was given is kept.")
             return corrected
-        if abs(measured_s - expected_s) <= _MISS * measured_s:
+        if abs(measured_s - expected_s) <= MISS * measured_s:
             self.lessons.append(said + "the forecast was corrected.")
             return corrected
-        trace = self._explain(planned, plan, measured_s)
+        trace = self._explained(planned, plan, measured_s)
         if self._beside is not None:
-            self._search_beside(self._beside, corrected, plan, trace, forecast)
+            self._search_beside(self._beside, corrected, plan, trace, forecast, time_limit_s=_QUICK_S)
             self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
         with suppress(BudgetError):
@@ -328,11 +345,17 @@ class Planner:
             return anew
         return corrected
 
+    def _explained(self, planned: Planned, plan: Plan, measured_s: float) -> Trace:
+        """The trace with times that explain what steps took."""
+        machine = self._stack.machine()
+        trace, self._link_share = explained(planned.trace, plan, planned.recent, measured_s, machine, self._link_share)
+        return trace
+
     def _as_it_was(self, before: Planned, planned: Planned) -> Planned | None:
         """The plan that another one has replaced, if its steps took less, whatever was forecast; else None. The fastest
         ones tell: what disturbs the host, as the search for the new plan itself, only adds, and may last for seconds.
         """
-        before_s, measured_s = min(before.recent_s), min(planned.times_s)
+        before_s, measured_s = min(one.step_s for one in before.recent), min(planned.times_s)
         if before.plan is None or planned.plan is None or measured_s <= before_s * (1 + _NOISE):
             return None
         if before.plan.placements == planned.plan.placements:
@@ -344,7 +367,15 @@ class Planner:
         forecast = replace(before.forecast, step_ms=before_s * 1e3)
         plan = replace(before.plan, forecast=forecast)
         num_lessons = planned.num_lessons + 1
-        return replace(before, plan=plan, forecast=forecast, num_lessons=num_lessons, times_s=[], asked=None)
+        return replace(
+            before,
+            plan=plan,
+            forecast=forecast,
+            num_lessons=num_lessons,
+            times_s=[],
+            asked=None,
+            is_quick=planned.is_quick,
+        )
 
     def _own_bytes(self, fast_bytes: int) -> int:
         """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
@@ -352,33 +383,7 @@ class Planner:
         threads, block = bounce_buffers(fast_bytes) if self._stack.device.type == "cpu" else (0, 0)
         return threads * block + 2 * growth
 
-    def _explain(self, planned: Planned, plan: Plan, measured_s: float) -> Trace:
-        """Finds what makes the forecast come true: slower copies if those can, else slower compute."""
-        machine = self._stack.machine()
-
-        def miss(share: float) -> float:
-            return abs(forecast_s(plan.trace, plan.placements, _slowed(machine, share)) - measured_s)
-
-        share = min((one for one in _LINK_SHARES if one <= self._link_share), key=miss)
-        if miss(share) <= _MISS * measured_s:
-            self._link_share = share
-            return planned.trace
-        factor = measured_s / forecast_s(plan.trace, plan.placements, self.machine())
-        moments = tuple(replace(one, compute_s=one.compute_s * factor) for one in planned.trace.moments)
-        ops = tuple(replace(op, compute_s=op.compute_s * factor) for op in planned.trace.ops)
-        return replace(planned.trace, moments=moments, ops=ops)
-
 
 def _last_proven(planned: Planned) -> Planned | None:
     """The last plan, up to this one, whose steps have shown what it takes."""
-    return planned if len(planned.recent_s) == _NUM_JUDGED else planned.replaced
-
-
-def _slowed(machine: Machine, share: float) -> Machine:
-    return replace(
-        machine,
-        d2h_bytes_per_s=machine.d2h_bytes_per_s * share,
-        h2d_bytes_per_s=machine.h2d_bytes_per_s * share,
-        disk_write_bytes_per_s=machine.disk_write_bytes_per_s * share,
-        disk_read_bytes_per_s=machine.disk_read_bytes_per_s * share,
-    )
+    return planned if len(planned.recent) == _NUM_JUDGED else planned.replaced

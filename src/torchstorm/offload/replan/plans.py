@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchstorm.offload.step.clock import Took
 from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
@@ -58,10 +59,11 @@ class Planned:
         is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
         is_least: whether it takes more than the budget, and no plan that keeps free what was missing exists.
         times_s: of steps that followed it, since it was last judged.
-        recent_s: of the last steps that followed it.
+        recent: what the last steps took that followed it.
         replaced: the plan before it, until so many steps have followed this one that the two can be compared.
         is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         asked: what is solved beside training for a better plan; None for nothing.
+        is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
         kind: of the steps.
     """
@@ -75,10 +77,11 @@ class Planned:
     is_over: bool = False
     is_least: bool = False
     times_s: list[float] = field(default_factory=list)
-    recent_s: list[float] = field(default_factory=list)
+    recent: list[Took] = field(default_factory=list)
     replaced: Planned | None = None
     is_given: bool = False
     asked: Problem | None = None
+    is_quick: bool = False
     is_unrecorded: bool = False
     kind: Kind = field(default_factory=Kind)
 
@@ -262,7 +265,7 @@ class Plans:
         planned = self.in_force
         if planned is None or planned.plan is None or planned.is_given:
             return planned.forecast if planned is not None else None
-        if self.is_measured_again(planned) or planned.asked is not None:
+        if self.is_measured_again(planned) or planned.asked is not None or planned.is_quick:
             return replace(planned.forecast, step_ms=math.nan)
         return planned.forecast
 

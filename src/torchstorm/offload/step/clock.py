@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple, Protocol
 
 import torch
+
+
+class Clock(Protocol):
+    """Marks times of a device."""
+
+    def mark(self) -> object:
+        """A point in time."""
 
 
 class CpuClock:
@@ -22,3 +30,56 @@ def seconds_between(first: object, second: object) -> float:
     assert isinstance(first, float)
     assert isinstance(second, float)
     return second - first
+
+
+class Took(NamedTuple):
+    """What a step took.
+
+    Attributes:
+        step_s: seconds, all of it.
+        forward_s: until its backward began; 0.0 where that was not noted, as in a step that is measured.
+        host_s: of the host, until it had asked for all of that.
+    """
+
+    step_s: float
+    forward_s: float = 0.0
+    host_s: float = 0.0
+
+
+class Span:
+    """Marks of a step: where it begins, where its backward does, and where it ends.
+
+    Args:
+        clock: of the device.
+
+    Attributes:
+        start: its entry.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.start = clock.mark()
+        self._began_s = time.perf_counter()
+        self._turn: object = None
+        self._host_s = 0.0
+        self._stop: object = None
+
+    def turned(self) -> None:
+        """Backward begins."""
+        self._turn, self._host_s = self._clock.mark(), time.perf_counter() - self._began_s
+
+    def end(self) -> None:
+        """The step is over."""
+        self._stop = self._clock.mark()
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come to its end."""
+        return not isinstance(self._stop, torch.cuda.Event) or bool(self._stop.query())
+
+    def took(self) -> Took:
+        """What it took; of a device that has come to its end."""
+        step_s = seconds_between(self.start, self._stop)
+        if self._turn is None:
+            return Took(step_s)
+        return Took(step_s, seconds_between(self.start, self._turn), self._host_s)

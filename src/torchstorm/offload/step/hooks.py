@@ -304,7 +304,7 @@ class SavedTensors:
         if self._run.choose is not None:
             choose, self._run.choose = self._run.choose, None
             choice = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
-            self._run.plan, self._run.is_exact = choice.plan, choice.is_exact
+            self._run.plan, self._run.is_exact, self._run.turned = choice.plan, choice.is_exact, choice.turned
             self._run.pace = choice.measure if isinstance(choice.measure, Pace) else None
             self._run.recorder = choice.measure if isinstance(choice.measure, Recorder) else None
             if self._run.recorder is not None:
@@ -335,9 +335,8 @@ class SavedTensors:
 
     def _settle_in(self) -> Settled | None:
         """The short way through a step; None where something is measured or decided on the spot."""
-        if self._run.recorder is not None:
-            return None
-        if self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP):
+        is_unplanned = self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP)
+        if self._run.recorder is not None or is_unplanned:
             return None
         table = self._run.table
         return Settled(
@@ -356,10 +355,12 @@ class SavedTensors:
 
     def _drop(self, moment: int) -> None:
         """Gives back what the plan drops at a moment."""
-        assert self._run.plan is not None
-        for number in self._run.plan.drops.get(moment, ()):
-            if number in self._run.numbered:
-                self.residency.drop(self._run.numbered[number])
+        run = self._run
+        assert run.plan is not None
+        run.note_turn(moment)
+        for number in run.plan.drops.get(moment, ()):
+            if number in run.numbered:
+                self.residency.drop(run.numbered[number])
 
     def _fetch(self, moment: int) -> None:
         """Begins to bring back what the plan fetches at a moment."""

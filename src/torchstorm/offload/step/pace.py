@@ -21,8 +21,8 @@ from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
-from torchstorm.plan.trace import UNPACK, HostCost, Trace
-from torchstorm.plan.typical import typical
+from torchstorm.plan.trace import HostCost, Trace
+from torchstorm.plan.typical import beside_the_host, forward_of, forward_of_operations, typical
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
@@ -31,7 +31,13 @@ _RECORD_S, _MOVE_S = 35e-6, 120e-6
 _RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
 _TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two marks that time it
 _MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
+_MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _FEW = 8  # marks that tell too little
+
+
+def host_cost() -> HostCost:
+    """What following a plan takes the host of a GPU, of which nobody knows yet how much it has to spare."""
+    return HostCost(record_s=_RECORD_S if library() is None else _RECORD_IN_CPP_S, move_s=_MOVE_S)
 
 
 class Pace:
@@ -101,6 +107,7 @@ class Pace:
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)
         if self._device.type == "cuda":
+            refined = self._without_gaps(replace(trace, ops=typical(refined).ops), plan)
             for moment, waited_s in self._waited_for_the_host(refined, plan):
                 seconds[moment] += waited_s
             refined = self._without_own_cost(refined, plan, seconds)
@@ -113,16 +120,21 @@ class Pace:
     def _without_own_cost(self, trace: Trace, plan: Plan, seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
         notes what any plan will take it."""
-        forward = next((at for at, one in enumerate(trace.moments) if one.kind == UNPACK), trace.num_moments)
+        forward = forward_of(trace)
         device_s, host_s, whole_s = self._spans_of_forward(forward)
         if not host_s:
             return trace
         num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
         own_s = len(self.calls) * _TIMED_RECORD_S + num_moved * _MOVE_S
-        own = HostCost(record_s=_RECORD_S if library() is None else _RECORD_IN_CPP_S, move_s=_MOVE_S)
+        own = host_cost()
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))
+            return replace(trace, host=replace(own, idle_s=idle_s))
+        operations = forward_of_operations(trace)
+        if operations is not None:
+            base_s = max(whole_s - own_s, (1 - _MOST_OF_OWN) * whole_s)
+            seconds[:forward], idle_s = beside_the_host(operations, base_s)
             return replace(trace, host=replace(own, idle_s=idle_s))
         share = _share_of_the_model(sum(seconds[:forward]), own_s)
         seconds[:forward] = [one * share for one in seconds[:forward]]
@@ -147,6 +159,27 @@ class Pace:
         last, last_s = found[-1]
         return max(0.0, seconds_between(first, last)), last_s - first_s, stop_s - first_s
 
+    def _without_gaps(self, trace: Trace, plan: Plan) -> Trace:
+        """Operations without the time that the device waited for the host between an operation's first mark and its
+        work. Where backward computes them again, and the host is ahead, they have shown what they take."""
+        said_s = took_s = 0.0
+        num_ops = num_points = 0
+        again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
+        for moment, arrived, left, host_s in self._points[1:-1]:
+            made = again.get(moment)
+            between_s = seconds_between(arrived, left)
+            if made is None or moment in plan.drops or between_s <= _LITTLE_MORE * host_s:
+                continue
+            if any(plan.placements[source].tier in (RAM, DISK) for source in made.sources):
+                continue  # it may have waited for a copy
+            said_s, took_s = said_s + made.compute_s, took_s + between_s
+            num_ops, num_points = num_ops + len(made.ops), num_points + 1
+        if num_points < _FEW or took_s >= said_s:
+            return trace
+        gap_s = (said_s - took_s) / num_ops
+        ops = (replace(op, compute_s=max((1 - _MOST_OF_OWN) * op.compute_s, op.compute_s - gap_s)) for op in trace.ops)
+        return replace(trace, ops=tuple(ops))
+
     def _waited_for_the_host(self, trace: Trace, plan: Plan) -> Iterator[tuple[int, float]]:
         """Moments of which the device had no more to do than the host took to say it, and what that was beyond what is
         computed again."""
@@ -161,4 +194,4 @@ class Pace:
 
 def _share_of_the_model(took_s: float, own_s: float) -> float:
     """What part of a time is the model's own, where so much of it was for following the plan."""
-    return max(0.5, 1 - own_s / took_s) if took_s else 1.0
+    return max(1 - _MOST_OF_OWN, 1 - own_s / took_s) if took_s else 1.0

@@ -30,6 +30,7 @@ class Choice(NamedTuple):
         is_exact: whether the plan is for steps of just these sizes; else none may be larger.
         others: plans that it may go over to.
         any_other: whether it may turn out to be one that has no plan, and can keep the budget by computing again alone.
+        turned: called when backward begins, where a plan is followed that nothing measures.
     """
 
     plan: Plan | None
@@ -37,6 +38,7 @@ class Choice(NamedTuple):
     is_exact: bool = True
     others: tuple[Plan, ...] = ()
     any_other: bool = False
+    turned: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +116,7 @@ class Running:
         call_begins: the number of the first storage that the running autograd.Function saves.
         plan: the plan that is followed; None where it is decided on the spot.
         is_exact: whether it is for steps of just these sizes; else none may be larger.
+        turned: called when backward begins; None where nobody asks.
         left_plan: whether the step turned out to be another one than its plan is for.
         numbered: parcels by their number in the plan.
         settled: the short way; None where the long one is taken.
@@ -140,6 +143,7 @@ class Running:
     call_begins: int = 0
     plan: Plan | None = None
     is_exact: bool = True
+    turned: Callable[[], None] | None = None
     left_plan: bool = False
     numbered: dict[int, Parcel] = field(default_factory=dict)
     settled: Settled | None = None
@@ -181,6 +185,11 @@ class Running:
                     tape.repeats = self.table.repeats
                     tape.repeats.begin()
             self.record_only(self.table.recorded, self.table.calls)
+
+    def note_turn(self, moment: int) -> None:
+        """A moment has come: maybe the one at which backward begins."""
+        if self.turned is not None and self.table is not None and moment == self.table.turn:
+            self.turned()
 
     def can_make(self, value: Value) -> bool:
         """Whether the operation that made a value is known to make it again: by the plan that was followed when it ran,

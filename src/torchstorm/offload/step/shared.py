@@ -67,7 +67,7 @@ class Shared:
 
     def learn(self) -> None:
         """Compares the steps that have ended with the forecast of the plan in force."""
-        if self.planner.learn(self.measured.new_times_s(), self.measured.new_vram_bytes()):
+        if self.planner.learn(self.measured.new_times(), self.measured.new_vram_bytes()):
             self.measured.plan_changed()
             self.stack.trim(self.plans.most_ram_bytes())
 

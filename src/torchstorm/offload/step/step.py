@@ -26,7 +26,7 @@ from torchstorm.offload.replan.plans import Kind, Planned
 from torchstorm.offload.replan.workload import subject_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
-from torchstorm.offload.step.clock import seconds_between
+from torchstorm.offload.step.clock import Span
 from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
@@ -83,7 +83,7 @@ class Step:
         self._is_planned_for = True  # whether what is measured is for a plan
         self._is_exact = True  # whether that is for steps of just these sizes, and not for larger ones
         self._naming: Naming | None = None
-        self._start = shared.clock.mark()
+        self._span = Span(shared.clock)
         self._tape = self._make_tape()
         self._watched: WatchedCalls | None = None
         sees_all = tensors.asks_for_modes or shared.compiled is not None or shared.runs_compiled
@@ -141,7 +141,7 @@ class Step:
         except BudgetError as error:
             raise self._with_micro_batch(error) from None
         if self._foreseen is not None:
-            self._start = shared.clock.mark()  # the step's time is without that of planning it
+            self._span = Span(shared.clock)  # the step's time is without that of planning it
 
     def _key_of_state(self) -> tuple[int, ...]:
         """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
@@ -188,7 +188,9 @@ class Step:
             return self._traced()
         others = tuple(plans.near(planned, key))
         has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or self._is_tight(planned))
-        return Choice(planned.plan, self._measure(planned), self._is_exact, others, has_tight_ram)
+        measure = self._measure(planned)
+        turned = self._span.turned if measure is None else None
+        return Choice(planned.plan, measure, self._is_exact, others, has_tight_ram, turned)
 
     def _is_tight(self, planned: Planned) -> bool:
         """Whether a step that saves more than another, as far as can be expected, might not fit."""
@@ -204,7 +206,7 @@ class Step:
     def _recorder(self) -> Recorder:
         return Recorder(
             self._device,
-            self._start,
+            self._span.start,
             base_bytes=self._base_bytes,
             staging_bytes=self._shared.residency.staging_bytes,
         )
@@ -217,7 +219,7 @@ class Step:
             planned.num_measured = 3
             return None
         if self._device.type == "cpu" or planned.num_measured > 1 or not self._is_exact:
-            return Pace(self._device, self._start)
+            return Pace(self._device, self._span.start)
         return self._recorder()
 
     def _change(self, departure: Departure, before: Table, table_of: TableOf) -> Choice:
@@ -268,9 +270,9 @@ class Step:
         shared, plans = self._shared, self._shared.plans
         left_plan, shortfall = shared.saved.left_plan, shared.residency.shortfall
         recorder = shared.saved.end()
-        stop = shared.clock.mark()
+        self._span.end()
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
-        self._count(stop, recorder, planned if recorder is None else None)
+        self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
         found = None
         if left_plan and self._planned is not None and self._planned.is_given:
@@ -360,7 +362,7 @@ class Step:
         planned_for, ours = math.prod(planned.kind.key[0]), math.prod(self._key[0])
         return float(planned_for / ours) if ours else 1.0
 
-    def _count(self, stop: object, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
+    def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
         shared, vram = self._shared, 0
         if self._device.type == "cuda":  # pragma: gpu
@@ -369,7 +371,7 @@ class Step:
                 vram = max(vram, recorder.peak_bytes)
         on_cpu = self._device.type == "cpu"
         figures = Figures(
-            step_ms=seconds_between(self._start, stop) * 1e3 if on_cpu else 0.0,
+            step_ms=self._span.took().step_s * 1e3 if on_cpu else 0.0,
             vram_bytes=vram,
             ram_bytes=shared.residency.peak_bytes if on_cpu else shared.stack.ram_bytes(),
             disk_bytes=shared.stack.disk_bytes(),
@@ -380,9 +382,7 @@ class Step:
         if is_exact and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
-        shared.measured.count(
-            figures, (self._start, stop), followed=is_exact, borrowed=followed is not None and not is_exact
-        )
+        shared.measured.count(figures, self._span, followed=is_exact, borrowed=followed is not None and not is_exact)
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""

@@ -58,7 +58,8 @@ class Table:
         read: of those, the ones that something is computed again from, and that records do not hold themselves; and
             those that may leave where the step turns out to be another one.
         movable: of the storages, whether they might leave.
-        busy: moments at which something is dropped or fetched, and the one at which backward begins.
+        turn: the moment at which backward begins.
+        busy: moments at which something is dropped or fetched, and that one.
         leaving: storage -> number of its parcel, where that goes, whether it shares a buffer with others, number and
             name of the operation that makes it, the module that saves it; of those that do not stay.
         saved_again: storages that are saved more than once.
@@ -103,8 +104,8 @@ class Table:
         self._all_recorded = all_recorded
         self._native: object | None = None  # see `moments_for`
         self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `num_shared`
-        first_use = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
-        self.busy = {*plan.drops, *plan.fetches, first_use}
+        self.turn = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
+        self.busy = {*plan.drops, *plan.fetches, self.turn}
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
         self.repeats = Repeats()

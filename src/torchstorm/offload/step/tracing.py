@@ -11,12 +11,13 @@ import torch
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload.recompute.traced_ops import Origins, call_seconds, made_before
 from torchstorm.offload.step.clock import CpuClock, seconds_between
+from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.solve import shift_base
-from torchstorm.plan.trace import ENTER, Moment, SavedStorage, Trace, make_parcels
-from torchstorm.plan.typical import typical
+from torchstorm.plan.trace import ENTER, HostCost, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.typical import typical, without_waiting
 from torchstorm.transfer.engine import StreamClock
 
 _NEVER = 1 << 30
@@ -286,8 +287,9 @@ class Recorder:
             staging_bytes=self._staging_bytes,
             ops=origins.ops(),
             values=origins.values(),
+            host=host_cost() if self._device.type == "cuda" else HostCost(),
         )
-        return typical(trace)
+        return without_waiting(typical(trace))
 
     def refine(self, trace: Trace) -> Trace:
         """The same step with this run's times and memory: the first step's hold warm-up and much measuring. Only CUDA's
@@ -301,7 +303,7 @@ class Recorder:
             replace(new, storage=old.storage, nbytes=old.nbytes)
             for old, new in zip(trace.moments, moments, strict=True)
         )
-        return typical(replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops))
+        return without_waiting(typical(replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops)))
 
     def _moments(self) -> tuple[Moment, ...]:
         if self._device.type == "cuda":  # pragma: gpu
