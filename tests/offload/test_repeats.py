@@ -466,3 +466,60 @@ def test_what_an_earlier_step_made_is_not_what_this_one_makes(tmp_path: Path) ->
                     one.frozen.mul_(0.5)
             expected = gradients(plain, seed, LAYERS, None)
             assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session))), seed
+
+
+def _by_a_whole_number(x: torch.Tensor, weight: torch.Tensor, *, is_other: bool) -> torch.Tensor:
+    return torch.mul(x, 1001 if is_other else 1000) * weight
+
+
+def _from_another_place(x: torch.Tensor, weight: torch.Tensor, *, is_other: bool) -> torch.Tensor:
+    half = len(x) // 2
+    return (x[half:] if is_other else x[:half]).mul(weight)
+
+
+def _as_another_kind(x: torch.Tensor, weight: torch.Tensor, *, is_other: bool) -> torch.Tensor:
+    ints = torch.ones_like(x).view(torch.int32)
+    return torch.add(x, ints if is_other else ints.view(torch.float32)) * weight
+
+
+@pytest.mark.parametrize("difference", [_by_a_whole_number, _from_another_place, _as_another_kind])
+def test_an_argument_that_differs_in_one_thing_alone_is_another_one(
+    difference: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    class Differing(Program):
+        is_other = False
+
+        def forward(self, x: torch.Tensor, program: list[Op]) -> torch.Tensor:
+            x = torch.tanh(x * self.scale)
+            y = torch.tanh(x * 0.5)
+            y = torch.tanh(difference(y, self.scale, is_other=self.is_other))
+            return super().forward(x, program) + y.square().mean()
+
+    torch.manual_seed(0)
+    plain = Differing()
+    model = copy.deepcopy(plain)
+    with computing_again(tmp_path, model) as session:
+        for seed in range(9):
+            plain.is_other = model.is_other = seed in (5, 7)
+            expected = gradients(plain, seed, LAYERS, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session))), seed
+
+
+def test_a_weight_that_loses_its_memory_before_it_is_read_again_is_refused(tmp_path: Path) -> None:
+    model = program()
+    x = torch.randn(ROWS, WIDTH)
+    with computing_again(tmp_path, model) as session:
+        for seed in range(6):
+            with session.step():
+                loss = model(x, LAYERS)
+                if seed < 5:
+                    loss.backward()
+                    continue
+                weight = model.weights[1].detach().clone()
+                storage = model.weights[1].untyped_storage()
+                nbytes = storage.nbytes()
+                storage.resize_(0)
+                storage.resize_(nbytes)  # at the same address or not, with other bytes
+                model.weights[1].data.copy_(weight * 2)
+                with pytest.raises(UnsupportedError):
+                    loss.backward()

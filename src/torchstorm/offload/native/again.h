@@ -7,7 +7,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/Dtype.h>
 
 #include <algorithm>
 #include <vector>

@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -23,7 +24,7 @@ PyObject *first;  // (0,)
 
 #define NAMES(X) \
     X(_at) X(_begin) X(_finish) X(_forget_unless_new) X(_notice) X(_order) X(_records) X(_run) X(_save_made) X(absent) \
-    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(known) X(limit_bytes) X(native) X(num_calls) \
+    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(known) X(leaves) X(limit_bytes) X(native) X(num_calls) \
     X(num_used) X(pack) X(peak_bytes) X(release) X(released) X(resident_bytes) X(settle) X(shape) X(unfinished) \
     X(unpack) X(within)
 #define DECLARE(name) PyObject *s_##name;
@@ -200,6 +201,21 @@ PyObject *view_of(PyObject *object, const at::Tensor &tensor) {
     item(4, PyBool_FromLong(tensor.is_conj()));
     item(5, PyBool_FromLong(tensor.is_neg()));
     return view.give();
+}
+
+bool are_ints(PyObject *tuple, at::IntArrayRef numbers) {
+    if (PyTuple_GET_SIZE(tuple) != static_cast<Py_ssize_t>(numbers.size())) return false;
+    for (size_t at = 0; at < numbers.size(); ++at)
+        if (as_int(PyTuple_GET_ITEM(tuple, static_cast<Py_ssize_t>(at))) != numbers[at]) return false;
+    return true;
+}
+
+// Whether a tensor looks at its storage like that: `View.of(tensor) == view`.
+bool looks_so(PyObject *view, const at::Tensor &tensor) {
+    return reinterpret_cast<THPDtype *>(PyTuple_GET_ITEM(view, 0))->scalar_type == tensor.scalar_type() &&
+           are_ints(PyTuple_GET_ITEM(view, 1), tensor.sizes()) && are_ints(PyTuple_GET_ITEM(view, 2), tensor.strides()) &&
+           as_int(PyTuple_GET_ITEM(view, 3)) == tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()) &&
+           tensor.is_conj() == (PyTuple_GET_ITEM(view, 4) == Py_True) && tensor.is_neg() == (PyTuple_GET_ITEM(view, 5) == Py_True);
 }
 
 template <class Body>

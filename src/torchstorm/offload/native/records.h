@@ -6,7 +6,64 @@
 
 namespace {
 
-// Whether an argument is the one that a record describes, as most are; false where `Repeats.run` must look.
+enum Answer { no, yes, unknown };
+
+Answer said(bool is_so) { return is_so ? yes : no; }
+
+// As `described._is_source_again`, of bytes that this step has made or met before.
+Answer is_source_again(PyObject *tape, PyObject *source, PyObject *view, PyObject *arg) {
+    if (Py_TYPE(arg) != of.tensor) return no;
+    const at::Tensor &tensor = THPVariable_Unpack(arg);
+    if (!has_bytes(tensor) || tensor.is_nested() || tensor.is_quantized() || tensor._is_zerotensor()) return unknown;
+    if (tensor.is_inference()) return no;
+    Own address(address_of(tensor)), known(get(tape, s_known));
+    const int64_t version = version_of(tensor);
+    if (find(known.at, address.at) != source || see_int(source, value_version) != version) return unknown;
+    if (see(source, value_call) == Py_None && see(source, value_saved) == Py_None && see(source, value_held) == Py_None) {
+        Own held(checked(PyTuple_New(2)));
+        PyTuple_SET_ITEM(held.at, 0, Py_NewRef(arg));
+        PyTuple_SET_ITEM(held.at, 1, an_int(version));
+        put(source, value_held, held.give());
+    }
+    return said(looks_so(view, tensor));
+}
+
+// As `described._is_leaf_again`, of a weight.
+Answer is_leaf_again(PyObject *tape, PyObject *leaf, PyObject *arg) {
+    if (see(leaf, leaf_tensor) != arg || !is_plain_type(arg)) return unknown;
+    const at::Tensor &tensor = THPVariable_Unpack(arg);
+    if (!has_bytes(tensor)) return unknown;
+    Own address(address_of(tensor)), known(get(tape, s_known)), leaves(get(tape, s_leaves));
+    if (!equal(address.at, see(leaf, leaf_address)) || find(known.at, address.at) != nullptr) return no;
+    put_int(leaf, leaf_version, version_of(tensor));
+    PyObject *there = find(leaves.at, address.at);
+    if (there != nullptr) {
+        checked(PyList_Append(there, leaf));
+    } else {
+        Own alone(checked(PyList_New(1)));
+        PyList_SET_ITEM(alone.at, 0, Py_NewRef(leaf));
+        checked(PyDict_SetItem(leaves.at, address.at, alone.at));
+    }
+    return yes;
+}
+
+bool is_given(PyObject *tape, PyObject *item, PyObject *arg);
+
+// As `described.is_given_again`.
+Answer is_given_again(PyObject *tape, PyObject *item, PyObject *arg) {
+    if (Py_TYPE(item) == of.ref) return is_source_again(tape, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), arg);
+    if (Py_TYPE(item) == of.leaf) return is_leaf_again(tape, item, arg);
+    if (PyLong_CheckExact(item) && PyLong_CheckExact(arg)) return said(equal(item, arg));
+    const bool are_lists = PyList_CheckExact(item) && PyList_CheckExact(arg);
+    if (!are_lists && !(PyTuple_CheckExact(item) && PyTuple_CheckExact(arg))) return unknown;
+    const Py_ssize_t num = PySequence_Fast_GET_SIZE(item);
+    if (num != PySequence_Fast_GET_SIZE(arg)) return unknown;
+    for (Py_ssize_t at = 0; at < num; ++at)
+        if (!is_given(tape, PySequence_Fast_GET_ITEM(item, at), PySequence_Fast_GET_ITEM(arg, at))) return no;
+    return yes;
+}
+
+// Whether an argument is the one that a record describes.
 bool is_given(PyObject *tape, PyObject *item, PyObject *arg) {
     if (Py_TYPE(item) == of.ref) {
         PyObject *source = PyTuple_GET_ITEM(item, 0), *made = referent(see(source, value_out));
@@ -18,6 +75,8 @@ bool is_given(PyObject *tape, PyObject *item, PyObject *arg) {
     } else if (arg == item) {
         return true;
     }
+    const Answer answer = is_given_again(tape, item, arg);
+    if (answer != unknown) return answer == yes;
     Own again(checked(PyObject_CallFunctionObjArgs(of.is_given_again, tape, item, arg, nullptr)));
     return again.at == Py_True;
 }
