@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,26 @@ def test_a_settled_step_uses_the_records_of_the_last_one(tmp_path: Path, repeate
             repeated.clear()
             expected = gradients(plain, seed, LAYERS, None)
             assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session)))
+    assert len(repeated) > len(LAYERS)
+    assert all(repeated)
+
+
+def test_a_plan_whose_forecast_was_corrected_uses_them_too(tmp_path: Path, repeated: list[bool]) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model) as session:
+        for seed in range(8):
+            expected = gradients(plain, seed, LAYERS, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session)))
+            planned = session._shared.plans.in_force
+            assert planned is not None
+            assert planned.plan is not None
+            trace, forecast = planned.plan.trace, replace(planned.forecast, step_ms=float(seed + 1))
+            trace = replace(trace, moments=tuple(replace(one, compute_s=1.0) for one in trace.moments))
+            corrected = replace(planned, plan=replace(planned.plan, trace=trace, forecast=forecast), forecast=forecast)
+            assert session._shared.plans.replace(planned, corrected)
+            assert len(session._shared.saved._tables._tables) <= 2  # of what was traced first, and of this one
+            if seed < 6:
+                repeated.clear()
     assert len(repeated) > len(LAYERS)
     assert all(repeated)
 
