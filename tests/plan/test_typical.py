@@ -148,6 +148,13 @@ def test_one_whose_result_is_not_saved_ran_before_what_was_saved_next() -> None:
     assert forward_of_operations(unsaved) == pytest.approx([0.1, 0.0, 0.2, 0.6, 0.0])
 
 
+def test_one_whose_result_backward_saves_is_no_part_of_the_forward() -> None:
+    trace = saving_step(1.0, 0.1, 0.2, 0.4)
+    storages = (*trace.storages[:2], replace(trace.storages[2], made=7, owned=7, needed=8, freed=9))
+    moments = (*trace.moments[:4], *trace.moments[5:], replace(trace.moments[4]), trace.moments[5])
+    assert forward_of_operations(replace(trace, storages=storages, moments=moments)) == [0.1, 0.0, 0.2, 0.0]
+
+
 def test_operations_tell_nothing_where_they_made_little_of_what_is_saved_or_run_on_a_cpu() -> None:
     assert forward_of_operations(saving_step(1.0, 0.1, 0.2, is_known=False)) is None
     assert forward_of_operations(saving_step(1.0, 0.1, 0.2, device="cpu")) is None

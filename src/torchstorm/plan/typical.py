@@ -79,11 +79,12 @@ def forward_of_operations(trace: Trace) -> list[float] | None:
     ):
         return None
     seconds = [0.0] * forward_of(trace)
-    at = len(seconds) - 1
+    at = trace.num_moments - 1
     for op in reversed(trace.ops):
         saved = [trace.values[value].storage for value in op.outputs]
         at = max(0, min([at, *(trace.storages[one].made - 1 for one in saved if one >= 0)]))
-        seconds[at] += op.compute_s
+        if at < len(seconds):  # backward saves, too, where a model's own checkpointing runs blocks again in it
+            seconds[at] += op.compute_s
     return seconds if any(seconds) else None
 
 
