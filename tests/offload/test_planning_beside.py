@@ -275,6 +275,27 @@ def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_i
     search_out(storm)
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_quick_plan_is_timed_once_however_much_was_learnt_and_its_time_is_stated(
+    has_failed: bool, storm: Session
+) -> None:
+    quick = searched_out(storm)
+    plans, planner = storm._shared.plans, storm._shared.planner
+    quick.is_quick, quick.times_s, quick.num_lessons = True, [], planning._MOST_LESSONS
+    if has_failed:
+        planner._beside = None
+    planner.learn([Took(0.5)] * 3, 0)
+    now = plans.in_force
+    assert now is not None
+    assert not now.is_quick
+    assert (now.asked is None) is has_failed
+    if not has_failed:
+        search_out(storm)
+    stated = plans.forecast()
+    assert stated is not None
+    assert stated.step_ms > 0
+
+
 def test_an_answer_for_a_plan_that_was_replaced_is_dropped(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
     monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)
     run_steps(storm, 1)

@@ -25,9 +25,12 @@ from torchstorm.offload.step.letting_go import _read_later
 from torchstorm.offload.step.packed import Ticket
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.tables import Tables
 from torchstorm.offload.step.views import weak_reference
+from torchstorm.plan.forecast import Figures
+from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.recompute import RECOMPUTE
-from torchstorm.plan.trace import PACK
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Trace
 
 pytestmark = pytest.mark.usefixtures("short_way")
 
@@ -468,3 +471,16 @@ def test_a_step_that_only_follows_its_plan_tells_what_its_forward_took(tmp_path:
         (took,) = storm._shared.measured.new_times()
         assert 0.05 < took.forward_s < took.step_s
         assert took.host_s == pytest.approx(took.forward_s, abs=0.01)
+
+
+def test_plans_by_which_nothing_leaves_have_tables_of_their_own() -> None:
+    figures = Figures(step_ms=0.0, vram_bytes=0, ram_bytes=0, disk_bytes=0)
+    tables, found = Tables(), []
+    for num in (1, 2):  # of what an earlier step saved
+        kinds = (ENTER, *[UNPACK] * num)
+        moments = tuple(Moment(kind=kind, storage=-1, nbytes=8, compute_s=0.0, other_bytes=0) for kind in kinds)
+        trace = Trace(device="cpu", moments=moments, storages=(), parcels=(), base_bytes=0, staging_bytes=0)
+        plan = Plan(trace=trace, budget=Budget(), placements=(), forecast=figures)
+        found.append(tables.of(plan, all_recorded=True))
+        assert tables.of(plan, all_recorded=True) is found[-1]
+    assert [table.num_moments for table in found] == [2, 3]

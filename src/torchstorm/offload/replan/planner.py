@@ -309,15 +309,18 @@ class Planner:
             if (was := self._as_it_was(before, planned)) is not None:
                 return was
         plan = planned.plan
-        if plan is None or len(planned.times_s) != _NUM_JUDGED or planned.num_lessons >= _MOST_LESSONS:
+        if plan is None or len(planned.times_s) != _NUM_JUDGED:
             return None
         measured_s, expected_s = statistics.median(planned.times_s), planned.forecast.step_ms / 1e3
-        if planned.is_quick and self._beside is not None:
+        was_quick, planned.is_quick = planned.is_quick, False
+        if was_quick and self._beside is not None:
             trace = self._explained(planned, plan, measured_s)
-            searched = replace(planned, is_quick=False, times_s=[])
+            searched = replace(planned, times_s=[])
             forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
             self._search_beside(self._beside, searched, plan, trace, forecast, time_limit_s=_FULL_S)
             return searched
+        if planned.num_lessons >= _MOST_LESSONS:
+            return None
         if abs(measured_s - expected_s) <= _NOISE * measured_s:
             return None
         said = f"Steps took {measured_s * 1e3:.1f} ms, where {expected_s * 1e3:.1f} ms were forecast: "

@@ -225,27 +225,18 @@ def _makers(plan: Plan) -> tuple[set[int], set[int]]:
     return operations, sources
 
 
-def _is_as(one: Plan, other: Plan) -> bool:
-    """Whether a plan was made of another one by replacing its times."""
-    return one.placements is other.placements and one.trace.storages is other.trace.storages
-
-
 class Tables:
     """The tables of the plans that were followed last."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, bool], tuple[Plan, Table]] = {}
+        self._tables: dict[tuple[int, int, bool], tuple[Plan, Table]] = {}
 
     def of(self, plan: Plan, *, all_recorded: bool) -> Table:
         """The table of a plan. One that differs in what is forecast alone has the same, with all records."""
-        key = id(plan), all_recorded
+        # Such a plan is made of another one, and shares these tuples with it; an empty one is shared by everybody.
+        key = id(plan.placements or plan), id(plan.trace.storages), all_recorded
         found = self._tables.get(key)
         if found is None:
-            for before, (other, table) in self._tables.items():
-                if before[1] is all_recorded and _is_as(other, plan):
-                    del self._tables[before]
-                    self._tables[key] = plan, table
-                    return table
             if len(self._tables) >= _MOST_TABLES:
                 del self._tables[next(iter(self._tables))]
             found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
