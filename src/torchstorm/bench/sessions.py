@@ -146,9 +146,10 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
 
 def _is_settled(report: Report, num_steps: int, seconds: float) -> bool:
     """Whether a Session has no more to find out: for a while it may search for plans beside its steps."""
-    is_searching = report.forecast is not None and known_ms(report.forecast) is None and seconds < _MOST_SEARCHED_S
-    has_plan = report.forecast is not None and seconds < _MOST_SEARCHED_S
-    return not is_searching and (report.num_in_force >= _SETTLED or (not has_plan and num_steps >= _MOST_WARM))
+    is_followed = report.num_in_force >= _SETTLED
+    if report.forecast is None or seconds >= _MOST_SEARCHED_S:
+        return is_followed or num_steps >= _MOST_WARM
+    return is_followed and known_ms(report.forecast) is not None
 
 
 def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[str, Any]:

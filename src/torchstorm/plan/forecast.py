@@ -198,9 +198,8 @@ def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved
     """
     if trace.device == "cpu":
         return moved_bytes * machine.disk_delay_s_per_byte
-    host = trace.host
-    own_s = num_moved * host.move_s + host.record_s * sum(len(replay.ops) for replay in again)
-    return max(0.0, own_s - host.idle_s)
+    own_s = trace.host.own_s(num_recorded=sum(len(replay.ops) for replay in again), num_moved=num_moved)
+    return max(0.0, own_s - trace.host.idle_s)
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:

@@ -81,6 +81,11 @@ class Plan:
             if placement.tier == tier
         )
 
+    @property
+    def num_moved(self) -> int:
+        """Number of parcels that move to a slower tier."""
+        return sum(placement.tier not in (KEEP, RECOMPUTE) for placement in self.placements)
+
     def maker(self, ordinal: int) -> tuple[int, str]:
         """Number and name of the operation that creates a storage; equal in steps with the same operations."""
         op = self.trace.ops[self.trace.values[self.trace.storages[ordinal].value].op]

@@ -128,6 +128,10 @@ class HostCost:
     move_s: float = 0.0
     idle_s: float = 0.0
 
+    def own_s(self, *, num_recorded: int, num_moved: int) -> float:
+        """Seconds of the host for so many operations and parcels, whether the device notices or not."""
+        return num_moved * self.move_s + self.record_s * num_recorded
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
@@ -184,6 +188,12 @@ class Trace:
     def num_moments(self) -> int:
         """Number of moments, which is also the number of intervals."""
         return len(self.moments)
+
+    @property
+    def turn(self) -> int:
+        """The moment at which backward first asks for something, which is the number of intervals before; the number of
+        moments if it never does."""
+        return next((at for at, one in enumerate(self.moments) if one.kind == UNPACK), self.num_moments)
 
     @property
     def saved_bytes(self) -> int:

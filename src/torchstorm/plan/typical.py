@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from torchstorm.plan.trace import UNPACK, Trace
+from torchstorm.plan.trace import Trace
 
 _FAR = 2.0  # times as long as usual
 _FEW = 4  # of a kind, of which nobody knows what is usual
@@ -71,14 +71,11 @@ def forward_of_operations(trace: Trace) -> list[float] | None:
     """
     if trace.device != "cuda":
         return None
-    made_by = [-1 if one.value < 0 else trace.values[one.value].op for one in trace.storages]
-    whole = sum(one.nbytes for one in trace.storages if one.parcel >= 0)
-    if (
-        sum(one.nbytes for one, op in zip(trace.storages, made_by, strict=True) if one.parcel >= 0 <= op)
-        < _MOST * whole
-    ):
+    movable = [one for one in trace.storages if one.parcel >= 0]
+    known_bytes = sum(one.nbytes for one in movable if one.value >= 0 and trace.values[one.value].op >= 0)
+    if known_bytes < _MOST * sum(one.nbytes for one in movable):
         return None
-    seconds = [0.0] * forward_of(trace)
+    seconds = [0.0] * trace.turn
     at = trace.num_moments - 1
     for op in reversed(trace.ops):
         saved = [trace.values[value].storage for value in op.outputs]
@@ -86,11 +83,6 @@ def forward_of_operations(trace: Trace) -> list[float] | None:
         if at < len(seconds):  # backward saves, too, where a model's own checkpointing runs blocks again in it
             seconds[at] += op.compute_s
     return seconds if any(seconds) else None
-
-
-def forward_of(trace: Trace) -> int:
-    """The number of intervals before backward asks for something."""
-    return next((at for at, one in enumerate(trace.moments) if one.kind == UNPACK), trace.num_moments)
 
 
 def beside_the_host(operations: list[float], base_s: float) -> tuple[list[float], float]:

@@ -132,6 +132,18 @@ PyObject *find(PyObject *dict, PyObject *key) {  // borrowed; nullptr for none
     return found;
 }
 
+// dict.setdefault(key, []).append(item)
+void append_at(PyObject *dict, PyObject *key, PyObject *item) {
+    PyObject *there = find(dict, key);
+    if (there != nullptr) {
+        checked(PyList_Append(there, item));
+        return;
+    }
+    Own alone(checked(PyList_New(1)));
+    PyList_SET_ITEM(alone.at, 0, Py_NewRef(item));
+    checked(PyDict_SetItem(dict, key, alone.at));
+}
+
 bool equal(PyObject *one, PyObject *other) { return checked(PyObject_RichCompareBool(one, other, Py_EQ)); }
 
 PyObject *referent(PyObject *weak) {  // borrowed as long as the GIL is held; nullptr for none
@@ -176,6 +188,10 @@ bool is_plain_type(PyObject *object) { return Py_TYPE(object) == of.tensor || Py
 
 bool has_bytes(const at::Tensor &tensor) {
     return tensor.defined() && tensor.layout() == at::kStrided && tensor.unsafeGetTensorImpl()->has_storage();
+}
+
+bool is_of_numbers(const at::Tensor &tensor) {
+    return !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor();
 }
 
 bool is_of_parameter(PyObject *object, const at::Tensor &tensor) {

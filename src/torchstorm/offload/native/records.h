@@ -14,7 +14,7 @@ Answer said(bool is_so) { return is_so ? yes : no; }
 Answer is_source_again(PyObject *tape, PyObject *source, PyObject *view, PyObject *arg) {
     if (Py_TYPE(arg) != of.tensor) return no;
     const at::Tensor &tensor = THPVariable_Unpack(arg);
-    if (!has_bytes(tensor) || tensor.is_nested() || tensor.is_quantized() || tensor._is_zerotensor()) return unknown;
+    if (!has_bytes(tensor) || !is_of_numbers(tensor)) return unknown;
     if (tensor.is_inference()) return no;
     Own address(address_of(tensor)), known(get(tape, s_known));
     const int64_t version = version_of(tensor);
@@ -36,14 +36,7 @@ Answer is_leaf_again(PyObject *tape, PyObject *leaf, PyObject *arg) {
     Own address(address_of(tensor)), known(get(tape, s_known)), leaves(get(tape, s_leaves));
     if (!equal(address.at, see(leaf, leaf_address)) || find(known.at, address.at) != nullptr) return no;
     put_int(leaf, leaf_version, version_of(tensor));
-    PyObject *there = find(leaves.at, address.at);
-    if (there != nullptr) {
-        checked(PyList_Append(there, leaf));
-    } else {
-        Own alone(checked(PyList_New(1)));
-        PyList_SET_ITEM(alone.at, 0, Py_NewRef(leaf));
-        checked(PyDict_SetItem(leaves.at, address.at, alone.at));
-    }
+    append_at(leaves.at, address.at, leaf);
     return yes;
 }
 

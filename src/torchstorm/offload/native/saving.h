@@ -70,14 +70,7 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     put_shared(saved.at, saved_origin, see(value, value_out));
     put_shared(value, value_saved, saved.at);
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
-    PyObject *group = find(at.at, address);
-    if (group != nullptr) {
-        checked(PyList_Append(group, saved.at));
-    } else {
-        Own alone(checked(PyList_New(1)));
-        PyList_SET_ITEM(alone.at, 0, Py_NewRef(saved.at));
-        checked(PyDict_SetItem(at.at, address, alone.at));
-    }
+    append_at(at.at, address, saved.at);
     return saved.give();
 }
 
@@ -117,7 +110,7 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
 
 bool is_its_own(const Way *way, PyObject *object, const at::Tensor &tensor) {
     if (tensor.get_device() != way->device || tensor.is_cpu() != (way->device < 0)) return false;
-    if (tensor.is_nested() || tensor.is_quantized() || tensor._is_zerotensor()) return false;
+    if (!is_of_numbers(tensor)) return false;
     return !tensor.is_view() || !is_of_parameter(object, tensor);
 }
 

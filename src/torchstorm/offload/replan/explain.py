@@ -1,8 +1,8 @@
 """Explains what steps took that followed a plan, where something else was forecast.
 
 Of a GPU, what the forward takes the device and the host is known then. A step's first measurements are of a host that
-has marks to make. Where it comes late, they say little of the device;
-and how much of its time following a plan takes is a guess. Steps that only follow their plan tell both.
+has marks to make. Where it comes late, they say little of the device; and how much of its time following a plan takes
+is a guess. Steps that only follow their plan tell both.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchstorm.offload.step.clock import Took
-from torchstorm.plan.forecast import DISK, RAM, forecast_s
+from torchstorm.plan.forecast import forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.typical import beside_the_host, forward_of, forward_of_operations
+from torchstorm.plan.typical import beside_the_host, forward_of_operations
 
 MISS = 0.08  # of what was measured: with so much, the plan itself may be wrong
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
@@ -40,17 +40,16 @@ def explained(
         The trace with other times, and another share.
     """
     trace = with_settled_forward(trace, plan, steps)
-    known = with_settled_forward(plan.trace, plan, steps)
 
     def misses(share: float) -> float:
-        return abs(forecast_s(known, plan.placements, slowed(machine, share)) - measured_s)
+        return abs(forecast_s(trace, plan.placements, slowed(machine, share)) - measured_s)
 
     if misses(link_share) <= MISS * measured_s:
         return trace, link_share
     share = min((one for one in _LINK_SHARES if one <= link_share), key=misses)
     if misses(share) <= MISS * measured_s:
         return trace, share
-    factor = measured_s / forecast_s(known, plan.placements, slowed(machine, link_share))
+    factor = measured_s / forecast_s(trace, plan.placements, slowed(machine, link_share))
     moments = tuple(replace(one, compute_s=one.compute_s * factor) for one in trace.moments)
     ops = tuple(replace(op, compute_s=op.compute_s * factor) for op in trace.ops)
     return replace(trace, moments=moments, ops=ops), link_share
@@ -82,16 +81,15 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
         return trace
     forward_s, host_s = min(one.forward_s for one in known), min(one.host_s for one in known)
     again = replays(trace, plan.placements) or {}
-    num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
-    own_s = num_moved * trace.host.move_s + trace.host.record_s * sum(len(one.ops) for one in again.values())
-    forward = forward_of(trace)
+    num_recorded = sum(len(one.ops) for one in again.values())
+    own_s = trace.host.own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
     seconds = forward_of_operations(trace)
     if seconds is None:
-        seconds = [moment.compute_s for moment in trace.moments[:forward]]
+        seconds = [moment.compute_s for moment in trace.moments[: trace.turn]]
         share = forward_s / sum(seconds) if any(seconds) else 1.0
     else:
         share = min(1.0, forward_s / sum(seconds))  # the rest is waiting, for the host or for copies
     seconds, idle_s = beside_the_host([one * share for one in seconds], max(0.0, host_s - own_s))
     found = (replace(one, compute_s=took) for one, took in zip(trace.moments, seconds, strict=False))
-    moments = (*found, *trace.moments[forward:])
+    moments = (*found, *trace.moments[trace.turn :])
     return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))

@@ -7,7 +7,7 @@ looks as if there were time for many more copies.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,9 +20,9 @@ from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
-from torchstorm.plan.recompute import replays
+from torchstorm.plan.recompute import Replay, replays
 from torchstorm.plan.trace import HostCost, Trace
-from torchstorm.plan.typical import beside_the_host, forward_of, forward_of_operations, typical
+from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
@@ -107,8 +107,9 @@ class Pace:
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)
         if self._device.type == "cuda":
-            refined = self._without_gaps(replace(trace, ops=typical(refined).ops), plan)
-            for moment, waited_s in self._waited_for_the_host(refined, plan):
+            again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
+            refined = self._without_gaps(replace(trace, ops=typical(refined).ops), plan, again)
+            for moment, waited_s in self._waited_for_the_host(refined, again):
                 seconds[moment] += waited_s
             refined = self._without_own_cost(refined, plan, seconds)
         else:
@@ -120,13 +121,13 @@ class Pace:
     def _without_own_cost(self, trace: Trace, plan: Plan, seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
         notes what any plan will take it."""
-        forward = forward_of(trace)
+        forward = trace.turn
         device_s, host_s, whole_s = self._spans_of_forward(forward)
         if not host_s:
             return trace
-        num_moved = sum(placement.tier in (RAM, DISK) for placement in plan.placements)
-        own_s = len(self.calls) * _TIMED_RECORD_S + num_moved * _MOVE_S
         own = host_cost()
+        timed = replace(own, record_s=_TIMED_RECORD_S)
+        own_s = timed.own_s(num_recorded=len(self.calls), num_moved=plan.num_moved)
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))
@@ -159,12 +160,11 @@ class Pace:
         last, last_s = found[-1]
         return max(0.0, seconds_between(first, last)), last_s - first_s, stop_s - first_s
 
-    def _without_gaps(self, trace: Trace, plan: Plan) -> Trace:
+    def _without_gaps(self, trace: Trace, plan: Plan, again: Mapping[int, Replay]) -> Trace:
         """Operations without the time that the device waited for the host between an operation's first mark and its
         work. Where backward computes them again, and the host is ahead, they have shown what they take."""
         said_s = took_s = 0.0
         num_ops = num_points = 0
-        again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
         for moment, arrived, left, host_s in self._points[1:-1]:
             made = again.get(moment)
             between_s = seconds_between(arrived, left)
@@ -172,7 +172,7 @@ class Pace:
                 continue
             if any(plan.placements[source].tier in (RAM, DISK) for source in made.sources):
                 continue  # it may have waited for a copy
-            said_s, took_s = said_s + made.compute_s, took_s + between_s
+            said_s, took_s = said_s + _compute_s(trace, made), took_s + between_s
             num_ops, num_points = num_ops + len(made.ops), num_points + 1
         if num_points < _FEW or took_s >= said_s:
             return trace
@@ -180,16 +180,20 @@ class Pace:
         ops = (replace(op, compute_s=max((1 - _MOST_OF_OWN) * op.compute_s, op.compute_s - gap_s)) for op in trace.ops)
         return replace(trace, ops=tuple(ops))
 
-    def _waited_for_the_host(self, trace: Trace, plan: Plan) -> Iterator[tuple[int, float]]:
+    def _waited_for_the_host(self, trace: Trace, again: Mapping[int, Replay]) -> Iterator[tuple[int, float]]:
         """Moments of which the device had no more to do than the host took to say it, and what that was beyond what is
         computed again."""
-        again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
         for moment, arrived, left, host_s in self._points[1:-1]:
             took_s = seconds_between(arrived, left)
             if took_s <= _LITTLE_MORE * host_s:
                 made = again.get(moment)
-                again_s = sum(trace.ops[op].compute_s for op in made.ops) if made is not None else 0.0
+                again_s = _compute_s(trace, made) if made is not None else 0.0
                 yield moment, max(0.0, took_s - again_s)
+
+
+def _compute_s(trace: Trace, made: Replay) -> float:
+    """What operations that run again take, by the times that the trace has now."""
+    return sum(trace.ops[op].compute_s for op in made.ops)
 
 
 def _share_of_the_model(took_s: float, own_s: float) -> float:

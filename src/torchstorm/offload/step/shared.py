@@ -13,11 +13,10 @@ from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
-from torchstorm.offload.step.clock import CpuClock
+from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
-from torchstorm.transfer.engine import StreamClock
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,7 +48,7 @@ class Shared:
     stack: Stack
     recompute: bool
     unlimited: bool
-    clock: StreamClock | CpuClock
+    clock: Clock
     residency: Residency
     saved: SavedTensors
     plans: Plans

@@ -104,7 +104,7 @@ class Table:
         self._all_recorded = all_recorded
         self._native: object | None = None  # see `moments_for`
         self._shared: weakref.WeakKeyDictionary[Table, int] = weakref.WeakKeyDictionary()  # see `num_shared`
-        self.turn = next((at for at, one in enumerate(plan.trace.moments) if one.kind == UNPACK), 0)
+        self.turn = plan.trace.turn
         self.busy = {*plan.drops, *plan.fetches, self.turn}
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
