@@ -339,9 +339,14 @@ def test_peaks_do_not_depend_on_how_far_the_host_runs_ahead() -> None:
                     assert not torch.cuda.current_stream().query(), "the host was not ahead"
             return session.usage().vram_bytes
 
-        for index in range(5):
-            peak(index, "as it comes")
+        num_steps = 0
+        while session.report().num_in_force < 5:  # a better plan may be found beside the steps, with another peak
+            peak(num_steps, "as it comes")
+            num_steps += 1
+            assert num_steps < 500, "no plan stays in force"
+        plan = session.plan()
         found = {mode: peak(9, mode) for mode in ("as it comes", "far ahead", "in step", "far ahead again")}
+        assert session.plan() == plan, "another plan was found meanwhile"
         # The allocator may leave up to 1 MiB of a block unsplit, which it counts.
         assert max(found.values()) - min(found.values()) <= 2 * MIB, found
         assert max(found.values()) <= budget
