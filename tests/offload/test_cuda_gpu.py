@@ -339,14 +339,21 @@ def test_peaks_do_not_depend_on_how_far_the_host_runs_ahead() -> None:
                     assert not torch.cuda.current_stream().query(), "the host was not ahead"
             return session.usage().vram_bytes
 
-        num_steps = 0
-        while session.report().num_in_force < 5:  # a better plan may be found beside the steps, with another peak
-            peak(num_steps, "as it comes")
-            num_steps += 1
-            assert num_steps < 500, "no plan stays in force"
-        plan = session.plan()
-        found = {mode: peak(9, mode) for mode in ("as it comes", "far ahead", "in step", "far ahead again")}
-        assert session.plan() == plan, "another plan was found meanwhile"
+        for index in range(5):
+            peak(index, "as it comes")
+
+        def placements() -> object:
+            plan = session.plan()
+            assert plan is not None
+            return plan.placements
+
+        for _ in range(6):  # where steps have taught a better plan meanwhile, its peaks may be others
+            before = placements()
+            found = {mode: peak(9, mode) for mode in ("as it comes", "far ahead", "in step", "far ahead again")}
+            if placements() == before:
+                break
+        else:
+            pytest.fail("no plan stays in force")
         # The allocator may leave up to 1 MiB of a block unsplit, which it counts.
         assert max(found.values()) - min(found.values()) <= 2 * MIB, found
         assert max(found.values()) <= budget

@@ -96,11 +96,13 @@ class Choice:
         variants: variant by block.
         step_ms: forecast step time; None if no mix was found within the budget, and the one with the least memory was
             taken.
+        measured_ms: the same of the mix that the traced step ran in; None if no plan for that is within the budget.
         num_tried: number of mixes that were planned.
     """
 
     variants: dict[str, str]
     step_ms: float | None
+    measured_ms: float | None
     num_tried: int
 
 
@@ -112,7 +114,7 @@ def choose_variants(
     *,
     memory_bytes_per_s: float,
     max_tries: int = 60,
-    max_seconds: float = 10.0,
+    max_seconds: float = 5.0,
 ) -> Choice:
     """Finds the fastest mix whose plan is within the budget.
 
@@ -136,14 +138,18 @@ def choose_variants(
             for index, table in enumerate(tables)
         }
 
+    def planned(mixed: Trace) -> tuple[int, float]:
+        """0 and the step's time in ms, or 1 and the bytes that it needs where no plan fits."""
+        try:
+            plan = plan_of(mixed)
+        except BudgetError as error:
+            return 1, float(error.needed_bytes)
+        return (1, inf) if plan is None else (0, plan.forecast.step_ms)
+
     def score(cuts: tuple[int, ...]) -> tuple[int, float]:
         if cuts not in scores:
             mixed = mixed_trace(trace, tables, measured, names(cuts), memory_bytes_per_s=memory_bytes_per_s)
-            try:
-                plan = plan_of(mixed)
-                scores[cuts] = (1, inf) if plan is None else (0, plan.forecast.step_ms)
-            except BudgetError as error:
-                scores[cuts] = (1, float(error.needed_bytes))
+            scores[cuts] = planned(mixed)
         return scores[cuts]
 
     num_cuts = len(VARIANTS) - 1
@@ -163,7 +169,13 @@ def choose_variants(
             step //= 2
     feasible = score(best)[0] == 0
     chosen = best if feasible else (num,) * num_cuts
-    return Choice(variants=names(chosen), step_ms=score(best)[1] if feasible else None, num_tried=len(scores))
+    does_not_fit, measured_ms = planned(trace)
+    return Choice(
+        variants=names(chosen),
+        step_ms=score(best)[1] if feasible else None,
+        measured_ms=None if does_not_fit else measured_ms,
+        num_tried=len(scores),
+    )
 
 
 def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, ...]]:

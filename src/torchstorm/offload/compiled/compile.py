@@ -34,6 +34,7 @@ from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, 
 _MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
 
 _MOST_CHOICES = 4
+_GAIN = 0.05  # of a step's time that other variants must promise, since each is compiled first
 _WITHOUT_GRADIENTS = ""  # saves nothing, so there are no variants
 _numbers = itertools.count()
 
@@ -129,23 +130,26 @@ class CompiledBlocks:
             memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
         )
 
-    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, failed: bool = False) -> bool:
-        """Chooses after the first measured step. True where blocks change, so that the next step is another one.
+    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, most: int = _MOST_CHOICES) -> bool:
+        """Chooses from a measured step. True where blocks change, so that the next step is another one.
 
         Args:
             trace, plan_of: as for `choose`.
-            failed: the step was measured in the variants chosen, and no plan fits after all: chooses anew from what it
-                showed, a few times.
+            most: does so only if fewer choices have been made so far. After the first one, other variants must promise
+                to be faster by a share that is worth compiling them, or be the only ones that fit.
         """
-        if self.fixed or not self.tables() or self._num_chosen >= (_MOST_CHOICES if failed else 1):
+        if self.fixed or not self.tables() or self._num_chosen >= min(most, _MOST_CHOICES):
             return False
         self._num_chosen += 1
         before = dict(self.variants)
-        self.choice = self.choose(trace, plan_of)
-        while not self.adopt(self.choice.variants):
-            self.set(before)  # which the trace is of
-            self.choice = self.choose(trace, plan_of)  # without those that do not agree
-        return before != self.variants
+        while True:
+            found = self.choose(trace, plan_of)
+            if self._num_chosen > 1 and not _is_worth_compiling(found):
+                return False
+            self.choice = found
+            if self.adopt(found.variants):
+                return before != self.variants
+            self.set(before)  # which the trace is of; those that do not agree are left out from now on
 
     def adopt(self, variants: Mapping[str, str]) -> bool:
         """Sets those variants that agree with `agreement.REFERENCE`; compares them, so it must be between steps.
@@ -370,6 +374,12 @@ def refuse_compiled_whole(model: nn.Module) -> None:
             "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
             "and compile it block by block with storm.compile(model)."
         )
+
+
+def _is_worth_compiling(choice: Choice) -> bool:
+    if choice.step_ms is None or choice.measured_ms is None:
+        return choice.measured_ms is None  # what the step was measured in does not fit
+    return choice.step_ms < choice.measured_ms * (1 - _GAIN)
 
 
 def _device_of(module: nn.Module) -> torch.device:

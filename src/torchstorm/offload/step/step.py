@@ -314,31 +314,35 @@ class Step:
         Raises:
             BudgetError: none fits.
         """
-        shared = self._shared
+        shared, planner = self._shared, self._shared.planner
         if isinstance(recorder, Pace):
-            assert planned is not None
-            assert planned.plan is not None
-            trace = recorder.refine(planned.trace, planned.plan, shared.planner.machine(), scale=self._scale(planned))
-            retimed = shared.planner.retimed(planned, trace, num_measured=planned.num_measured + 1)
-            if retimed is not None:
-                return retimed
+            assert planned is not None and planned.plan is not None
+            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=self._scale(planned))
         else:
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        blocks = shared.compiled if self._planned is None else None
-        quick_plan = partial(shared.planner.quick_plan, base_bytes=base)
-        if blocks is not None and blocks.rechoose(trace, quick_plan):
+        blocks = shared.compiled if planned is self._planned and self._is_exact else None
+        quick_plan = partial(planner.quick_plan, base_bytes=base)
+        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured):
+            if planned is not None:
+                shared.plans.drop(planned)
             return None
+        if (
+            planned
+            and isinstance(recorder, Pace)
+            and (now := planner.retimed(planned, trace, num_measured=num_measured))
+        ):
+            return now
         blind = planned is None and shared.recompute and self._tape is None
         try:
-            found = shared.planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
+            found = planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
             blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
         except BudgetError as error:
             if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
                 found = planned  # only times changed: what fitted before still fits
                 found.num_measured = num_measured
-            elif blocks is not None and blocks.rechoose(trace, quick_plan, failed=True):
+            elif blocks is not None and planned is None and blocks.rechoose(trace, quick_plan):
                 return None
             elif not blind and (
                 shared.residency.shortfall is not None
