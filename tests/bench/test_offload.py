@@ -123,6 +123,7 @@ def test_compiled_ways_are_called_with_the_same_references_and_budgets(
 
     class Uncompiled:
         variants: dict[str, str] = {}  # noqa: RUF012
+        notes: tuple[str, ...] = ()
 
         def tables(self) -> list[object]:
             return []

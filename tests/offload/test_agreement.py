@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -265,6 +266,56 @@ def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     assert session._shared.compiled is not None
     assert set(session._shared.compiled.variants.values()) == {LEAN}
     assert seen[:2] == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def _is_strict() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+_num_backwards = itertools.count()
+
+
+@torch.library.custom_op("torchstorm_test::product", mutates_args=())
+def product(x: torch.Tensor) -> torch.Tensor:
+    """As cuBLAS's do where CUBLAS_WORKSPACE_CONFIG is not set."""
+    if _is_strict():
+        raise RuntimeError("Deterministic behavior was enabled, and this has none")
+    return x.clone()
+
+
+@torch.library.custom_op("torchstorm_test::attention_backward", mutates_args=())
+def attention_backward(grad: torch.Tensor) -> torch.Tensor:
+    """As flash attention's: other bits each time, unless all that has no deterministic way is to raise."""
+    return grad.clone() if _is_strict() else grad * (1 + 2**-20 * next(_num_backwards))
+
+
+@torch.library.custom_op("torchstorm_test::attention", mutates_args=())
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+product.register_fake(torch.empty_like)
+product.register_autograd(lambda ctx, grad: grad)
+attention_backward.register_fake(torch.empty_like)
+attention.register_fake(torch.empty_like)
+attention.register_autograd(lambda ctx, grad: attention_backward(grad))
+
+
+class Attending(Block):
+    def forward(self, x: torch.Tensor, cache: Cache, *, mask: torch.Tensor) -> torch.Tensor:
+        return attention(product(super().forward(x, cache, mask=mask)))
+
+
+def test_attention_that_is_deterministic_only_where_products_would_raise_is_no_disagreement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{__name__}.Block", Attending)
+    choosing(monkeypatch, LEAN)
+    _, session = train(limited)
+    assert session._shared.compiled is not None
+    assert session._shared.compiled.notes == ()
+    assert set(session._shared.compiled.variants.values()) == {LEAN}
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -155,7 +155,7 @@ class Peers(SideBySide):
                 self.add_compiled(ways.COMPILE_CHECKPOINT)
         if ways.SESSION_COMPILED in chosen:
             with self.kept(self.row(ways.SESSION_COMPILED, against=ways.COMPILE)):
-                reference = compiled_reference(self.meter, steps=CHECKED_STEPS)
+                reference = compiled_reference(self.meter)
                 clean(self.device)
                 for budget_gib, name in budgets[-2:]:  # the ones that are hard
                     self.add_session(budget_gib, name=name, compiled=reference)

@@ -22,6 +22,8 @@ from torchstorm.sizes import format_size
 
 CHECKED_STEPS = 7
 """Steps that a reference needs: of so many, a Session on a GPU measures the first, second and fourth."""
+_COMPILED_CHECKED_STEPS = 16
+"""The same where blocks are compiled: what was measured may have them run in other variants, whose steps begin anew."""
 PLANNED_STEPS = 3
 """So many of these must follow a plan, whichever, and not be measured."""
 
@@ -91,6 +93,7 @@ def measure_session(
                 f"{meter.num_repeated - repeated} steps repeated, out of memory" * (meter.num_repeated > repeated),
                 checked_note,
                 reference.note,
+                *(blocks.notes if blocks is not None else ()),
             ),
         )
     if wrong:
@@ -98,10 +101,10 @@ def measure_session(
     return replace(row.timed(timing.seconds), checked=True, host_s=timing.host_s)
 
 
-def compiled_reference(meter: Meter, *, steps: int) -> Reference:
+def compiled_reference(meter: Meter) -> Reference:
     """What the same compiled blocks compute when they save everything."""
     with Session(meter.subject.model, unlimited=True) as session, _blocks(session, True):
-        return meter.reference(session.step, steps=steps)
+        return meter.reference(session.step, steps=_COMPILED_CHECKED_STEPS)
 
 
 def _check(

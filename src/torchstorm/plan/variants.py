@@ -114,7 +114,7 @@ def choose_variants(
     *,
     memory_bytes_per_s: float,
     max_tries: int = 60,
-    max_seconds: float = 5.0,
+    max_seconds: float = 10.0,
 ) -> Choice:
     """Finds the fastest mix whose plan is within the budget.
 
@@ -158,10 +158,8 @@ def choose_variants(
         key=score,
     )
     step = 1 << max(0, num.bit_length() - 1)
-    while step:
+    while step and len(scores) <= max_tries and time.monotonic() < stop:
         better = min((moved for moved in _neighbours(best, step, num)), key=score, default=best)
-        if len(scores) > max_tries or time.monotonic() > stop:
-            break
         # Differences below a tenth of a percent are within the forecast's error.
         if score(better) < (score(best)[0], score(best)[1] * 0.999):
             best = better

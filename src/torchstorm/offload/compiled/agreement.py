@@ -13,12 +13,13 @@ import pickle
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import UnsupportedError
@@ -196,21 +197,36 @@ class _Case:
             return self._why_not
         try:
             found = self._compared(variant, call, device)
-            if found and not torch.are_deterministic_algorithms_enabled():
+            if found and not _is_strict():
                 # What differs from run to run says nothing about variants.
                 with _deterministically():
-                    found = self._compared(variant, call, device)
+                    found = self._compared(variant, call, device, around_gradients=_StrictAttention)
         except (RuntimeError, UnsupportedError) as error:
             first = (str(error).splitlines() or [""])[0]
             return f"it could not be compared ({type(error).__name__}: {first})"
         return found
 
-    def _compared(self, variant: str, call: Call, device: torch.device) -> str:
+    def _compared(
+        self,
+        variant: str,
+        call: Call,
+        device: torch.device,
+        *,
+        around_gradients: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> str:
         before = Before(self._module, (), (), device, unchanging=set(), on_host=False)
-        try:
-            expected = self._run(REFERENCE, call)
+
+        def outcome(which: str) -> dict[str, torch.Tensor | None]:
+            if around_gradients is None:
+                return self._run(which, call, nullcontext())
+            self._run(which, call, nullcontext())  # what is compiled here is compiled outside of that context
             before.rewind()
-            found = self._run(variant, call)
+            return self._run(which, call, around_gradients())
+
+        try:
+            expected = outcome(REFERENCE)
+            before.rewind()
+            found = outcome(variant)
         finally:
             before.rewind()
         if not expected:
@@ -225,7 +241,9 @@ class _Case:
                 return f"{name} differs from that of {REFERENCE!r}, by {furthest:.1e} at most"
         return ""
 
-    def _run(self, variant: str, call: Call) -> dict[str, torch.Tensor | None]:
+    def _run(
+        self, variant: str, call: Call, around_gradients: AbstractContextManager[object]
+    ) -> dict[str, torch.Tensor | None]:
         """Output, gradients and buffers after one call."""
         torch.manual_seed(0)
         kept = [value.tensor() if isinstance(value, _Remembered) else value for value in self._kept]
@@ -246,7 +264,8 @@ class _Case:
                 if parameter.requires_grad:
                     inputs[f"the gradient of {name!r}"] = parameter
             outer = [_random(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in trained]
-            gradients = torch.autograd.grad(trained, list(inputs.values()), outer, allow_unused=True)
+            with around_gradients:
+                gradients = torch.autograd.grad(trained, list(inputs.values()), outer, allow_unused=True)
         found: dict[str, torch.Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(tensors)}
         found.update(zip(inputs, gradients, strict=True))
         found.update((f"buffer {name!r}", buffer.clone()) for name, buffer in self._module.named_buffers())
@@ -299,15 +318,35 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((same | (one.isnan() & other.isnan())).all())
 
 
+def _is_strict() -> bool:
+    """Whether operations that have no deterministic way raise."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @contextmanager
-def _deterministically() -> Iterator[None]:
+def _deterministically(*, warn_only: bool = True) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operations that have no deterministic way, each time they run
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class _StrictAttention(TorchDispatchMode):
+    """Attention's backward takes its deterministic way.
+
+    Where operations without one only warn, PyTorch's flash attention takes the other way nevertheless. To have them
+    all raise is no choice: cuBLAS's products would, unless CUBLAS_WORKSPACE_CONFIG was set when the process began.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if "attention" not in func.name():
+            return func(*args, **(kwargs or {}))
+        with _deterministically(warn_only=False):
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager

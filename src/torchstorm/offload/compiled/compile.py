@@ -34,6 +34,7 @@ from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, 
 _MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
 
 _MOST_CHOICES = 4
+_SEARCH_S, _LATER_S = 5.0, 1.0  # of the search for the first choice and for later ones, while a step waits
 _GAIN = 0.05  # of a step's time that other variants must promise, since each is compiled first
 _WITHOUT_GRADIENTS = ""  # saves nothing, so there are no variants
 _numbers = itertools.count()
@@ -115,12 +116,15 @@ class CompiledBlocks:
             if kind.costs
         ]
 
-    def choose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None]) -> Choice:
+    def choose(
+        self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, max_seconds: float = _SEARCH_S
+    ) -> Choice:
         """Chooses a variant for every block from a step measured in the present ones; `set` puts it in force.
 
         Args:
             trace: the step; its storages' blocks are named as here.
             plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
+            max_seconds: of the search, beyond what it takes to compare the blocks all in one variant.
         """
         return choose_variants(
             trace,
@@ -128,6 +132,7 @@ class CompiledBlocks:
             dict(self.variants),
             plan_of,
             memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
+            max_seconds=max_seconds,
         )
 
     def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, most: int = _MOST_CHOICES) -> bool:
@@ -143,7 +148,7 @@ class CompiledBlocks:
         self._num_chosen += 1
         before = dict(self.variants)
         while True:
-            found = self.choose(trace, plan_of)
+            found = self.choose(trace, plan_of, max_seconds=_SEARCH_S if self._num_chosen == 1 else _LATER_S)
             if self._num_chosen > 1 and not _is_worth_compiling(found):
                 return False
             self.choice = found

@@ -90,6 +90,11 @@ class Planned:
         """Whether a step that follows it computes anything again."""
         return self.plan is not None and self.plan.recomputes
 
+    def work_over(self, key: Key) -> float:
+        """About how many times the work of a step that begins so a step is that the plan was made for."""
+        planned_for, ours = math.prod(self.kind.key[0]), math.prod(key[0])
+        return float(planned_for / ours) if ours else 1.0
+
 
 class Plans:
     """The plans of one Session; the longest unused are forgotten.

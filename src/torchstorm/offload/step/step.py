@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -315,10 +314,12 @@ class Step:
             BudgetError: none fits.
         """
         shared, planner = self._shared, self._shared.planner
-        if isinstance(recorder, Pace):
-            assert planned is not None and planned.plan is not None
-            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=self._scale(planned))
+        if planned is not None and isinstance(recorder, Pace):
+            assert planned.plan is not None
+            scale = 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
+            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=scale)
         else:
+            assert isinstance(recorder, Recorder)
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
@@ -328,12 +329,11 @@ class Step:
             if planned is not None:
                 shared.plans.drop(planned)
             return None
-        if (
-            planned
-            and isinstance(recorder, Pace)
-            and (now := planner.retimed(planned, trace, num_measured=num_measured))
-        ):
-            return now
+        retimed = None
+        if planned is not None and isinstance(recorder, Pace):
+            retimed = planner.retimed(planned, trace, num_measured=num_measured)
+        if retimed is not None:
+            return retimed
         blind = planned is None and shared.recompute and self._tape is None
         try:
             found = planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
@@ -357,14 +357,6 @@ class Step:
                 found = Planned(None, trace, shared.measured.last, base, shared.plans.num_to_measure)
         found.is_unrecorded = blind
         return found
-
-    def _scale(self, planned: Planned) -> float:
-        """About how many times the work of this step a step is that the plan was made for."""
-        if self._is_exact:
-            return 1.0
-        assert self._key is not None
-        planned_for, ours = math.prod(planned.kind.key[0]), math.prod(self._key[0])
-        return float(planned_for / ours) if ours else 1.0
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
