@@ -531,7 +531,7 @@ def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkey
         blocks = session.compile()
         assert_same(expected, run(model, session=session, num_steps=5))
         report = session.report()
-    assert num_chosen >= 2
+    assert num_chosen == 2
     assert set(blocks.variants.values()) != {SAVE}
     assert report.measured is not None
     assert report.measured.ram_bytes <= needed * 6 // 10

@@ -48,7 +48,7 @@ class RecordRow(Stamp):
 
     @property
     def key(self) -> Hashable:
-        """What there is one row for in a file."""
+        """What there is one row for in a file; each kind of row has its own."""
         raise NotImplementedError
 
 

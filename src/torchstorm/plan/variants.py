@@ -129,7 +129,7 @@ def choose_variants(
     num = len(tables)
     trace = warm_trace(trace, tables)
     stop = time.monotonic() + max_seconds
-    scores: dict[tuple[int, ...], tuple[int, float]] = {}
+    scores: dict[tuple[str, ...], tuple[int, float]] = {}  # by the variants of the blocks
 
     def names(cuts: tuple[int, ...]) -> dict[str, str]:
         """The variant of block i is the number of cuts after it."""
@@ -138,19 +138,20 @@ def choose_variants(
             for index, table in enumerate(tables)
         }
 
-    def planned(mixed: Trace) -> tuple[int, float]:
-        """0 and the step's time in ms, or 1 and the bytes that it needs where no plan fits."""
-        try:
-            plan = plan_of(mixed)
-        except BudgetError as error:
-            return 1, float(error.needed_bytes)
-        return (1, inf) if plan is None else (0, plan.forecast.step_ms)
+    def planned(variants: dict[str, str]) -> tuple[int, float]:
+        """0 and the time in ms of a step in this mix, or 1 and the bytes that it needs where no plan fits."""
+        mix = tuple(variants.values())
+        if mix not in scores:
+            mixed = mixed_trace(trace, tables, measured, variants, memory_bytes_per_s=memory_bytes_per_s)
+            try:
+                plan = plan_of(mixed)
+                scores[mix] = (1, inf) if plan is None else (0, plan.forecast.step_ms)
+            except BudgetError as error:
+                scores[mix] = (1, float(error.needed_bytes))
+        return scores[mix]
 
     def score(cuts: tuple[int, ...]) -> tuple[int, float]:
-        if cuts not in scores:
-            mixed = mixed_trace(trace, tables, measured, names(cuts), memory_bytes_per_s=memory_bytes_per_s)
-            scores[cuts] = planned(mixed)
-        return scores[cuts]
+        return planned(names(cuts))
 
     num_cuts = len(VARIANTS) - 1
     best = min(
@@ -167,7 +168,7 @@ def choose_variants(
             step //= 2
     feasible = score(best)[0] == 0
     chosen = best if feasible else (num,) * num_cuts
-    does_not_fit, measured_ms = planned(trace)
+    does_not_fit, measured_ms = planned({table.name: table.nearest(measured[table.name]).name for table in tables})
     return Choice(
         variants=names(chosen),
         step_ms=score(best)[1] if feasible else None,

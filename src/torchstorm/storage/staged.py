@@ -289,6 +289,7 @@ class _Lane:
             arena.close()
 
     def _walk(self) -> None:
+        """Moves the pieces of its direction until it is told to stop; each direction has its own way."""
         raise NotImplementedError
 
 

@@ -13,7 +13,7 @@ import pickle
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -200,28 +200,20 @@ class _Case:
             if found and not _is_strict():
                 # What differs from run to run says nothing about variants.
                 with _deterministically():
-                    found = self._compared(variant, call, device, around_gradients=_StrictAttention)
+                    found = self._compared(variant, call, device, has_strict_attention=True)
         except (RuntimeError, UnsupportedError) as error:
             first = (str(error).splitlines() or [""])[0]
             return f"it could not be compared ({type(error).__name__}: {first})"
         return found
 
-    def _compared(
-        self,
-        variant: str,
-        call: Call,
-        device: torch.device,
-        *,
-        around_gradients: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> str:
+    def _compared(self, variant: str, call: Call, device: torch.device, *, has_strict_attention: bool = False) -> str:
         before = Before(self._module, (), (), device, unchanging=set(), on_host=False)
 
         def outcome(which: str) -> dict[str, torch.Tensor | None]:
-            if around_gradients is None:
-                return self._run(which, call, nullcontext())
-            self._run(which, call, nullcontext())  # what is compiled here is compiled outside of that context
-            before.rewind()
-            return self._run(which, call, around_gradients())
+            if has_strict_attention:
+                self._run(which, call)  # compiles what must be, which a mode would see
+                before.rewind()
+            return self._run(which, call, has_strict_attention=has_strict_attention)
 
         try:
             expected = outcome(REFERENCE)
@@ -241,9 +233,7 @@ class _Case:
                 return f"{name} differs from that of {REFERENCE!r}, by {furthest:.1e} at most"
         return ""
 
-    def _run(
-        self, variant: str, call: Call, around_gradients: AbstractContextManager[object]
-    ) -> dict[str, torch.Tensor | None]:
+    def _run(self, variant: str, call: Call, *, has_strict_attention: bool = False) -> dict[str, torch.Tensor | None]:
         """Output, gradients and buffers after one call."""
         torch.manual_seed(0)
         kept = [value.tensor() if isinstance(value, _Remembered) else value for value in self._kept]
@@ -264,7 +254,7 @@ class _Case:
                 if parameter.requires_grad:
                     inputs[f"the gradient of {name!r}"] = parameter
             outer = [_random(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in trained]
-            with around_gradients:
+            with _StrictAttention() if has_strict_attention else nullcontext():  # type: ignore[no-untyped-call]
                 gradients = torch.autograd.grad(trained, list(inputs.values()), outer, allow_unused=True)
         found: dict[str, torch.Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(tensors)}
         found.update(zip(inputs, gradients, strict=True))

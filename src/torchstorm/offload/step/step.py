@@ -329,11 +329,10 @@ class Step:
             if planned is not None:
                 shared.plans.drop(planned)
             return None
-        retimed = None
         if planned is not None and isinstance(recorder, Pace):
             retimed = planner.retimed(planned, trace, num_measured=num_measured)
-        if retimed is not None:
-            return retimed
+            if retimed is not None:
+                return retimed
         blind = planned is None and shared.recompute and self._tape is None
         try:
             found = planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
