@@ -265,7 +265,8 @@ def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     _, session = train(limited)
     assert session._shared.compiled is not None
     assert set(session._shared.compiled.variants.values()) == {LEAN}
-    assert seen[:2] == [False, True]
+    assert not seen[0]
+    assert True in seen
     assert not torch.are_deterministic_algorithms_enabled()
 
 

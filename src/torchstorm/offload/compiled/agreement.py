@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled.repeatable import Repeatable, deterministically, is_strict
 from torchstorm.offload.run.snapshot import Before
 from torchstorm.plan.variants import CHEAP
 
@@ -197,23 +197,25 @@ class _Case:
             return self._why_not
         try:
             found = self._compared(variant, call, device)
-            if found and not _is_strict():
-                # What differs from run to run says nothing about variants.
-                with _deterministically():
-                    found = self._compared(variant, call, device, has_strict_attention=True)
+            # What differs from run to run says nothing about variants.
+            if found and not is_strict():
+                found = self._compared(variant, call, device, repeats=True)
+            if found and not is_strict():
+                with deterministically():
+                    found = self._compared(variant, call, device, repeats=True)
         except (RuntimeError, UnsupportedError) as error:
             first = (str(error).splitlines() or [""])[0]
             return f"it could not be compared ({type(error).__name__}: {first})"
         return found
 
-    def _compared(self, variant: str, call: Call, device: torch.device, *, has_strict_attention: bool = False) -> str:
+    def _compared(self, variant: str, call: Call, device: torch.device, *, repeats: bool = False) -> str:
         before = Before(self._module, (), (), device, unchanging=set(), on_host=False)
 
         def outcome(which: str) -> dict[str, torch.Tensor | None]:
-            if has_strict_attention:
+            if repeats:
                 self._run(which, call)  # compiles what must be, which a mode would see
                 before.rewind()
-            return self._run(which, call, has_strict_attention=has_strict_attention)
+            return self._run(which, call, repeats=repeats)
 
         try:
             expected = outcome(REFERENCE)
@@ -233,7 +235,7 @@ class _Case:
                 return f"{name} differs from that of {REFERENCE!r}, by {furthest:.1e} at most"
         return ""
 
-    def _run(self, variant: str, call: Call, *, has_strict_attention: bool = False) -> dict[str, torch.Tensor | None]:
+    def _run(self, variant: str, call: Call, *, repeats: bool = False) -> dict[str, torch.Tensor | None]:
         """Output, gradients and buffers after one call."""
         torch.manual_seed(0)
         kept = [value.tensor() if isinstance(value, _Remembered) else value for value in self._kept]
@@ -254,7 +256,7 @@ class _Case:
                 if parameter.requires_grad:
                     inputs[f"the gradient of {name!r}"] = parameter
             outer = [_random(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in trained]
-            with _StrictAttention() if has_strict_attention else nullcontext():  # type: ignore[no-untyped-call]
+            with Repeatable() if repeats else nullcontext():
                 gradients = torch.autograd.grad(trained, list(inputs.values()), outer, allow_unused=True)
         found: dict[str, torch.Tensor | None] = {f"output {n}": tensor.detach() for n, tensor in enumerate(tensors)}
         found.update(zip(inputs, gradients, strict=True))
@@ -306,37 +308,6 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     bits = cast(torch.dtype, getattr(torch, f"int{8 * one.element_size()}"))
     same = one.contiguous().view(bits) == other.contiguous().view(bits)
     return bool((same | (one.isnan() & other.isnan())).all())
-
-
-def _is_strict() -> bool:
-    """Whether operations that have no deterministic way raise."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-@contextmanager
-def _deterministically(*, warn_only: bool = True) -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations that have no deterministic way, each time they run
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-class _StrictAttention(TorchDispatchMode):
-    """Attention's backward takes its deterministic way.
-
-    Where operations without one only warn, PyTorch's flash attention takes the other way nevertheless. To have them
-    all raise is no choice: cuBLAS's products would, unless CUBLAS_WORKSPACE_CONFIG was set when the process began.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if "attention" not in func.name():
-            return func(*args, **(kwargs or {}))
-        with _deterministically(warn_only=False):
-            return func(*args, **(kwargs or {}))
 
 
 @contextmanager
