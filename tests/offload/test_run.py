@@ -561,3 +561,16 @@ def test_two_looks_at_what_does_not_fit_find_what_does_where_memory_is_a_line(
     if known == 1.0 and points:
         assert len(points) == 1
         assert fixed + per_row * (size + 1) > budget
+
+
+def test_small_tensors_that_move_together_are_each_of_the_module_that_saved_them(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    with Session(model, ram="1MiB", disk=f"{tmp_path}:16MiB", recompute=False) as session:
+        with session.step():
+            model(torch.randn(64, 32)).sum().backward()
+        plan = session.plan()
+    assert plan is not None
+    assert any(parcel.num_storages > 1 for parcel in plan.trace.parcels)
+    saved_in = [storage.block for storage in plan.trace.storages if storage.parcel >= 0]
+    assert {block.partition(".")[0] for block in saved_in} == {"0", "1", "2", "3"}
+    assert saved_in == sorted(saved_in), "in the order of the forward"

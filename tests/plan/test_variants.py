@@ -124,10 +124,11 @@ def test_the_same_mix_leaves_the_trace_as_it_is() -> None:
     assert rewritten([CHEAP, SAVE], [CHEAP, SAVE]) == trace_of([CHEAP, SAVE])
 
 
-def test_a_block_that_was_compiled_meanwhile_is_taken_to_be_as_fast_as_the_others() -> None:
-    slow = trace_of([CHEAP] * 4, slow_first=500.0)
-    warm = warm_trace(slow, [table(number) for number in range(4)])
-    assert warm.compute_s == pytest.approx(trace_of([CHEAP] * 4).compute_s)
+@pytest.mark.parametrize("mix", [[CHEAP] * 4, [INPUTS, INPUTS, SAVE, SAVE], [CHEAP, CHEAP, CHEAP, LEAN]])
+def test_a_block_that_was_compiled_meanwhile_is_taken_to_be_as_fast_as_the_others(mix: list[str]) -> None:
+    slow = trace_of(mix, slow_first=500.0)
+    warm = warm_trace(slow, [table(number) for number in range(4)], names(mix))
+    assert warm.compute_s == pytest.approx(trace_of(mix).compute_s)
 
 
 def test_two_graphs_of_one_block_save_together() -> None:

@@ -127,7 +127,7 @@ def choose_variants(
         max_tries, max_seconds: limits of the search; the best mix found by then is returned.
     """
     num = len(tables)
-    trace = warm_trace(trace, tables)
+    trace = warm_trace(trace, tables, measured)
     stop = time.monotonic() + max_seconds
     scores: dict[tuple[str, ...], tuple[int, float]] = {}  # by the variants of the blocks
 
@@ -189,21 +189,25 @@ def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, .
     return found
 
 
-def warm_trace(trace: Trace, tables: Sequence[BlockTable]) -> Trace:
-    """The step with every block as fast as the fastest of its kind, since the first one's time includes compilation."""
+def warm_trace(trace: Trace, tables: Sequence[BlockTable], measured: Mapping[str, str]) -> Trace:
+    """The step with every block as fast as the fastest of its kind, since the first one's time includes compilation.
+
+    Backward is compared among blocks in one variant, since it computes again what the variant did not save.
+    """
     moments = list(trace.moments)
-    groups: dict[int, list[_Span]] = {}
+    alike: dict[tuple[int, str], list[range]] = {}
     for table in tables:
         span = _span_of(trace, trace.storages, table.name)
         if span is not None:
-            groups.setdefault(table.kind, []).append(span)
-    for spans in groups.values():
-        for intervals in (_Span.forward, _Span.backward):
-            seconds = [sum(moments[at].compute_s for at in intervals(span)) for span in spans]
-            for span, took in zip(spans, seconds, strict=True):
-                for at in intervals(span):
-                    share = min(seconds) / took if took > 0 else 1.0
-                    moments[at] = replace(moments[at], compute_s=moments[at].compute_s * share)
+            alike.setdefault((table.kind, ""), []).append(span.forward())
+            variant = table.nearest(measured[table.name]).name
+            alike.setdefault((table.kind, variant), []).append(span.backward())
+    for intervals in alike.values():
+        seconds = [sum(moments[at].compute_s for at in interval) for interval in intervals]
+        for interval, took in zip(intervals, seconds, strict=True):
+            share = min(seconds) / took if took > 0 else 1.0
+            for at in interval:
+                moments[at] = replace(moments[at], compute_s=moments[at].compute_s * share)
     return replace(trace, moments=tuple(moments))
 
 

@@ -98,12 +98,13 @@ class Agreement:
         return variant not in self.dropped
 
 
-def looks_of(name: str, module: nn.Module, value: object, device: torch.device) -> Hashable:
+def looks_of(name: str, module: nn.Module, value: object) -> Hashable:
     """What tells calls of a block apart that Dynamo may compile apart."""
     return (
         name,
         module.training,
-        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         _look(value),
     )

@@ -225,7 +225,7 @@ class CompiledBlocks:
         wanted = self.variants[name]
         if not self.compares:
             return kind.call(wanted, module, args, kwargs)
-        key = looks_of(name, module, (args, kwargs), _device_of(module))
+        key = looks_of(name, module, (args, kwargs))
         variant = kind.agreement.variant(key, wanted)
         self._fell_back |= variant != wanted
         case = kind.agreement.freeze(key, module, args, kwargs)

@@ -207,7 +207,7 @@ class Recorder:
         record = StorageRecord(
             nbytes=saved.nbytes if parcel.shared else parcel.nbytes,
             made=self.moment,
-            block=parcel.block,
+            block=saved.block,
             value=saved.value,
         )
         if movable:  # where there is no tier to go to, it still tells what one would be worth
