@@ -16,6 +16,7 @@ from offload.steps import Outcome, assert_same
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import agreement as agreement_module
 from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
@@ -66,13 +67,13 @@ def _backend(partitioner: Any) -> Callable[..., Any]:
 @pytest.fixture
 def lean_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of LEAN have other last bits."""
-    call = compiled_module._Kind.call
+    call = kind_module.Kind.call
 
     def off(self: Any, variant: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         out = call(self, variant, module, args, kwargs)
         return _Off.apply(out) if variant == LEAN else out
 
-    monkeypatch.setattr(compiled_module._Kind, "call", off)
+    monkeypatch.setattr(kind_module.Kind, "call", off)
 
 
 class _Off(torch.autograd.Function):

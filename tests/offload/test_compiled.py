@@ -27,6 +27,7 @@ from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.models.gpt import GPT, GPTConfig
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
@@ -566,3 +567,64 @@ def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(
     assert seen[:2] == [{CHEAP}, {CHEAP}], "of a first step, and of one that followed a plan"
     assert set(blocks.variants.values()) == {expected}
     assert report.num_in_force >= 1, "a plan for what was chosen last"
+
+
+class Headed(nn.Module):
+    """Operations around compiled blocks, which change a tensor that those before them have read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Changing() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.ones(32)
+        x = torch.sin(nn.functional.gelu(self.before(x) + shift) + shift)
+        with torch.device("cpu"):  # another mode above the Session's
+            for block in self.blocks:
+                x = block(x, shift)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        shift.add_(1)
+        out: torch.Tensor = x + self.net(x)
+        return out
+
+
+@pytest.mark.usefixtures("quickly")
+def test_what_is_around_compiled_blocks_is_computed_again_and_no_mode_sees_what_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return Headed()
+
+    free, model = make(), make()
+    with Session(free, unlimited=True) as session:
+        session.compile()
+        expected = run(free, row_step, session=session, num_steps=6)
+        needed = session.usage().ram_bytes
+    modes: set[tuple[int, int]] = set()
+    call = kind_module.Kind.call
+
+    def spy(self: Any, *arguments: Any) -> Any:
+        modes.add((torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()))
+        return call(self, *arguments)
+
+    monkeypatch.setattr(kind_module.Kind, "call", spy)
+    with Session(model, ram=int(0.6 * needed)) as session:
+        session.compile()
+        assert_same(expected, run(model, row_step, session=session, num_steps=6))
+        plan = session.plan()
+        assert plan is not None
+        assert plan.recomputes
+        assert session.report().num_in_force
+    assert modes <= {(0, 0), (0, 1)}, "none, or the device's"

@@ -9,11 +9,8 @@ Graph breaks are tolerated: what lies between the graphs runs uncompiled, and it
 
 from __future__ import annotations
 
-import itertools
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,13 +18,14 @@ from torch import nn
 
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, looks_of
+from torchstorm.offload.compiled.agreement import REFERENCE, looks_of
 from torchstorm.offload.compiled.blocks import named_blocks, structure
-from torchstorm.offload.compiled.partition import GraphCosts, VariantPartitioner
+from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
+from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, Variant, choose_variants
+from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, choose_variants
 
 # Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants
 # depends on it.
@@ -36,8 +34,6 @@ _MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
 _MOST_CHOICES = 4
 _SEARCH_S, _LATER_S = 5.0, 1.0  # of the search for the first choice and for later ones, while a step waits
 _GAIN = 0.05  # of a step's time that other variants must promise, since each is compiled first
-_WITHOUT_GRADIENTS = ""  # saves nothing, so there are no variants
-_numbers = itertools.count()
 
 
 class CompiledBlocks:
@@ -76,11 +72,13 @@ class CompiledBlocks:
             )
         self._on_enter = on_enter or (lambda name: None)
         self._on_leave = on_leave or (lambda: None)
-        self._alike: dict[object, _Kind] = {}
+        self._alike: dict[object, Kind] = {}
         self._structures = {name: structure(module) for name, module in self._modules.items()}
-        self._kinds = {name: self._alike.setdefault(found, _Kind()) for name, found in self._structures.items()}
+        self._without_hooks = {name: self._alike.setdefault(found, Kind()) for name, found in self._structures.items()}
+        self._kinds = dict(self._without_hooks)
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.compares = False  # whether only variants are used that agree
+        self.num_compiled = 0  # graphs, within the blocks' calls
         self._fell_back = False  # whether a call of this step ran in another variant than was set
         self.choice: Choice | None = None
         self._num_chosen = 0
@@ -187,6 +185,11 @@ class CompiledBlocks:
         return kind.agreement.agrees(variant, kind.call, _device_of(self._modules[name]))
 
     @property
+    def has_breaks(self) -> bool:
+        """Whether a block is compiled in several graphs, with operations between them that run uncompiled."""
+        return any(len(kind.costs) > 1 for kind in self._alike.values())
+
+    @property
     def mix(self) -> str:
         """How many blocks run in which variant."""
         counts = Counter(self.variants.values())
@@ -202,7 +205,7 @@ class CompiledBlocks:
             for costs in kind.costs
             for variant, reason in costs.failed.items()
         }
-        names: dict[_Kind, list[str]] = {}
+        names: dict[Kind, list[str]] = {}
         for name, kind in self._kinds.items():
             names.setdefault(kind, []).append(name)
         for kind, alike in names.items():
@@ -210,18 +213,20 @@ class CompiledBlocks:
                 failed.add(f"variant {variant!r} of {', '.join(alike)} is not used: {reason}")
         return tuple(sorted(failed))
 
-    def _kind_of(self, name: str, module: nn.Module) -> _Kind:
+    def _kind_of(self, name: str, module: nn.Module) -> Kind:
         """With hooks a block is of its own kind: Dynamo does not look at them when it takes one's code for another."""
         hooks = private.hook_numbers(module)
-        key = (self._structures[name], name, hooks) if hooks else self._structures[name]
-        kind = self._kinds[name] = self._alike.setdefault(key, _Kind())
+        kind = self._without_hooks[name]
+        if hooks:
+            kind = self._alike.setdefault((self._structures[name], name, hooks), Kind())
+        self._kinds[name] = kind
         return kind
 
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a block in its variant, or in the reference until they are known to agree for such calls."""
         kind = self._kind_of(name, module)
         if not torch.is_grad_enabled():
-            return kind.call(_WITHOUT_GRADIENTS, module, args, kwargs)
+            return kind.call(WITHOUT_GRADIENTS, module, args, kwargs)
         wanted = self.variants[name]
         if not self.compares:
             return kind.call(wanted, module, args, kwargs)
@@ -244,65 +249,6 @@ class CompiledBlocks:
         raise UnsupportedError("Compiled blocks belong to one model in one process: compile the copy instead.")
 
 
-class _Kind:
-    """What blocks that are built alike share."""
-
-    def __init__(self) -> None:
-        self.agreement = Agreement()
-        self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
-        self.partitioners: dict[str, VariantPartitioner] = {}
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._told: list[GraphCosts] = []
-
-    def call(self, variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a block in a variant, compiling it where that has not been done."""
-        self._told = []
-        out = self._function(variant)(module, args, kwargs)
-        if self._told and len(self._told) >= len(self.costs):  # else a part was compiled again, for another shape
-            self.costs = self._told
-        return out
-
-    def _function(self, variant: str) -> Callable[..., Any]:
-        if variant not in self._functions:
-            # The first variant to be compiled tells what all of them would save.
-            tells = variant != _WITHOUT_GRADIENTS and not (self.partitioners.keys() - {_WITHOUT_GRADIENTS})
-            partitioner = VariantPartitioner(variant or SAVE, self._tell if tells else None)
-            self.partitioners[variant] = partitioner
-            self._functions[variant] = private.compile_with(_new_function(variant), partitioner, cache=not tells)
-        return self._functions[variant]
-
-    def _tell(self, costs: GraphCosts) -> None:
-        self._told.append(costs)
-
-    @property
-    def forward_flops(self) -> int:
-        return sum(costs.forward_flops for costs in self.costs)
-
-    def merged(self) -> dict[str, Variant]:
-        """The variants of all its graphs together, each graph in the nearest that it has."""
-        found: dict[str, Variant] = {}
-        for name in VARIANTS:
-            parts = [
-                BlockTable(name="", variants=costs.variants, forward_flops=0).nearest(name) for costs in self.costs
-            ]
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = whole.then(part)
-            if not found or any(part.name == name for part in parts):
-                found[name] = Variant(**{**vars(whole), "name": name})
-        return found
-
-    def usable(self) -> dict[str, Variant]:
-        """Those that are not dropped, the reference always among them then."""
-        found = self.merged()
-        dropped = self.agreement.dropped
-        if not dropped:
-            return found
-        nearest = BlockTable(name="", variants=found, forward_flops=0).nearest(REFERENCE)
-        found[REFERENCE] = replace(nearest, name=REFERENCE)
-        return {name: found[name] for name in VARIANTS if name in found and name not in dropped}
-
-
 class _BlockCall:
     """What a block's call goes through. A copy of the model does not take it along."""
 
@@ -314,9 +260,12 @@ class _BlockCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
         owner._on_enter(self._name)
+        num_before = private.num_compiled()
         try:
-            return owner.call(self._name, self._module, args, kwargs)
+            with unwatched():
+                return owner.call(self._name, self._module, args, kwargs)
         finally:
+            owner.num_compiled += private.num_compiled() - num_before
             owner._on_leave()
 
 
@@ -394,13 +343,3 @@ def _device_of(module: nn.Module) -> torch.device:
 def _first_save(trace: Trace, block: str) -> int:
     own = (s.made for s in trace.storages if s.block == block or s.block.startswith(f"{block}."))
     return min(own, default=trace.num_moments)
-
-
-def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module._call_impl(*args, **kwargs)
-
-
-def _new_function(name: str) -> Callable[..., Any]:
-    """A function of its own: Dynamo counts compilations by code object, and remembers sizes by its name."""
-    name = f"block_{name}_{next(_numbers)}"
-    return types.FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)

@@ -11,7 +11,8 @@ calls more, as of a step that logs something, change no other call's number.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ _PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with s
 _backward = torch._C._current_graph_task_id  # which one runs; -1 for none
 _vmap_level = torch._C._functorch.maybe_current_level
 _num_modes, _mode_at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
+_pop_mode, _push_mode = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
 _with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 # Asked at every function. The two say what `torch.compiler.is_compiling` says, which takes the host twice as long.
 _is_traced, _compiler = torch.compiler.is_dynamo_compiling, torch.compiler
@@ -166,6 +168,26 @@ def _is_seen_by_no_other() -> bool:
     """Whether no mode that was entered before a function's is called next, which may run something else than it. One
     that says on which device new tensors are made does not."""
     return all(type(_mode_at(place)) is DeviceContext for place in range(_num_modes()))
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Leaves the mode, whatever modes are above it, for a call that torch.compile would compile the mode with."""
+    above: list[Any] = []
+    left: list[Any] = []
+    while _num_modes() and not left:
+        mode = _pop_mode()
+        (left if isinstance(mode, WatchedCalls) else above).append(mode)
+    for mode in reversed(above):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        if left:
+            for _ in above:
+                _pop_mode()
+            for mode in (*left, *reversed(above)):
+                _push_mode(mode)
 
 
 def call_of(number: int) -> int:

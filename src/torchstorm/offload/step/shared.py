@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.budget import Stack
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
@@ -38,7 +39,7 @@ class Shared:
         watch: notices misuse.
         measured: what steps took.
         compiled: the model's compiled blocks; None for none.
-        runs_compiled: whether Dynamo has compiled something that steps run.
+        runs_compiled: whether Dynamo has compiled something that steps run, besides those.
         base_bytes: device memory that was not the Session's when the last step began.
     """
 
@@ -63,6 +64,10 @@ class Shared:
     def device(self) -> torch.device:
         """The fast device."""
         return self.stack.device
+
+    def num_compiled(self) -> int:
+        """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""
+        return private.num_compiled() - (self.compiled.num_compiled if self.compiled is not None else 0)
 
     def learn(self) -> None:
         """Compares the steps that have ended with the forecast of the plan in force."""

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchstorm.errors import BudgetError, OutOfVRAMError, UnsupportedError
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload import misuse
-from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.compile import refuse_compiled_whole
 from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
@@ -85,7 +84,9 @@ class Step:
         self._span = Span(shared.clock)
         self._tape = self._make_tape()
         self._watched: WatchedCalls | None = None
-        sees_all = tensors.asks_for_modes or shared.compiled is not None or shared.runs_compiled
+        sees_all = tensors.asks_for_modes or shared.runs_compiled
+        if shared.compiled is not None:
+            sees_all |= shared.compiled.has_breaks
         if self._tape is not None and not sees_all:
             self._watched = WatchedCalls(self._tape)
         shared.saved.begin(tensors.fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
@@ -107,7 +108,7 @@ class Step:
         """Sees what the model's forward and backward do."""
         saved = self._shared.saved
         mode: AbstractContextManager[Any] = self._watched or self._tape or nullcontext()
-        num_compiled = private.num_compiled()
+        num_compiled = self._shared.num_compiled()
         try:
             with (
                 self._shared.model.register_forward_pre_hook(self._inputs, with_kwargs=True),
@@ -119,7 +120,7 @@ class Step:
             if self._naming is not None:
                 self._naming.stop()
             # Dynamo would compile a function once with the mode and once without it.
-            self._shared.runs_compiled |= private.num_compiled() != num_compiled
+            self._shared.runs_compiled |= self._shared.num_compiled() != num_compiled
 
     def _foresee(self) -> None:
         """Called before the model's first forward: plans a step of sizes that were never seen.

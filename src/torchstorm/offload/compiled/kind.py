@@ -1,0 +1,90 @@
+"""What compiled blocks that are built alike share: a compilation a variant, its costs, and which variants agree."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
+from torchstorm.offload.compiled.partition import GraphCosts, VariantPartitioner
+from torchstorm.plan.variants import SAVE, VARIANTS, BlockTable, Variant
+
+WITHOUT_GRADIENTS = ""
+"""In place of a variant, for calls that save nothing."""
+
+_numbers = itertools.count()
+
+
+class Kind:
+    """What blocks that are built alike share."""
+
+    def __init__(self) -> None:
+        self.agreement = Agreement()
+        self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
+        self.partitioners: dict[str, VariantPartitioner] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._told: list[GraphCosts] = []
+
+    def call(self, variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a block in a variant, compiling it where that has not been done."""
+        self._told = []
+        out = self._function(variant)(module, args, kwargs)
+        if self._told and len(self._told) >= len(self.costs):  # else a part was compiled again, for another shape
+            self.costs = self._told
+        return out
+
+    def _function(self, variant: str) -> Callable[..., Any]:
+        if variant not in self._functions:
+            # The first variant to be compiled tells what all of them would save.
+            tells = variant != WITHOUT_GRADIENTS and not (self.partitioners.keys() - {WITHOUT_GRADIENTS})
+            partitioner = VariantPartitioner(variant or SAVE, self._tell if tells else None)
+            self.partitioners[variant] = partitioner
+            self._functions[variant] = private.compile_with(_new_function(variant), partitioner, cache=not tells)
+        return self._functions[variant]
+
+    def _tell(self, costs: GraphCosts) -> None:
+        self._told.append(costs)
+
+    @property
+    def forward_flops(self) -> int:
+        return sum(costs.forward_flops for costs in self.costs)
+
+    def merged(self) -> dict[str, Variant]:
+        """The variants of all its graphs together, each graph in the nearest that it has."""
+        found: dict[str, Variant] = {}
+        for name in VARIANTS:
+            parts = [
+                BlockTable(name="", variants=costs.variants, forward_flops=0).nearest(name) for costs in self.costs
+            ]
+            whole = parts[0]
+            for part in parts[1:]:
+                whole = whole.then(part)
+            if not found or any(part.name == name for part in parts):
+                found[name] = Variant(**{**vars(whole), "name": name})
+        return found
+
+    def usable(self) -> dict[str, Variant]:
+        """Those that are not dropped, the reference always among them then."""
+        found = self.merged()
+        dropped = self.agreement.dropped
+        if not dropped:
+            return found
+        nearest = BlockTable(name="", variants=found, forward_flops=0).nearest(REFERENCE)
+        found[REFERENCE] = replace(nearest, name=REFERENCE)
+        return {name: found[name] for name in VARIANTS if name in found and name not in dropped}
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _new_function(name: str) -> Callable[..., Any]:
+    """A function of its own: Dynamo counts compilations by code object, and remembers sizes by its name."""
+    name = f"block_{name}_{next(_numbers)}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)
