@@ -113,6 +113,17 @@ def test_gradients_are_compared_by_size_where_bits_cannot_be_asked_for() -> None
     assert meter.compare(keep_everything, reference) == ""
 
 
+@pytest.mark.parametrize("same_random", [False, True])
+def test_where_random_numbers_matter_gradients_are_compared_under_the_references_algorithms(same_random: bool) -> None:
+    meter = Meter(make_subject())
+    reference = meter.reference(keep_everything, steps=1, keep_gradients=True)
+    seen: list[bool] = []
+    look = after(lambda: seen.append(torch.are_deterministic_algorithms_enabled()))
+    assert meter.compare_size(look, reference, same_random=same_random) == (0.0, "")
+    assert seen == [same_random]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_an_operation_without_a_deterministic_form_is_told(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = make_subject()

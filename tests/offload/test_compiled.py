@@ -31,7 +31,7 @@ from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, SAVE, VARIANTS, BlockTable, Choice
+from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, BlockTable, Choice
 
 CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, width=64, dropout=0.1)
 BATCH = 8
@@ -110,7 +110,7 @@ def assert_variants_agree(
 ) -> CompiledBlocks:
     """Runs fresh models that save most and least; returns the blocks of the last."""
     expected = None
-    for variant in (SAVE, INPUTS):
+    for variant in (SAVE, INPUTS, LEAST):
         torch.manual_seed(1)
         model = make()
         compiled = CompiledBlocks(model, variant=variant)
@@ -215,6 +215,52 @@ def test_what_a_variant_is_said_to_save_is_what_it_saves() -> None:
     assert totals == sorted(totals, reverse=True)
     assert totals[1] < 0.7 * totals[0]
     assert totals[3] < 0.4 * totals[1]
+    assert totals[4] == totals[3], "attention has dropout"
+
+
+class Rotating(nn.Module):
+    """Attention with rotary embeddings, several heads of which share one of keys and values."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm = nn.LayerNorm(32)
+        self.q, self.kv, self.out = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q = self.rotated(self.q(h).view(2, -1, 4, 8).transpose(1, 2))
+        k, v = self.kv(h).view(2, -1, 2, 16).transpose(1, 2).split(8, dim=-1)
+        dropout = self.dropout if self.training else 0.0
+        found = nn.functional.scaled_dot_product_attention(
+            q, self.rotated(k), v, is_causal=True, dropout_p=dropout, enable_gqa=True
+        )
+        out: torch.Tensor = x + self.out(found.transpose(1, 2).reshape(x.shape))
+        return out
+
+    @staticmethod
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[-2] * x.shape[-1]).view(x.shape[-2:])
+        one, other = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-other, one), dim=-1) * angles.sin()
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_block_saves_little_but_its_input_where_attention_draws_nothing(dropout: float) -> None:
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.randn(2, 32, 32)).square().mean()
+        loss.backward()
+        return loss
+
+    compiled = assert_variants_agree(lambda: nn.Sequential(Rotating(dropout), Rotating(dropout)), step)
+    variants = compiled.tables()[0].variants
+    own_bytes = 2 * 32 * 32 * 4
+    if dropout:
+        assert LEAST not in variants
+        assert variants[INPUTS].saved_bytes >= own_bytes, "attention's output stays"
+    else:
+        assert variants[LEAST].saved_bytes < own_bytes / 4 < variants[INPUTS].saved_bytes
 
 
 @pytest.mark.usefixtures("quickly")

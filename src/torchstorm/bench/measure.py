@@ -247,15 +247,23 @@ class Meter:
                 return ""
         return f"{len(reference.steps)} steps agree, but that is too few to tell"
 
-    def compare_size(self, context: Context, reference: Reference) -> tuple[float, str]:
-        """Relative error of the first step's gradients against the reference's, and what is wrong with it, or ""."""
+    def compare_size(self, context: Context, reference: Reference, *, same_random: bool = False) -> tuple[float, str]:
+        """Relative error of the first step's gradients against the reference's, and what is wrong with it, or "".
+
+        Args:
+            context, reference: as for `compare`.
+            same_random: whether random operations matter, which must then run as for the reference: other kernels of
+                attention drop out other elements.
+        """
         errors: list[float] = []
         self._reset()
-        self.step(
-            context,
-            seed=_check_seed(0),
-            look=lambda _: errors.append(relative_error(reference.gradients, self._gradients())),
-        )
+        as_then = deterministic(warn_only=bool(reference.note)) if same_random else contextlib.nullcontext()
+        with as_then:
+            self.step(
+                context,
+                seed=_check_seed(0),
+                look=lambda _: errors.append(relative_error(reference.gradients, self._gradients())),
+            )
         wrong = "" if errors[0] <= CLOSE else f"they are off by {errors[0]:.1%}, more than {CLOSE:.0%}"
         return errors[0], wrong
 

@@ -180,7 +180,7 @@ class Peers(SideBySide):
         with self.kept(row), contextlib.ExitStack() as compiled:
             assert self.reference is not None
             compiled.enter_context(ways.compiled(blocks, memory_budget, same_random=drops))
-            error, wrong = self.meter.compare_size(ways.keep_everything, self.reference)
+            error, wrong = self.meter.compare_size(ways.keep_everything, self.reference, same_random=drops)
             if drops:  # compiled blocks draw other numbers of their own, which is quicker and cannot be compared
                 compiled.close()
                 compiled.enter_context(ways.compiled(blocks, memory_budget))

@@ -40,21 +40,28 @@ def partition(joint: fx.GraphModule, inputs: Any, *, lift_bans: bool, again: set
         joint: forward and backward in one graph; it is changed.
         inputs: as PyTorch gave them.
         lift_bans: whether cheap operations may run again where PyTorch would save what they made.
-        again: names of nodes that must run again in backward.
+        again: names of nodes that must run again in backward; none of them draws random numbers.
         options: what else PyTorch gave.
 
     Raises:
         RuntimeError: PyTorch finds no cut.
     """
-    from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import config, partitioners
     from torch.utils.checkpoint import CheckpointPolicy
 
+    # What a user's checkpoint within the graph draws is drawn again from a state that PyTorch carries; what runs again
+    # here draws nothing.
+    asks_for_states = partitioners.has_recomputable_rng_ops
+    draws = asks_for_states(joint)
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    with config.patch({"activation_memory_budget": 1.0, **(_LIFTED if lift_bans else {})}):
-        return min_cut_rematerialization_partition(joint, inputs, **options)
+    partitioners.has_recomputable_rng_ops = lambda graph: draws
+    try:
+        with config.patch({"activation_memory_budget": 1.0, **(_LIFTED if lift_bans else {})}):
+            return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+    finally:
+        partitioners.has_recomputable_rng_ops = asks_for_states
 
 
 def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
@@ -308,7 +315,7 @@ def matmul_flops(node: fx.Node) -> int:
 
 def attention_flops(node: fx.Node) -> int:
     """Floating-point operations of attention, half of all pairs where it is causal; 0 for everything else."""
-    return _flops(node) // (2 if _is_causal(node) else 1) if _is_attention(node) else 0
+    return _flops(node) // (2 if _argument(node, "is_causal", False) else 1) if _is_attention(node) else 0
 
 
 def _flops(node: fx.Node) -> int:
@@ -335,10 +342,21 @@ def _is_attention(node: fx.Node) -> bool:
     return "attention" in str(_packet(node))
 
 
-def _is_causal(node: fx.Node) -> bool:
+def is_concatenation(node: fx.Node) -> bool:
+    """Whether a node of the forward joins tensors, as rotary embeddings do."""
+    return is_forward(node) and _packet(node) is torch.ops.aten.cat
+
+
+def is_attention_without_dropout(node: fx.Node) -> bool:
+    """Whether a node is attention's forward, and draws nothing, though PyTorch has it among the random operations."""
+    return _is_attention(node) and is_forward(node) and is_random(node) and _argument(node, "dropout_p", 0.0) == 0.0
+
+
+def _argument(node: fx.Node, name: str, default: object) -> object:
+    """What an operation is given, by the name in its schema."""
     names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]
-    place = names.index("is_causal") if "is_causal" in names else len(node.args)
-    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("is_causal", False))
+    place = names.index(name) if name in names else len(node.args)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 def nbytes_of(node: fx.Node) -> int:

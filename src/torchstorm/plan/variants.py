@@ -21,8 +21,8 @@ from torchstorm.errors import BudgetError
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
 
-SAVE, CHEAP, LEAN, INPUTS = "save", "cheap", "lean", "inputs"
-VARIANTS = (SAVE, CHEAP, LEAN, INPUTS)
+SAVE, CHEAP, LEAN, INPUTS, LEAST = "save", "cheap", "lean", "inputs", "least"
+VARIANTS = (SAVE, CHEAP, LEAN, INPUTS, LEAST)
 """Variant names, from the one that saves most to the one that recomputes most."""
 
 _SMALL_BYTES = 4096  # smaller storages are never moved
@@ -36,7 +36,7 @@ class Variant:
         name: one of `VARIANTS`.
         sizes: bytes of every saved storage of at least 1 KiB.
         small_bytes: total bytes of smaller ones.
-        backward_flops: floating-point operations of the matrix products that are recomputed in backward.
+        backward_flops: floating-point operations of the matrix products and attention that are recomputed in backward.
         backward_bytes: bytes that recomputed operations write in backward.
         peak_bytes: peak memory of backward, saved tensors included.
     """

@@ -5,6 +5,7 @@
     lean     also runs those matrix products again that give back most memory for their time, until about half of what
              they occupy is gone
     inputs   also runs every other one again; attention's and random operations' outputs stay saved
+    least    also runs attention again where nothing is dropped out, so that little but the block's input stays
 
 In each variant PyTorch's own min-cut decides; a variant only says what may run again, and which products must. Random
 operations never run again: dropout's mask is saved, so it is the same mask in every variant.
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from torchstorm.offload import torch_private as private
-from torchstorm.plan.variants import SAVE, VARIANTS, Variant
+from torchstorm.plan.variants import INPUTS, LEAN, LEAST, SAVE, VARIANTS, Variant
 
 # A value counts as an own tensor in memory from here on; below it lie scalars and seeds.
 _SMALL_BYTES = 1024
@@ -97,8 +98,12 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
 
 def _split_as(variant: str, joint: fx.GraphModule, inputs: Any, **options: Any) -> private.Graphs:
     again: set[str] = set()
-    if variant in ("lean", "inputs"):
-        again = _products_to_repeat(private.copy_of(joint), inputs, half=variant == "lean", **options)
+    if variant in (LEAN, INPUTS, LEAST):
+        again = _products_to_repeat(private.copy_of(joint), inputs, half=variant == LEAN, **options)
+        # PyTorch's min-cut never computes these again of itself, and saves what is made of them.
+        again |= {node.name for node in joint.graph.nodes if private.is_concatenation(node)}
+    if variant == LEAST:
+        again |= {node.name for node in joint.graph.nodes if private.is_attention_without_dropout(node)}
     return private.partition(joint, inputs, lift_bans=variant != SAVE, again=again, **options)
 
 
@@ -162,7 +167,7 @@ def _costs(name: str, forward: fx.GraphModule, backward: fx.GraphModule, num_out
         name=name,
         sizes=tuple(size for size in roots.values() if size >= _SMALL_BYTES),
         small_bytes=sum(size for size in roots.values() if size < _SMALL_BYTES),
-        backward_flops=sum(private.matmul_flops(node) for node in again),
+        backward_flops=sum(private.matmul_flops(node) + private.attention_flops(node) for node in again),
         backward_bytes=sum(private.nbytes_of(node) for node in again if _has_memory(node)),
         peak_bytes=peak,
     )
