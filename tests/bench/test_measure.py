@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchstorm.bench.measure import Context, Meter, Subject, deterministic
+from torchstorm.bench.measure import Context, Meter, Subject
 from torchstorm.bench.sessions import CHECKED_STEPS, PLANNED_STEPS
 from torchstorm.bench.ways import keep_everything
 from torchstorm.errors import OutOfVRAMError
@@ -198,19 +197,6 @@ def test_a_step_leaves_no_gradients_and_an_optimizer_changes_the_weights() -> No
         assert all(parameter.grad is None for parameter in subject.model.parameters())
         changed = [not torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True)]
         assert any(changed) == optimizer
-
-
-def test_checking_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    before = torch.are_deterministic_algorithms_enabled()
-    with deterministic():
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert torch.are_deterministic_algorithms_enabled() == before
-    with pytest.raises(KeyError), deterministic(warn_only=True):
-        raise KeyError
-    assert torch.are_deterministic_algorithms_enabled() == before
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def test_a_session_that_measures_as_on_a_gpu_follows_a_plan_often_enough_to_be_checked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from torchstorm.bench import op as bench
 from torchstorm.bench import timing
+from torchstorm.bench.cases import bench_device
 from torchstorm.bench.op import bench_op
 from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
 from torchstorm.bench.ops import OPS
@@ -205,3 +207,9 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.of("FLOP/s", torch.float32) > 1e6
     assert found.of("B/s", torch.float32) == found.of("B/s", torch.bfloat16)
     assert "TFLOP/s" in found.told(torch.float32)
+
+
+def test_where_a_benchmark_runs_products_may_be_asked_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert bench_device("cpu") == torch.device("cpu")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

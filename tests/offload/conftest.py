@@ -1,4 +1,4 @@
-"""For tests that compile blocks, and for those of what settled steps do in C++ or in Python."""
+"""For all of this room; for tests that compile blocks, and for those of what settled steps do in C++ or in Python."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import pytest
 import torch
 
 from torchstorm.offload.native import library
+from torchstorm.plan import search
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_search() -> Iterator[None]:
+    """Searches for plans end early: what these tests hold is how steps follow plans. How good plans are is held to in
+    tests/plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_STEPS", 2)
+        yield
 
 
 @pytest.fixture

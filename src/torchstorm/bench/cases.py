@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +141,7 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
 
 
 def bench_device(name: str | None) -> torch.device:
-    """The device of a benchmark; for None CUDA if available.
+    """The device of a benchmark; for None CUDA if available. Its products may be asked to be deterministic from now on.
 
     Raises:
         DeviceError: there is no such CUDA device.
@@ -148,6 +149,7 @@ def bench_device(name: str | None) -> torch.device:
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"--device {device} was given, but PyTorch finds no GPU: --device cpu runs a small case.")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return device
 
 

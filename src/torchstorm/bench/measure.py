@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ import torch
 from torchstorm.bench.bits import Bits, differences, fingerprints, relative_error
 from torchstorm.bench.intervals import Busy, profile_step
 from torchstorm.errors import OutOfVRAMError
+from torchstorm.offload.compiled.repeatable import deterministically
 from torchstorm.offload.session import Session
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -257,7 +257,7 @@ class Meter:
         """
         errors: list[float] = []
         self._reset()
-        as_then = deterministic(warn_only=bool(reference.note)) if same_random else contextlib.nullcontext()
+        as_then = deterministically(warn_only=bool(reference.note)) if same_random else contextlib.nullcontext()
         with as_then:
             self.step(
                 context,
@@ -286,7 +286,7 @@ class Meter:
                 look(loss)
 
         for number in range(steps):
-            with deterministic(warn_only=warn_only):
+            with deterministically(warn_only=warn_only):
                 self.step(context, seed=_check_seed(number), look=note)
             yield found[-1]
 
@@ -314,19 +314,6 @@ def synchronize(device: torch.device) -> None:
 
 def _check_seed(number: int) -> int:
     return 10**6 + number
-
-
-@contextlib.contextmanager
-def deterministic(*, warn_only: bool = False) -> Iterator[None]:
-    """Deterministic algorithms inside; afterwards what was there before."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def clean(device: torch.device) -> None:

@@ -5,7 +5,6 @@ All from Hugging Face's classes with random weights: nothing is downloaded. A st
 
 from __future__ import annotations
 
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,6 @@ def bench_models(
     names = tuple(case.name for case in cases)
     chosen = names if model_names is None else pick(model_names, names, option="--model")
     chosen_ways = pick_ways(way_names, target)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     results = Results("models", target, path=json_path, say=say)
     with tempfile.TemporaryDirectory() as spill:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,6 @@ def bench_offload(
     target = bench_device(device)
     cases = cases_for(target, shape_names)
     chosen = pick_ways(way_names, target)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     results = Results(
         "offload", target, path=json_path, say=partial(console.print, highlight=False, soft_wrap=True, markup=False)
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -114,7 +113,6 @@ def bench_wall(
         TorchstormError: the device is not there, or the file cannot be written.
     """
     target = bench_device(device)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     results = Results("wall", target, path=json_path, say=say, merge=False)
     case = ON_A_GPU if target.type == "cuda" else SMALL

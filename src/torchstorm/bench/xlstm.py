@@ -7,7 +7,6 @@ model takes with everything kept. Gradients are held to those of that run, to th
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -128,7 +127,6 @@ def bench_xlstm(
         TorchstormError: the device is not there, a shape is not known, or the file cannot be written.
     """
     target = bench_device(device)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cases = all_cases = ON_A_GPU if target.type == "cuda" else SMALL
     if shape_names is not None:
         known = tuple(dict.fromkeys(name for case in cases for name in (case.shape, case.context)))

@@ -56,7 +56,7 @@ def partition(joint: fx.GraphModule, inputs: Any, *, lift_bans: bool, again: set
     for node in joint.graph.nodes:
         if node.name in again:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    partitioners.has_recomputable_rng_ops = lambda graph: draws
+    partitioners.has_recomputable_rng_ops = lambda fx_g: draws
     try:
         with config.patch({"activation_memory_budget": 1.0, **(_LIFTED if lift_bans else {})}):
             return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
@@ -315,7 +315,7 @@ def matmul_flops(node: fx.Node) -> int:
 
 def attention_flops(node: fx.Node) -> int:
     """Floating-point operations of attention, half of all pairs where it is causal; 0 for everything else."""
-    return _flops(node) // (2 if _argument(node, "is_causal", False) else 1) if _is_attention(node) else 0
+    return _flops(node) // (2 if _argument(node, "is_causal") else 1) if _is_attention(node) else 0
 
 
 def _flops(node: fx.Node) -> int:
@@ -349,14 +349,15 @@ def is_concatenation(node: fx.Node) -> bool:
 
 def is_attention_without_dropout(node: fx.Node) -> bool:
     """Whether a node is attention's forward, and draws nothing, though PyTorch has it among the random operations."""
-    return _is_attention(node) and is_forward(node) and is_random(node) and _argument(node, "dropout_p", 0.0) == 0.0
+    return _is_attention(node) and is_forward(node) and is_random(node) and _argument(node, "dropout_p") == 0.0
 
 
-def _argument(node: fx.Node, name: str, default: object) -> object:
-    """What an operation is given, by the name in its schema."""
-    names = [argument.name for argument in getattr(getattr(node.target, "_schema", None), "arguments", ())]
-    place = names.index(name) if name in names else len(node.args)
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+def _argument(node: fx.Node, name: str) -> object:
+    """What an operation is given, or takes otherwise, by the name in its schema; None where it has no such argument."""
+    for place, argument in enumerate(getattr(getattr(node.target, "_schema", None), "arguments", ())):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import SIZES, LanguageModel, ModelConfig, make_model
 from torchstorm.models.gpt import GPTConfig
+from torchstorm.offload.compiled.repeatable import deterministically
 from torchstorm.offload.report import first_said, known_ms
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
@@ -292,15 +293,13 @@ def deterministic(device: torch.device) -> Iterator[None]:
     # By default MKL chooses its number of threads per call, and its results are reproducible only for a fixed number
     # (oneMKL Developer Guide, "Reproducibility Conditions").
     torch.set_num_threads(torch.get_num_threads())
-    before = torch.are_deterministic_algorithms_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
     # Off, since filling every torch.empty would cost a pass over memory, and no code reads uninitialized values.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        yield
+        with deterministically():
+            yield
     finally:
-        torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill_before  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,6 @@ CUBLAS_WORKSPACE_CONFIG was set when the process made its first one. cuDNN's att
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,16 +23,18 @@ def is_strict() -> bool:
 
 
 @contextmanager
-def deterministically(*, warn_only: bool = True) -> Iterator[None]:
-    """PyTorch's deterministic algorithms, without the warnings."""
+def deterministically(*, warn_only: bool = False) -> Iterator[None]:
+    """PyTorch's deterministic algorithms inside; afterwards what was there before.
+
+    Args:
+        warn_only: whether operations that have no deterministic way only warn.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations that have no deterministic way, each time they run
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class Repeatable(TorchDispatchMode):
