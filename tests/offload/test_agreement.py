@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +167,8 @@ def unlimited(model: nn.Module) -> Session:
 
 
 def limited(model: nn.Module) -> Session:
-    return Session(model, ram="64MiB")
+    """With a disk, so that blocks begin in the reference."""
+    return Session(model, ram="64MiB", disk=f"{tempfile.gettempdir()}:64MiB")
 
 
 def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(

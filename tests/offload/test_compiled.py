@@ -248,12 +248,7 @@ class Rotating(nn.Module):
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_block_saves_little_but_its_input_where_attention_draws_nothing(dropout: float) -> None:
-    def step(model: nn.Module, index: int) -> torch.Tensor:
-        loss: torch.Tensor = model(torch.randn(2, 32, 32)).square().mean()
-        loss.backward()
-        return loss
-
-    compiled = assert_variants_agree(lambda: nn.Sequential(Rotating(dropout), Rotating(dropout)), step)
+    compiled = assert_variants_agree(lambda: nn.Sequential(Rotating(dropout), Rotating(dropout)), rotating_step)
     variants = compiled.tables()[0].variants
     own_bytes = 2 * 32 * 32 * 4
     if dropout:
@@ -261,6 +256,36 @@ def test_a_block_saves_little_but_its_input_where_attention_draws_nothing(dropou
         assert variants[INPUTS].saved_bytes >= own_bytes, "attention's output stays"
     else:
         assert variants[LEAST].saved_bytes < own_bytes / 4 < variants[INPUTS].saved_bytes
+
+
+def rotating_step(model: nn.Module, index: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.randn(2, 32, 32)).square().mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.usefixtures("quickly")
+def test_where_nothing_can_move_blocks_begin_in_what_saves_least_and_a_small_budget_holds(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*(Rotating(0.0) for _ in range(4)))
+
+    free, model = make(), make()
+    with Session(free, unlimited=True) as session:
+        session.compile()
+        expected = run(free, rotating_step, session=session, num_steps=4)
+        needed = session.usage().ram_bytes
+    budget = int(0.3 * needed)
+    with Session(make(), ram=budget, disk=str(tmp_path)) as session:
+        assert set(session.compile().variants.values()) == {CHEAP}
+    with Session(model, ram=budget) as session:
+        blocks = session.compile()
+        assert set(blocks.variants.values()) == {LEAST}
+        assert_same(expected, run(model, rotating_step, session=session, num_steps=4))
+        report = session.report()
+    assert report.highest is not None
+    assert report.highest.ram_bytes <= budget
+    assert blocks.notes == ()
 
 
 @pytest.mark.usefixtures("quickly")
@@ -588,7 +613,7 @@ def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkey
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(("promised_ms", "expected"), [(1.0, LEAN), (1.98, CHEAP)])
 def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(
-    monkeypatch: pytest.MonkeyPatch, promised_ms: float, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, promised_ms: float, expected: str
 ) -> None:
     free = gpt(4)
     with Session(free, unlimited=True) as session:
@@ -606,7 +631,7 @@ def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(
 
     monkeypatch.setattr(compiled_module, "choose_variants", later)
     model = gpt(4)
-    with Session(model, ram=needed) as session:
+    with Session(model, ram=needed, disk=str(tmp_path)) as session:
         blocks = session.compile()
         assert_same(bits, run(model, session=session, num_steps=6))
         report = session.report()

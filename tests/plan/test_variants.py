@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from torchstorm.plan.variants import (
     VARIANTS,
     BlockTable,
     Variant,
+    as_measured,
     choose_variants,
     mixed_trace,
     warm_trace,
@@ -119,6 +122,36 @@ def test_a_rewritten_trace_has_the_bytes_and_times_of_a_step_in_those_variants(
         assert storage.made < storage.needed < storage.freed <= found.num_moments
         assert found.moments[storage.made].kind == PACK
         assert found.moments[storage.needed].kind == UNPACK
+
+
+@given(pairs=MIXES, tokens=st.integers(10, 400))
+def test_variants_compiled_for_other_sizes_are_rewritten_as_those_of_the_steps_sizes(
+    pairs: list[tuple[str, str]], tokens: int
+) -> None:
+    before, after = [one for one, _ in pairs], [other for _, other in pairs]
+    trace = trace_of(before)
+    scale = MIB // 128 * tokens  # the step has 128
+    compiled = [
+        BlockTable(
+            name=f"h.{number}", variants={name: variant(name, scale=scale) for name in VARIANTS}, forward_flops=1000
+        )
+        for number in range(len(before))
+    ]
+    tables = [as_measured(trace, one, name) for one, name in zip(compiled, before, strict=True)]
+    found = mixed_trace(trace, tables, names(before), names(after), memory_bytes_per_s=1e12)
+    expected = trace_of(after)
+    assert found.saved_bytes == expected.saved_bytes
+    assert found.compute_s == pytest.approx(expected.compute_s, rel=2e-3)  # operations are rounded
+    assert sorted(p.nbytes for p in found.parcels) == sorted(p.nbytes for p in expected.parcels)
+
+
+def test_a_blocks_input_is_not_taken_for_what_it_saves_of_other_sizes() -> None:
+    small = variant(LEAST, scale=256)
+    one = BlockTable(name="h.0", variants={LEAST: small, SAVE: variant(SAVE)}, forward_flops=1000)
+    trace = trace_of([SAVE])  # the largest of which stands for the input
+    sizes = [small.sizes[0], *(storage.nbytes for storage in trace.storages[1:])]
+    storages = tuple(replace(s, nbytes=size) for s, size in zip(trace.storages, sizes, strict=True))
+    assert as_measured(replace(trace, storages=storages), one, LEAST) is one
 
 
 def test_the_same_mix_leaves_the_trace_as_it_is() -> None:

@@ -38,7 +38,7 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.step import Step
 from torchstorm.plan.beside import Beside, plans_now
-from torchstorm.plan.forecast import Figures
+from torchstorm.plan.forecast import KEEP, Figures
 from torchstorm.plan.plan import Plan
 from torchstorm.transfer.engine import StreamClock
 
@@ -232,7 +232,11 @@ class Session:
             ConfigError, UnsupportedError: as `offload.compiled.compile.compile_blocks` does.
         """
         shared = self._shared
-        compiled = compile_blocks(shared.saved, shared.model, model, blocks, variant, unlimited=shared.unlimited)
+        compiled = compile_blocks(
+            *(shared.saved, shared.model, model, blocks, variant),
+            unlimited=shared.unlimited,
+            can_move=shared.residency.default_tier != KEEP,
+        )
         shared.compiled = compiled
         return compiled
 

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import inf
 
 from torchstorm.errors import BudgetError
@@ -53,6 +54,12 @@ class Variant:
         """Total bytes saved."""
         return sum(self.sizes) + self.small_bytes
 
+    def scaled(self, ratio: Fraction) -> Variant:
+        """The same for sizes that are larger by a ratio."""
+        numbers = ("small_bytes", "backward_flops", "backward_bytes", "peak_bytes")
+        sizes = tuple(round(size * ratio) for size in self.sizes)
+        return replace(self, sizes=sizes, **{name: round(getattr(self, name) * ratio) for name in numbers})
+
     def then(self, other: Variant) -> Variant:
         """The sum of two graphs of one block, which run one after the other in forward."""
         return Variant(
@@ -80,6 +87,14 @@ class BlockTable:
     variants: Mapping[str, Variant]
     forward_flops: int
     kind: int = 0
+
+    def scaled(self, ratio: Fraction) -> BlockTable:
+        """The same block for sizes that are larger by a ratio, as those of more tokens are."""
+        return replace(
+            self,
+            variants={name: one.scaled(ratio) for name, one in self.variants.items()},
+            forward_flops=round(self.forward_flops * ratio),
+        )
 
     def nearest(self, name: str) -> Variant:
         """The variant of that name, or else the next one that saves more, or else the one that saves most."""
@@ -127,6 +142,7 @@ def choose_variants(
         max_tries, max_seconds: limits of the search; the best mix found by then is returned.
     """
     num = len(tables)
+    tables = [as_measured(trace, table, measured[table.name]) for table in tables]
     trace = warm_trace(trace, tables, measured)
     stop = time.monotonic() + max_seconds
     scores: dict[tuple[str, ...], tuple[int, float]] = {}  # by the variants of the blocks
@@ -187,6 +203,29 @@ def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, .
             if tuple(moved) != cuts:
                 found.append(tuple(moved))
     return found
+
+
+def as_measured(trace: Trace, table: BlockTable, measured: str) -> BlockTable:
+    """A block's variants for the sizes of a step. They are known for the sizes of the call that compiled them.
+
+    Where the step's storages do not have the bytes that the measured variant would save, it was another number of
+    tokens, and everything is taken to be larger by the ratio for which most of them are found.
+    """
+    sizes = table.nearest(measured).sizes
+    span = _span_of(trace, trace.storages, table.name)
+    if span is None or not sizes:
+        return table
+    found = Counter(trace.storages[number].nbytes for number in span.storages)
+
+    def share(ratio: Fraction) -> Fraction:
+        """Of the bytes that the variant would save, what is there."""
+        wanted = Counter(round(size * ratio) for size in sizes)
+        there = sum(size * number for size, number in (wanted & found).items())
+        return Fraction(there, max(1, sum(size * number for size, number in wanted.items())))
+
+    ratios = [Fraction(1), *(Fraction(size, other) for size in found for other in {min(sizes), max(sizes)} if size)]
+    best = max(ratios, key=share)
+    return table if best == 1 else table.scaled(best)
 
 
 def warm_trace(trace: Trace, tables: Sequence[BlockTable], measured: Mapping[str, str]) -> Trace:

@@ -3,7 +3,7 @@
 Inductor compiles every variant's graphs by themselves, so nothing but a comparison tells that a reduction was not fused
 in another order. A call that Dynamo compiles anew is one specialization. Its arguments are remembered, floating-point
 tensors without their values, and the variants that a plan picks are run on random ones. Until then such calls run in
-`REFERENCE`, whatever was picked.
+the reference, whatever was picked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchstorm.offload.run.snapshot import Before
 from torchstorm.plan.variants import CHEAP
 
 REFERENCE = CHEAP
-"""The variant that blocks begin in: it saves little, so a first step of unknown size keeps within its budget."""
+"""What the others are compared with, where blocks do not begin in another one."""
 
 Call = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block in a variant, with positional and keyword arguments."""
@@ -39,13 +39,17 @@ _BY_REFERENCE = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
 class Agreement:
     """What is known of blocks that are built alike.
 
+    Args:
+        reference: the variant that they begin in, and that the others are compared with.
+
     Attributes:
         dropped: variants that are not used, with the reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reference: str = REFERENCE) -> None:
+        self.reference = reference
         self.dropped: dict[str, str] = {}
-        self._agreed = {REFERENCE}
+        self._agreed = {reference}
         self._cases: list[_Case] = []
         self._known: set[Hashable] = set()  # how calls looked up to the last step
         self._new: set[Hashable] = set()  # and in this one
@@ -54,7 +58,7 @@ class Agreement:
 
     def variant(self, key: Hashable, wanted: str) -> str:
         """The variant for a call that looks like `key`; the same throughout a step."""
-        return wanted if wanted in self._agreed and key in self._known else REFERENCE
+        return wanted if wanted in self._agreed and key in self._known else self.reference
 
     def freeze(self, key: Hashable, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Case | None:
         """A call that is about to run, if calls that look like it are new."""
@@ -82,13 +86,13 @@ class Agreement:
 
     def agrees(self, variant: str, call: Call, device: torch.device) -> bool:
         """Whether a variant gives the reference's bits in every specialization; compares those not compared so far."""
-        if variant == REFERENCE:
+        if variant == self.reference:
             return True
         for case in self._cases:
             if variant in self.dropped:
                 break
             if variant not in case.agreed:
-                reason = case.difference(variant, call, device)
+                reason = case.difference(variant, self.reference, call, device)
                 if reason:
                     self.dropped[variant] = reason
                     self._agreed.discard(variant)
@@ -192,29 +196,31 @@ class _Case:
         pairs = zip(self._kept, is_held, strict=True)
         self._kept = [_Remembered.of(value) if held and not self._why_not else value for value, held in pairs]
 
-    def difference(self, variant: str, call: Call, device: torch.device) -> str:
+    def difference(self, variant: str, reference: str, call: Call, device: torch.device) -> str:
         """In what the bits of a variant are not the reference's; "" where there is nothing."""
         if self._why_not:
             return self._why_not
         try:
-            found = self._compared(variant, call, device)
+            found = self._compared(variant, reference, call, device)
             if found and not is_strict():  # what differs from run to run says nothing about variants
-                found = self._compared_repeatably(variant, call, device)
+                found = self._compared_repeatably(variant, reference, call, device)
         except (RuntimeError, UnsupportedError) as error:
             first = (str(error).splitlines() or [""])[0]
             return f"it could not be compared ({type(error).__name__}: {first})"
         return found
 
-    def _compared_repeatably(self, variant: str, call: Call, device: torch.device) -> str:
+    def _compared_repeatably(self, variant: str, reference: str, call: Call, device: torch.device) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operations that have no deterministic way, each time they run
-            found = self._compared(variant, call, device, repeats=True)
+            found = self._compared(variant, reference, call, device, repeats=True)
             if found:
                 with deterministically(warn_only=True):
-                    found = self._compared(variant, call, device, repeats=True)
+                    found = self._compared(variant, reference, call, device, repeats=True)
             return found
 
-    def _compared(self, variant: str, call: Call, device: torch.device, *, repeats: bool = False) -> str:
+    def _compared(
+        self, variant: str, reference: str, call: Call, device: torch.device, *, repeats: bool = False
+    ) -> str:
         before = Before(self._module, (), (), device, unchanging=set(), on_host=False)
 
         def outcome(which: str) -> dict[str, torch.Tensor | None]:
@@ -224,7 +230,7 @@ class _Case:
             return self._run(which, call, repeats=repeats)
 
         try:
-            expected = outcome(REFERENCE)
+            expected = outcome(reference)
             before.rewind()
             found = outcome(variant)
         finally:
@@ -235,10 +241,10 @@ class _Case:
             other = found.get(name)
             if one is None or other is None:
                 if one is not other:
-                    return f"{name} is missing in one of it and {REFERENCE!r}"
+                    return f"{name} is missing in one of it and {reference!r}"
             elif not _same_bits(one, other):
                 furthest = (one - other).abs().max().item() if one.shape == other.shape else float("nan")
-                return f"{name} differs from that of {REFERENCE!r}, by {furthest:.1e} at most"
+                return f"{name} differs from that of {reference!r}, by {furthest:.1e} at most"
         return ""
 
     def _run(self, variant: str, call: Call, *, repeats: bool = False) -> dict[str, torch.Tensor | None]:

@@ -25,7 +25,7 @@ from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, SAVE, VARIANTS, BlockTable, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, LEAST, SAVE, VARIANTS, BlockTable, Choice, choose_variants
 
 # Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants
 # depends on it.
@@ -46,6 +46,7 @@ class CompiledBlocks:
         model: whose blocks are compiled; a block that is compiled already is compiled anew.
         blocks: the blocks, as modules of the model or by dotted name; None finds the repeated ones by structure.
         variant: in which they begin, one of `plan.variants.VARIANTS`.
+        reference: in which calls run whose specialization was not compared yet, and what is compared with.
         on_enter: told a block's name when it is called.
         on_leave: told that it has returned or raised.
 
@@ -60,6 +61,7 @@ class CompiledBlocks:
         blocks: Iterable[nn.Module | str] | None = None,
         *,
         variant: str = CHEAP,
+        reference: str = REFERENCE,
         on_enter: Callable[[str], object] | None = None,
         on_leave: Callable[[], object] | None = None,
     ) -> None:
@@ -74,7 +76,10 @@ class CompiledBlocks:
         self._on_leave = on_leave or (lambda: None)
         self._alike: dict[object, Kind] = {}
         self._structures = {name: structure(module) for name, module in self._modules.items()}
-        self._without_hooks = {name: self._alike.setdefault(found, Kind()) for name, found in self._structures.items()}
+        self._reference = reference
+        self._without_hooks = {
+            name: self._alike.setdefault(found, Kind(reference)) for name, found in self._structures.items()
+        }
         self._kinds = dict(self._without_hooks)
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.compares = False  # whether only variants are used that agree
@@ -155,7 +160,7 @@ class CompiledBlocks:
             self.set(before)  # which the trace is of; those that do not agree are left out from now on
 
     def adopt(self, variants: Mapping[str, str]) -> bool:
-        """Sets those variants that agree with `agreement.REFERENCE`; compares them, so it must be between steps.
+        """Sets those variants that agree with the reference; compares them, so it must be between steps.
 
         Returns:
             Whether all of them do. Those that do not are left out from now on, and `notes` says why.
@@ -172,7 +177,7 @@ class CompiledBlocks:
         changed, self._fell_back = self._fell_back, False
         for name, variant in list(self.variants.items()):
             if self.compares and not self._agrees(name, variant):
-                self.variants[name] = REFERENCE
+                self.variants[name] = self._reference
                 changed = True
         for kind in self._alike.values():
             kind.agreement.settle()
@@ -218,7 +223,7 @@ class CompiledBlocks:
         hooks = private.hook_numbers(module)
         kind = self._without_hooks[name]
         if hooks:
-            kind = self._alike.setdefault((self._structures[name], name, hooks), Kind())
+            kind = self._alike.setdefault((self._structures[name], name, hooks), Kind(self._reference))
         self._kinds[name] = kind
         return kind
 
@@ -277,6 +282,7 @@ def compile_blocks(
     variant: str | None,
     *,
     unlimited: bool,
+    can_move: bool,
 ) -> CompiledBlocks:
     """What `Session.compile` does, with its arguments.
 
@@ -287,6 +293,8 @@ def compile_blocks(
         blocks: see `CompiledBlocks`.
         variant: for all blocks and all steps; None lets the Session choose after its first step.
         unlimited: whether there is nothing to choose for: blocks save what PyTorch would.
+        can_move: whether what they save can go anywhere. Else only a variant that saves little keeps a budget in steps
+            that were never seen.
 
     Raises:
         ConfigError: another model than the Session's was named; or as `CompiledBlocks` raises.
@@ -298,10 +306,12 @@ def compile_blocks(
             f"compile({type(asked).__name__}) was given, but this Session trains another model "
             f"({type(model).__name__}): call compile() without one, or make a Session for the other."
         )
+    reference = REFERENCE if can_move else LEAST
     compiled = CompiledBlocks(
         model,
         blocks,
-        variant=variant or (SAVE if unlimited else CHEAP),
+        variant=variant or (SAVE if unlimited else reference),
+        reference=reference,
         on_enter=lambda name: saved.blocks.append(name),
         on_leave=lambda: saved.blocks.pop() if saved.blocks else None,
     )

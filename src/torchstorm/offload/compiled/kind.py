@@ -24,8 +24,8 @@ _numbers = itertools.count()
 class Kind:
     """What blocks that are built alike share."""
 
-    def __init__(self) -> None:
-        self.agreement = Agreement()
+    def __init__(self, reference: str = REFERENCE) -> None:
+        self.agreement = Agreement(reference)
         self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
         self.partitioners: dict[str, VariantPartitioner] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -75,8 +75,9 @@ class Kind:
         dropped = self.agreement.dropped
         if not dropped:
             return found
-        nearest = BlockTable(name="", variants=found, forward_flops=0).nearest(REFERENCE)
-        found[REFERENCE] = replace(nearest, name=REFERENCE)
+        reference = self.agreement.reference
+        nearest = BlockTable(name="", variants=found, forward_flops=0).nearest(reference)
+        found[reference] = replace(nearest, name=reference)
         return {name: found[name] for name in VARIANTS if name in found and name not in dropped}
 
 

@@ -274,23 +274,23 @@ class Step:
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
         self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
-        found = None
+        is_measured = False
         if left_plan and self._planned is not None and self._planned.is_given:
             plans.drop(self._planned)
             shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
         elif recorder is not None and self._is_planned_for and self._key is not None and not other_variants:
             found = self._plan_next(recorder, planned)
-            if found is None:
-                return  # the next step is another one, and measured
-            if planned is None:
-                subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
-                found.kind = Kind(self._key, subject, self._inputs.num_calls, is_of_rest=left_plan)
-            plans.put(found, planned)
-            shared.measured.plan_changed()
-            shared.stack.trim(plans.most_ram_bytes())
+            is_measured = True  # and planned for, or the next one, in which compiled blocks run otherwise, will be
+            if found is not None:
+                if planned is None:
+                    subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
+                    found.kind = Kind(self._key, subject, self._inputs.num_calls, is_of_rest=left_plan)
+                plans.put(found, planned)
+                shared.measured.plan_changed()
+                shared.stack.trim(plans.most_ram_bytes())
         self._correct_plans()
         if shortfall is not None:
-            shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=found is not None))
+            shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
 
     def _correct_plans(self) -> None:
         """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is
