@@ -151,6 +151,12 @@ def num_compiled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def num_breaks() -> int:
+    """How often Dynamo has left something uncompiled in what it compiled so far."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return sum(counters["graph_break"].values()) if counters is not None else 0
+
+
 # ---------------------------------------------------------------------- dispatch
 
 
@@ -340,11 +346,6 @@ def _grouped_attention_flops(query: Any, key: Any, value: Any) -> int:
 
 def _is_attention(node: fx.Node) -> bool:
     return "attention" in str(_packet(node))
-
-
-def is_concatenation(node: fx.Node) -> bool:
-    """Whether a node of the forward joins tensors, as rotary embeddings do."""
-    return is_forward(node) and _packet(node) is torch.ops.aten.cat
 
 
 def is_attention_without_dropout(node: fx.Node) -> bool:

@@ -84,6 +84,8 @@ class CompiledBlocks:
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.compares = False  # whether only variants are used that agree
         self.num_compiled = 0  # graphs, within the blocks' calls
+        self.has_breaks = False  # whether anything ran uncompiled there
+        self.are_whole = False  # whether steps have shown that nothing does
         self._fell_back = False  # whether a call of this step ran in another variant than was set
         self.choice: Choice | None = None
         self._num_chosen = 0
@@ -189,10 +191,11 @@ class CompiledBlocks:
             return True  # `set` refuses it
         return kind.agreement.agrees(variant, kind.call, _device_of(self._modules[name]))
 
-    @property
-    def has_breaks(self) -> bool:
-        """Whether a block is compiled in several graphs, with operations between them that run uncompiled."""
-        return any(len(kind.costs) > 1 for kind in self._alike.values())
+    def settle_whether_whole(self) -> bool:
+        """Called when a step has ended. True where the next such step need not watch what blocks do, or must again."""
+        before, have_run = self.are_whole, [kind for kind in self._alike.values() if kind.costs]
+        self.are_whole = bool(have_run) and not self.has_breaks and all(len(kind.costs) == 1 for kind in have_run)
+        return self.are_whole != before
 
     @property
     def mix(self) -> str:
@@ -265,12 +268,13 @@ class _BlockCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
         owner._on_enter(self._name)
-        num_before = private.num_compiled()
+        num_before, breaks_before = private.num_compiled(), private.num_breaks()
         try:
-            with unwatched():
+            with unwatched():  # if steps are watched by it; else all operations are seen
                 return owner.call(self._name, self._module, args, kwargs)
         finally:
             owner.num_compiled += private.num_compiled() - num_before
+            owner.has_breaks |= private.num_breaks() != breaks_before
             owner._on_leave()
 
 

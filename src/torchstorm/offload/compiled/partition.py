@@ -101,7 +101,7 @@ def _split_as(variant: str, joint: fx.GraphModule, inputs: Any, **options: Any) 
     if variant in (LEAN, INPUTS, LEAST):
         again = _products_to_repeat(private.copy_of(joint), inputs, half=variant == LEAN, **options)
         # PyTorch's min-cut never computes these again of itself, and saves what is made of them.
-        again |= {node.name for node in joint.graph.nodes if private.is_concatenation(node)}
+        again |= {node.name for node in joint.graph.nodes if _joins_what_was_made(node)}
     if variant == LEAST:
         again |= {node.name for node in joint.graph.nodes if private.is_attention_without_dropout(node)}
     return private.partition(joint, inputs, lift_bans=variant != SAVE, again=again, **options)
@@ -237,6 +237,16 @@ def _root(node: fx.Node) -> fx.Node:
             return node  # one of several outputs: each has memory of its own
         node = source
     return node
+
+
+def _joins_what_was_made(node: fx.Node) -> bool:
+    """Whether a node joins tensors that the forward has made, as rotary embeddings do. Buffers may change meanwhile."""
+    is_concatenation = getattr(node.target, "overloadpacket", None) is torch.ops.aten.cat
+    return (
+        is_concatenation
+        and private.is_forward(node)
+        and all(_root(part).op == "call_function" for part in node.all_input_nodes)
+    )
 
 
 def _version() -> str:

@@ -86,7 +86,7 @@ class Step:
         self._watched: WatchedCalls | None = None
         sees_all = tensors.asks_for_modes or shared.runs_compiled
         if shared.compiled is not None:
-            sees_all |= shared.compiled.has_breaks
+            sees_all |= not shared.compiled.are_whole
         if self._tape is not None and not sees_all:
             self._watched = WatchedCalls(self._tape)
         shared.saved.begin(tensors.fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
@@ -274,7 +274,8 @@ class Step:
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
         self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
-        is_measured = False
+        is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()  # again, and otherwise
+        other_variants |= is_measured
         if left_plan and self._planned is not None and self._planned.is_given:
             plans.drop(self._planned)
             shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
