@@ -100,6 +100,16 @@ def run(
     return outcome
 
 
+def with_everything_kept(
+    model: nn.Module, step: Callable[[nn.Module, int], torch.Tensor] = gpt_step, *, num_steps: int
+) -> tuple[Outcome, int]:
+    """What a model's compiled blocks give when they save everything, and the bytes that this takes."""
+    with Session(model, unlimited=True) as session:
+        session.compile()
+        outcome = run(model, step, session=session, num_steps=num_steps)
+        return outcome, session.usage().ram_bytes
+
+
 def num_compiled() -> int:
     """Graphs that Dynamo has captured since it was reset."""
     return int(counters["stats"]["unique_graphs"])
@@ -270,11 +280,8 @@ def test_where_nothing_can_move_blocks_begin_in_what_saves_least_and_a_small_bud
         torch.manual_seed(1)
         return nn.Sequential(*(Rotating(0.0) for _ in range(4)))
 
-    free, model = make(), make()
-    with Session(free, unlimited=True) as session:
-        session.compile()
-        expected = run(free, rotating_step, session=session, num_steps=4)
-        needed = session.usage().ram_bytes
+    model = make()
+    expected, needed = with_everything_kept(make(), rotating_step, num_steps=4)
     budget = int(0.3 * needed)
     with Session(make(), ram=budget, disk=str(tmp_path)) as session:
         assert set(session.compile().variants.values()) == {CHEAP}
@@ -583,11 +590,7 @@ def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views
 
 @pytest.mark.usefixtures("quickly")
 def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = gpt(4)
-    with Session(free, unlimited=True) as session:
-        session.compile(free)
-        expected = run(free, session=session, num_steps=6)
-        needed = session.usage().ram_bytes
+    expected, needed = with_everything_kept(gpt(4), num_steps=6)
     choose, num_chosen = compiled_module.choose_variants, 0
 
     def wrong_at_first(trace: Trace, tables: list[BlockTable], *args: Any, **options: Any) -> Choice:
@@ -615,11 +618,7 @@ def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkey
 def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, promised_ms: float, expected: str
 ) -> None:
-    free = gpt(4)
-    with Session(free, unlimited=True) as session:
-        session.compile(free)
-        bits = run(free, session=session, num_steps=6)
-        needed = session.usage().ram_bytes
+    bits, needed = with_everything_kept(gpt(4), num_steps=6)
     seen: list[set[str]] = []
 
     def later(trace: Trace, tables: list[BlockTable], measured: dict[str, str], *_: Any, **options: Any) -> Choice:
@@ -670,19 +669,17 @@ class Changing(nn.Module):
         return out
 
 
+def headed() -> Headed:
+    torch.manual_seed(1)
+    return Headed()
+
+
 @pytest.mark.usefixtures("quickly")
 def test_what_is_around_compiled_blocks_is_computed_again_and_no_mode_sees_what_they_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        return Headed()
-
-    free, model = make(), make()
-    with Session(free, unlimited=True) as session:
-        session.compile()
-        expected = run(free, row_step, session=session, num_steps=6)
-        needed = session.usage().ram_bytes
+    expected, needed = with_everything_kept(headed(), row_step, num_steps=6)
+    model = headed()
     modes: list[tuple[int, int]] = []
     call = kind_module.Kind.call
 
@@ -725,15 +722,8 @@ class Counting(nn.Module):
 def test_blocks_of_which_a_part_runs_uncompiled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.Changing", Counting)
 
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        return Headed()
-
-    free, model = make(), make()
-    with Session(free, unlimited=True) as session:
-        session.compile()
-        expected = run(free, row_step, session=session, num_steps=6)
-        needed = session.usage().ram_bytes
+    expected, needed = with_everything_kept(headed(), row_step, num_steps=6)
+    model = headed()
     with Session(model, ram=int(0.6 * needed)) as session:
         blocks = session.compile()
         assert_same(expected, run(model, row_step, session=session, num_steps=6))

@@ -303,7 +303,7 @@ def is_random(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether an operation works element by element, or only looks differently at its input."""
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or is_view(node) or _packet(node) in _FUSED
+    return torch.Tag.pointwise in tags or is_view(node) or packet_of(node) in _FUSED
 
 
 def is_view(node: fx.Node) -> bool:
@@ -325,7 +325,7 @@ def attention_flops(node: fx.Node) -> int:
 
 
 def _flops(node: fx.Node) -> int:
-    packet = _packet(node)
+    packet = packet_of(node)
     if node.op != "call_function" or packet not in flop_registry:
         return 0
     args, kwargs, out = fx.map_arg((node.args, node.kwargs, node), lambda other: _shape(other.meta["val"]))
@@ -345,7 +345,7 @@ def _grouped_attention_flops(query: Any, key: Any, value: Any) -> int:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return "attention" in str(_packet(node))
+    return "attention" in str(packet_of(node))
 
 
 def is_attention_without_dropout(node: fx.Node) -> bool:
@@ -378,7 +378,7 @@ def _plain(size: int | torch.SymInt) -> int:
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size
 
 
-def _packet(node: fx.Node) -> Any:
+def packet_of(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", None)
 
 

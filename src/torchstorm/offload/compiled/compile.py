@@ -295,7 +295,7 @@ def compile_blocks(
         model: the Session's.
         asked: the model that the user named, None for the Session's.
         blocks: see `CompiledBlocks`.
-        variant: for all blocks and all steps; None lets the Session choose after its first step.
+        variant: for all blocks and all steps; None lets the Session choose after its first steps.
         unlimited: whether there is nothing to choose for: blocks save what PyTorch would.
         can_move: whether what they save can go anywhere. Else only a variant that saves little keeps a budget in steps
             that were never seen.

@@ -241,9 +241,8 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _joins_what_was_made(node: fx.Node) -> bool:
     """Whether a node joins tensors that the forward has made, as rotary embeddings do. Buffers may change meanwhile."""
-    is_concatenation = getattr(node.target, "overloadpacket", None) is torch.ops.aten.cat
     return (
-        is_concatenation
+        private.packet_of(node) is torch.ops.aten.cat
         and private.is_forward(node)
         and all(_root(part).op == "call_function" for part in node.all_input_nodes)
     )

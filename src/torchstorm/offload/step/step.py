@@ -274,7 +274,8 @@ class Step:
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
         self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
-        is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()  # again, and otherwise
+        # Whether what blocks do is seen from now on, or no longer: then the next step is measured for the plan.
+        is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()
         other_variants |= is_measured
         if left_plan and self._planned is not None and self._planned.is_given:
             plans.drop(self._planned)
