@@ -10,7 +10,7 @@ import pytest
 
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute import watched
-from torchstorm.offload.recompute.repeats import LONG_WAY, NOT_REPEATED, Repeats
+from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.step import step as steps
 
 
@@ -38,13 +38,33 @@ def note_repeats(patch: pytest.MonkeyPatch, note: Callable[[Any, bool], None]) -
         if found is None:
             return None
 
-        def again(repeats: Any, tape: Any, number: int, func: Any, *args: Any) -> Any:
-            out = found.run(repeats, tape, number, func, *args)
-            if out is not LONG_WAY:
-                note(func, True)
-            return out
+        def watch(mode: Any, tape: Any, *rest: Any) -> Any:
+            instead = found.watch(mode, tape, *rest)
+            return instead if instead is None else _NotedWatch(instead, tape, note)
 
-        return SimpleNamespace(run=again)
+        return SimpleNamespace(watch=watch)
 
     patch.setattr(Repeats, "run", noted)
     patch.setattr(watched, "library", by_library)
+
+
+class _NotedWatch:
+    """Stands for the C++ in a mode. Where Python has not recorded a call that was counted, the C++ has."""
+
+    def __init__(self, instead: Any, tape: Any, note: Callable[[Any, bool], None]) -> None:
+        self.__self__ = instead.__self__
+        self._instead, self._tape, self._note = instead, tape, note
+
+    @property
+    def moment(self) -> int:
+        return int(self._instead.moment)
+
+    def __call__(self, func: Any, *rest: Any) -> Any:
+        before, in_python = self._tape.num_calls, []
+        with pytest.MonkeyPatch.context() as patch:
+            within = self.__self__._within
+            patch.setitem(vars(self.__self__), "_within", lambda *call: in_python.append(1) or within(*call))
+            out = self._instead(func, *rest)
+        if self._tape.num_calls != before and not in_python:
+            self._note(func, True)
+        return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.forced import at_random, force_recompute
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.tape import Tape
-from torchstorm.offload.recompute.watched import WatchedCalls, call_of
+from torchstorm.offload.recompute.watched import Calls, WatchedCalls, call_of
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.torch_private import num_compiled
 
 WIDTH, ROWS, NUM_BLOCKS = 32, 256, 6
 
@@ -415,3 +417,20 @@ def test_thousands_of_operations_of_one_call_are_numbered_as_of_that_call() -> N
     assert sorted(found.values())[-1] > 1024
     assert len(found) == 4, "what draws the input, the product, the first state, and the network"
     assert len({call.number for call in tape.calls}) == len(tape.calls)
+
+
+def test_a_function_that_is_compiled_under_the_mode_is_compiled_once_and_whole() -> None:
+    whole = torch.compile(lambda x: (x.sin() * 2).cos(), backend="eager", fullgraph=True)
+    tape = Tape(torch.device("cpu"), is_leaf=lambda _: False)
+    before, x = num_compiled(), torch.randn(5, requires_grad=True)
+    for index in range(3):
+        calls = WatchedCalls(tape, Running(moment=1))
+        calls.record_within(Calls(()))
+        assert "__torch_function__" in vars(calls), "C++ stands for Python"
+        with calls:
+            assert whole(x).equal((x.sin() * 2).cos())
+            assert ("__torch_function__" in vars(calls)) == (index > 0), "Dynamo knows only Python"
+        left = weakref.ref(calls)
+        del calls
+        assert left() is None, "nothing is left for the collector"
+    assert num_compiled() == before + 1

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchstorm.offload.recompute import watched
 from torchstorm.offload.recompute.described import Unfinished, is_given_again
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
 from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Ticket, Untouched
-from torchstorm.offload.step.parcels import Call, Leaf, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Parcel, Ref, Saved, Value
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, content_of
 
@@ -46,4 +47,14 @@ def classes() -> Mapping[str, object]:
         "uint8": torch.uint8,
         "content_of": content_of,
         "tensors_of": tensors_of,
+        "getter": watched.GETTER,
+        "known_functions": watched.KNOWN,
+        "get_to_know": watched.get_to_know,
+        "is_plain": watched.is_plain,
+        "compiler": vars(torch.compiler),
+        "torch_function": watched.WatchedCalls.__torch_function__,
+        "num_names": watched.NAMES,
+        "num_counts": watched.COUNTS,
+        "num_places": watched.PLACES,
+        "tiny_bytes": TINY_BYTES,
     }

@@ -6,6 +6,7 @@
 #include "again.h"
 #include "records.h"
 #include "saving.h"
+#include "watch.h"
 
 namespace {
 
@@ -35,7 +36,7 @@ PyObject *use(PyObject *, PyObject *args) {
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak) TYPE(leaf)
+        TYPE(weak) TYPE(leaf) TYPE(getter)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
@@ -44,6 +45,15 @@ PyObject *use(PyObject *, PyObject *args) {
         of.uint8 = named("uint8");
         of.content_of = named("content_of");
         of.tensors_of = named("tensors_of");
+        of.known_functions = named("known_functions");
+        of.get_to_know = named("get_to_know");
+        of.is_plain = named("is_plain");
+        of.compiler = named("compiler");
+        of.torch_function = named("torch_function");
+        of.num_names = as_int(named("num_names"));
+        of.num_counts = as_int(named("num_counts"));
+        of.num_places = as_int(named("num_places"));
+        of.tiny_bytes = as_int(named("tiny_bytes"));
 #define PLACE(type, name) type##_##name = place_of(of.type, #name);
         SLOTS(PLACE)
 #undef PLACE
@@ -78,7 +88,7 @@ PyObject *look(PyObject *, PyObject *tensors) {
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
     METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
-    METHOD(over, METH_FASTCALL),
+    METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
@@ -89,9 +99,15 @@ PyType_Slot way_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(way_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(way_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void *>(way_traverse)}, {Py_tp_clear, reinterpret_cast<void *>(way_clear)},
     {0, nullptr}};
+PyType_Slot watch_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void *>(watch_dealloc)}, {Py_tp_traverse, reinterpret_cast<void *>(watch_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(watch_clear)}, {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
+    {Py_tp_members, watch_members}, {Py_tp_getset, watch_getters}, {0, nullptr}};
 constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
 PyType_Spec moments_spec = {"torchstorm_native.Moments", sizeof(Moments), 0, flags, moments_slots};
 PyType_Spec way_spec = {"torchstorm_native.Way", sizeof(Way), 0, flags, way_slots};
+PyType_Spec watch_spec = {
+    "torchstorm_native.Watch", sizeof(Watch), 0, flags | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, watch_slots};
 
 }  // namespace
 
@@ -104,7 +120,8 @@ PyMODINIT_FUNC PyInit_torchstorm_native(void) {
     first = Py_BuildValue("(i)", 0);
     moments_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&moments_spec));
     way_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&way_spec));
-    if (first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
+    watch_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&watch_spec));
+    if (watch_type == nullptr || first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
     if (PyModule_AddObjectRef(module, "Moments", reinterpret_cast<PyObject *>(moments_type)) < 0 ||
         PyModule_AddObjectRef(module, "Way", reinterpret_cast<PyObject *>(way_type)) < 0)
         return nullptr;

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -51,6 +51,19 @@ class Library(Protocol):
 
     def over(self, view: Any, base: torch.Tensor) -> torch.Tensor | None:
         """As `View.over`; None where that must be called."""
+
+    def watch(
+        self,
+        mode: Any,
+        tape: Any,
+        progress: Any,
+        moment: int,
+        counts: dict[int, int],
+        numbers: Set[int],
+        names: Set[int],
+        moments: Set[int],
+    ) -> Any:
+        """In place of `WatchedCalls.__torch_function__`; None where it does not know the progress."""
 
     def use(self, classes: Mapping[str, object]) -> None:
         """Tells it what it makes and reads."""

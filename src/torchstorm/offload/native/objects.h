@@ -17,15 +17,18 @@ namespace {
 
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak, *leaf;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak, *leaf, *getter;
     PyObject *is_given_again, *free_weak, *long_way, *choices, *uint8, *content_of, *tensors_of;
+    PyObject *known_functions, *get_to_know, *is_plain, *compiler, *torch_function;
+    int64_t num_names, num_counts, num_places, tiny_bytes;
 } of;
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_at) X(_begin) X(_finish) X(_forget_unless_new) X(_notice) X(_order) X(_records) X(_run) X(_save_made) X(absent) \
-    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(known) X(leaves) X(limit_bytes) X(native) X(num_calls) \
-    X(num_used) X(pack) X(peak_bytes) X(release) X(released) X(resident_bytes) X(settle) X(shape) X(unfinished) \
+    X(_add_output) X(_at) X(_begin) X(_finish) X(_forget_unless_new) X(_is_compiling_flag) X(_notice) X(_order) X(_records) X(_run) \
+    X(_save_made) X(_within) X(absent) \
+    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) \
+    X(num_used) X(out) X(pack) X(peak_bytes) X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) \
     X(unpack) X(within)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)

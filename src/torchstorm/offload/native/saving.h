@@ -4,6 +4,7 @@
 #pragma once
 
 #include "moments.h"
+#include "records.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -21,6 +22,16 @@ void call_at(PyObject *settled, PyObject *what, int64_t moment) {
     Own done(checked(PyObject_CallMethodOneArg(settled, what, number.at)));
 }
 
+// As `parcels.is_made_by`.
+bool is_made_by(PyObject *call, const Moment &one) {
+    if (!equal(see(call, call_number), one.maker)) return false;
+    PyObject *name = see(see(call, call_operator), operation_name);
+    if (equal(name, one.name)) return true;
+    const char *text = PyUnicode_AsUTF8(name);
+    if (text == nullptr) throw Failed();
+    return strncmp(text, "torch.", 6) == 0;
+}
+
 // As `Repeats.returned`: the bytes of a tensor that a call has returned in this step; nullptr for any other. Borrowed.
 PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) {
     Own records(get(way->repeats, s__records));
@@ -32,14 +43,7 @@ PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) 
     const at::Tensor &whole = THPVariable_Unpack(made);
     if (!whole.is_same(tensor) && !(tensor.is_view() && tensor._base().is_same(whole))) return nullptr;
     if (version_of(tensor) != see_int(value, value_version) || !is_at(see(value, value_watch), tensor)) return nullptr;
-    if (!equal(see(call, call_number), one.maker)) return nullptr;
-    PyObject *name = see(see(call, call_operator), operation_name);
-    if (!equal(name, one.name)) {
-        const char *text = PyUnicode_AsUTF8(name);
-        if (text == nullptr) throw Failed();
-        if (strncmp(text, "torch.", 6) != 0) return nullptr;
-    }
-    return value;
+    return is_made_by(call, one) ? value : nullptr;
 }
 
 // As `Saver.save_made`; nullptr without an error where that must be called.
@@ -74,18 +78,79 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     return saved.give();
 }
 
-// As `Settled._pack_made`; nullptr without an error where that is not what is saved.
+// As `views.version_counter`.
+PyObject *counter_of(const at::Tensor &tensor) {
+    at::Tensor token = tensor.tensor_data();
+    token.set_data(at::empty({0}, tensor.options()));
+    return checked(THPVariable_Wrap(token));
+}
+
+// Whether a tensor lies in the storage of one among what a function is given, or in one that is not known.
+bool is_among(const at::Tensor &tensor, PyObject *items) {
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(items); ++at) {
+        PyObject *item = PySequence_Fast_GET_ITEM(items, at);
+        if (PyList_Check(item) || PyTuple_Check(item)) {
+            if (is_among(tensor, item)) return true;
+        } else if (THPVariable_Check(item)) {
+            const at::Tensor &given = THPVariable_Unpack(item);
+            if (!has_bytes(given) || storage_of(given) == storage_of(tensor)) return true;
+        }
+    }
+    return false;
+}
+
+// Whether a tensor is a result of the call that runs, which autograd saves before it is returned, and that call the one
+// that the plan has make it: where `Tape.value_to_save` asks for the place among the results.
+bool is_being_made(const Way *way, const Moment &one, PyObject *unfinished, const at::Tensor &tensor) {
+    if (Py_TYPE(unfinished) != of.unfinished || PyTuple_GET_ITEM(unfinished, 3) == Py_None) return false;
+    if (!is_of_numbers(tensor) || !is_made_by(PyTuple_GET_ITEM(unfinished, 0), one)) return false;
+    PyObject *arguments = PyTuple_GET_ITEM(unfinished, 1);
+    const bool is_observed = PyTuple_GET_ITEM(unfinished, 4) == Py_True;
+    if (!is_observed && static_cast<int64_t>(tensor.storage().nbytes()) < of.tiny_bytes) return false;
+    if (!PyTuple_CheckExact(arguments) || is_among(tensor, arguments)) return false;
+    Own known(get(way->tape, s_known)), address(address_of(tensor));
+    PyObject *found = find(known.at, address.at);
+    return found == nullptr || see_int(found, value_version) != version_of(tensor);
+}
+
+// The bytes of such a tensor, as the tape names them; nullptr without an error where it is another result.
+PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tensor) {
+    Own place(PyIter_Next(PyTuple_GET_ITEM(unfinished, 2)));
+    if (!place) {
+        if (PyErr_Occurred()) throw Failed();
+        return nullptr;
+    }
+    if (as_int(place.at)) {
+        Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor)));
+        PyObject *call = PyTuple_GET_ITEM(unfinished, 0);
+        return checked(PyObject_CallMethodObjArgs(
+            way->tape, s__add_output, call, storage.at, version.at, place.at, nullptr));
+    }
+    PyObject *value = PyTuple_GET_ITEM(unfinished, 3);
+    Own known(get(way->tape, s_known)), address(address_of(tensor));
+    renew(value, tensor, find(known.at, address.at));
+    checked(PyDict_SetItem(known.at, address.at, value));
+    return Py_NewRef(value);
+}
+
+// As `Settled._pack_made`, and as `Settled._pack_away` for a result of the call that runs; nullptr without an error where
+// that is not what is saved.
 PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, int64_t moment) {
     const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
-    Own value(Py_XNewRef(returned(way, one, tensor)));
-    if (!value) return nullptr;
+    Own value(Py_XNewRef(returned(way, one, tensor))), unfinished;
+    if (!value) {
+        unfinished.at = get(way->tape, s_unfinished);
+        if (!is_being_made(way, one, unfinished.at, tensor)) return nullptr;
+    }
     Locked locked(way->lock);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
-    if (!fits(way, see_int(value.at, value_nbytes), one.made_bytes)) return nullptr;
-    Own saved(Py_NewRef(see(value.at, value_saved)));
+    const int64_t nbytes = value ? see_int(value.at, value_nbytes) : static_cast<int64_t>(tensor.storage().nbytes());
+    if (!fits(way, nbytes, one.made_bytes)) return nullptr;
+    Own saved(Py_NewRef(value ? see(value.at, value_saved) : Py_None));
     const int64_t num_saved = see_int(way->progress, running_num_saved);
     const bool is_new = saved.at == Py_None;
     if ((is_new ? num_saved : see_int(saved.at, saved_ordinal)) != one.made_ordinal) return nullptr;
+    if (unfinished && !(value.at = name_made(way, unfinished.at, tensor))) return nullptr;
     if (one.is_busy) call_at(settled, s__begin, moment);
     if (is_new) {
         Own made(save_made(way, one, value.at, tensor));
@@ -94,12 +159,14 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
             made.at = checked(PyObject_CallMethodObjArgs(settled, s__save_made, value.at, object, ordinal.at, nullptr));
         }
         std::swap(saved.at, made.at);
+        if (unfinished) put(saved.at, saved_counter, counter_of(tensor));
         put_int(way->progress, running_num_saved, num_saved + 1);
     }
     put_int(way->progress, running_moment, moment);
     put_int(saved.at, saved_live, see_int(saved.at, saved_live) + 1);
     PyObject *view = see(value.at, value_view);
-    Own seen(view != Py_None && !tensor.is_view() ? Py_NewRef(view) : view_of(object, tensor));
+    const bool is_whole = view != Py_None && !tensor.is_view() && !unfinished;
+    Own seen(is_whole ? Py_NewRef(view) : view_of(object, tensor));
     Own ticket(allocate(of.ticket));
     put_shared(ticket.at, ticket__owner, way->owner);
     put(ticket.at, ticket_view, seen.give());

@@ -10,6 +10,9 @@ calls more, as of a step that logs something, change no other call's number.
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,13 +25,13 @@ from torch.utils._device import DeviceContext
 
 from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.operators import operator, single
-from torchstorm.offload.recompute.repeats import LONG_WAY, NOT_REPEATED, keep_counters
+from torchstorm.offload.recompute.repeats import NOT_REPEATED, keep_counters
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.torch_private import pause_in_backward, see_no_more_operations, see_operations
 
-_NAMES = 1 << 20  # of functions
-_COUNTS = 1 << 10  # of a function's calls after a moment
-_PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with some ten operations a time step
+NAMES = 1 << 20  # of functions
+COUNTS = 1 << 10  # of a function's calls after a moment
+PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with some ten operations a time step
 
 # Asked at every function that is recorded.
 _backward = torch._C._current_graph_task_id  # which one runs; -1 for none
@@ -39,7 +42,7 @@ _with_gradients, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 # Asked at every function. The two say what `torch.compiler.is_compiling` says, which takes the host twice as long.
 _is_traced, _compiler = torch.compiler.is_dynamo_compiling, torch.compiler
 
-_GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
+GETTER = type(torch.Tensor.shape.__get__)  # type: ignore[attr-defined]
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
@@ -55,6 +58,21 @@ class _Begun:
     moment = 0
 
 
+class Calls:
+    """Within which calls operations are recorded.
+
+    Attributes:
+        numbers: of these.
+        names: of the functions that are called there.
+        moments: after which they are.
+    """
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self.numbers = frozenset(numbers)
+        self.names = frozenset(number % NAMES for number in numbers)
+        self.moments = frozenset(map(_moment_of_call, numbers))
+
+
 class WatchedCalls(TorchFunctionMode):
     """Active while a step runs; in backward it only passes calls on.
 
@@ -67,30 +85,26 @@ class WatchedCalls(TorchFunctionMode):
     def __init__(self, tape: Tape, progress: Progress | None = None, *, enters: bool = True) -> None:
         super().__init__()
         pause_in_backward(WatchedCalls)
-        self._calls: Collection[int] | None = None  # within which operations are recorded; None for all
-        self._names: Collection[int] = ()  # of the functions that are called there
-        self._moments: Collection[int] = ()  # after which they are
+        self._calls: Calls | None = None  # within which operations are recorded; None for all
         self._tape = tape
         self.progress: Progress = progress or _Begun()
         self._enters = enters
         self._moment = -1
         self._counts: dict[int, int] = {}  # calls of every function since that moment
         tape.is_within_call = False
-        found = library()
-        self._again = found.run if found is not None else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What PyTorch calls in place of every function of its own."""
-        if type(func) is _GETTER or _is_traced() or _compiler._is_compiling_flag:
+        """What PyTorch calls in place of every function of its own; by way of C++ where that is there."""
+        if type(func) is GETTER or _is_traced() or _compiler._is_compiling_flag:
             return func(*args, **kwargs) if kwargs else func(*args)
-        name, writes = _known.get(func) or _get_to_know(func)
+        name, writes = KNOWN.get(func) or get_to_know(func)
         calls = self._calls
         if kwargs and _is_to_write(kwargs):
             writes = True
         moment = self.progress.moment
-        if calls is not None and not writes and (moment not in self._moments or name not in self._names):
+        if calls is not None and not writes and (moment not in calls.moments or name not in calls.names):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._tape.idle:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -99,36 +113,56 @@ class WatchedCalls(TorchFunctionMode):
             self._moment = moment
             counts.clear()
         count = counts[name] = counts.get(name, 0) + 1
-        number = (moment * _COUNTS + count) * _NAMES + name
-        if calls is None or writes or number in calls:
-            tape = self._tape
-            if tape.repeats is not None and not writes and _is_plain(tape.kind):
-                repeats, again, number_of_first = tape.repeats, self._again, number * _PLACES
-                out = again(repeats, tape, number_of_first, func, args, kwargs) if again is not None else LONG_WAY
-                if out is LONG_WAY:
-                    out = repeats.run(tape, number_of_first, func, args, kwargs)
-                if out is not NOT_REPEATED:
-                    return out
-            return self._record(number, func, writes, args, kwargs or {})
+        number = (moment * COUNTS + count) * NAMES + name
+        if calls is None or writes or number in calls.numbers:
+            return self._within(number, func, writes, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def record_within(self, calls: Collection[int] | None) -> None:
-        """From now on operations are recorded within the calls of these numbers; None for all."""
+    def __exit__(self, *error: Any) -> None:
+        """The step is over."""
+        self._leave_cpp()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def record_within(self, calls: Calls | None) -> None:
+        """From now on operations are recorded within these calls; None for all."""
+        self._leave_cpp()
         self._calls = calls
-        self._names = {number % _NAMES for number in calls or ()}
-        self._moments = {_moment_of_call(number) for number in calls or ()}
+        found = library()
+        if calls is not None and found is not None and _is_told_of_compiling():
+            of_step = self, self._tape, self.progress, self._moment, self._counts
+            instead = found.watch(*of_step, calls.numbers, calls.names, calls.moments)
+            if instead is not None:
+                vars(self)["__torch_function__"] = instead
+                _in_cpp.add(self)
+
+    def _leave_cpp(self) -> None:
+        _in_cpp.discard(self)
+        instead = vars(self).pop("__torch_function__", None)
+        if instead is not None:
+            self._moment = instead.moment
+
+    def _within(
+        self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """A call within which operations are recorded."""
+        tape = self._tape
+        if tape.repeats is not None and not writes and is_plain(tape.kind):
+            out = tape.repeats.run(tape, number * PLACES, func, args, kwargs)
+            if out is not NOT_REPEATED:
+                return out
+        return self._record(number, func, writes, args, kwargs or {})
 
     def _record(self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
         if writes:
             keep_counters(tape, args, kwargs)
-        elif _takes_whole(tape, number * _PLACES):
+        elif _takes_whole(tape, number * PLACES):
             again = single(func, args, kwargs)
             if again is not None:
-                return tape.record_function(func, *again, number * _PLACES, args, kwargs)
+                return tape.record_function(func, *again, number * PLACES, args, kwargs)
         if func in _BACKWARD or tape.is_within_call:
             return func(*args, **kwargs)
-        tape.number = number * _PLACES
+        tape.number = number * PLACES
         tape.is_within_call = True
         if self._enters:
             see_operations(tape)
@@ -141,18 +175,18 @@ class WatchedCalls(TorchFunctionMode):
             if self._enters:
                 see_no_more_operations()
             calls, tape.within = tape.within, None
-        if tape.repeats is not None and calls is not None and not writes and _is_plain(tape.kind):
-            tape.repeats.keep_chosen(tape, number * _PLACES, func, calls, tape.saved_within, out, args, kwargs)
+        if tape.repeats is not None and calls is not None and not writes and is_plain(tape.kind):
+            tape.repeats.keep_chosen(tape, number * PLACES, func, calls, tape.saved_within, out, args, kwargs)
         return out
 
 
 def _takes_whole(tape: Tape, number: int) -> bool:
     """Whether what a function does, as a single operation of that number, is to be recorded now, and is no more than it
     was told to do."""
-    return tape.wanted is not None and number in tape.wanted and not tape.idle and _is_plain(tape.kind)
+    return tape.wanted is not None and number in tape.wanted and not tape.idle and is_plain(tape.kind)
 
 
-def _is_plain(kind: str) -> bool:
+def is_plain(kind: str) -> bool:
     """Whether a function does now no more than it is told to do, on a device of that kind."""
     return (
         _backward() == -1
@@ -168,6 +202,28 @@ def _is_seen_by_no_other() -> bool:
     """Whether no mode that was entered before a function's is called next, which may run something else than it. One
     that says on which device new tensors are made does not."""
     return all(type(_mode_at(place)) is DeviceContext for place in range(_num_modes()))
+
+
+_in_cpp: weakref.WeakSet[WatchedCalls] = weakref.WeakSet()  # those in which C++ stands for Python
+
+
+def _before_compiling(_: object) -> None:
+    for mode in list(_in_cpp):
+        mode._leave_cpp()
+
+
+@functools.cache
+def _tell_of_compiling(dynamo: Any) -> bool:
+    handler = getattr(dynamo, "callback_handler", None)
+    if handler is not None:
+        handler.register_start_callback(_before_compiling)
+    return handler is not None
+
+
+def _is_told_of_compiling() -> bool:
+    """Whether C++ is left when Dynamo begins to compile: it compiles the mode along, and knows only Python."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and _tell_of_compiling(dynamo)
 
 
 @contextmanager
@@ -192,7 +248,7 @@ def unwatched() -> Iterator[None]:
 
 def call_of(number: int) -> int:
     """The number of the call within which an operation of that number runs."""
-    return number // _PLACES
+    return number // PLACES
 
 
 def moment_of(number: int) -> int:
@@ -201,16 +257,16 @@ def moment_of(number: int) -> int:
 
 
 def _moment_of_call(number: int) -> int:
-    return number // (_NAMES * _COUNTS)
+    return number // (NAMES * COUNTS)
 
 
-_known: dict[Any, tuple[int, bool]] = {}
+KNOWN: dict[Any, tuple[int, bool]] = {}
 
 
-def _get_to_know(func: Any) -> tuple[int, bool]:
+def get_to_know(func: Any) -> tuple[int, bool]:
     """A number for a function's name, and whether it may change a tensor that records of the tape refer to."""
     name = getattr(func, "__qualname__", "") or str(func)
-    found = _known[func] = zlib.crc32(name.encode()) % _NAMES, _is_writing(func)
+    found = KNOWN[func] = zlib.crc32(name.encode()) % NAMES, _is_writing(func)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from torchstorm.offload.recompute.watched import Calls
 from torchstorm.offload.step.packed import Keeper
 from torchstorm.offload.step.parcels import Call, Saved
 from torchstorm.offload.step.residency import Residency
@@ -150,7 +151,7 @@ class Departing:
         run.numbered = {}
         run.left_plan = True
         if not isinstance(measure, Recorder):
-            run.record_only((), ())
+            run.record_only((), Calls(()))
             return
         assert plan is not None
         saved = {at: one for at, one in self._of_the_step().items() if at < num_saved}

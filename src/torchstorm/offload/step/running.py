@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
-from torchstorm.offload.recompute.watched import WatchedCalls
+from torchstorm.offload.recompute.watched import Calls, WatchedCalls
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.parcels import Call, Parcel, Value, is_made_by
 from torchstorm.offload.step.settled import Settled
@@ -205,7 +205,7 @@ class Running:
         assert parcel.buffer is not None
         return self.probe is None or self.probe.is_as_made(value, row_of(parcel.buffer))
 
-    def record_only(self, operations: Collection[int], calls: Collection[int]) -> None:
+    def record_only(self, operations: Collection[int], calls: Calls) -> None:
         """From now on the tape records these operations, which run within these calls; where it sees all, it records
         all."""
         if self.tape is not None and self.watched is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchstorm.offload.native.library import Library
 from torchstorm.offload.recompute.repeats import Repeats
-from torchstorm.offload.recompute.watched import call_of, moment_of
+from torchstorm.offload.recompute.watched import Calls, call_of, moment_of
 from torchstorm.offload.step.parcels import TINY_BYTES
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
@@ -66,7 +66,7 @@ class Table:
         operations: numbers of those that run again.
         recorded: those, and what plans need that a step may go over to.
         may_change: whether a step may go over to another plan.
-        calls: numbers of the calls within which these run.
+        calls: within which these run.
         sizes: bytes of the storages.
         noticed: storages of which the tape hears though they stay: those that are read, and those that a recorded
             operation makes, since its results are told apart by the order in which they are saved.
@@ -169,7 +169,7 @@ class Table:
             saved = max((ordinal for _, ordinal, _ in self.signatures[:parting]), default=-1) + 1
             left = {number for number, stays in enumerate(other.stays[:saved]) if not stays and self.movable[number]}
             self.read = self.read | left | {number for number in other._read if number < saved}
-        self.calls = {call_of(number) for number in self.recorded}
+        self.calls = Calls({call_of(number) for number in self.recorded})
         trace = self._plan.trace
         self.noticed = self.read.union(
             trace.values[value].storage for op in trace.ops if op.number in self.recorded for value in op.outputs
