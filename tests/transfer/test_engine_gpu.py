@@ -174,6 +174,17 @@ def test_small_copies_out_begin_together_when_anyone_waits_for_one_of_them(engin
     assert is_all(second[0], 4)
 
 
+def test_copies_that_wait_for_company_do_not_follow_what_is_queued_meanwhile(engine: Engine) -> None:
+    hosts, sources = [pinned(8) for _ in range(2)], [on_gpu(8, value) for value in (1, 2)]
+    first = engine.copy_out(hosts[0], sources[0])
+    second = engine.copy_out(hosts[1], sources[1])
+    torch.cuda._sleep(LONG)
+    second.synchronize()
+    assert not torch.cuda.current_stream().query(), "the copies have waited for work that came after them"
+    assert first.done()
+    assert [is_all(host, value) for host, value in zip(hosts, (1, 2), strict=True)] == [True, True]
+
+
 def test_a_large_copy_out_takes_the_small_ones_before_it_along(engine: Engine) -> None:
     small, large = late(engine, 5), on_gpu(64 * MIB, 6)
     host = pinned(64 * MIB)

@@ -58,18 +58,20 @@ class _Burst:  # pragma: gpu
     Attributes:
         targets, sources: of the copies.
         after: copies that end before.
-        behind: an event, or the stream whose work so far comes before them.
+        behind: an event, or the stream whose work comes before them, until the last one was asked for.
+        ready: the event that says so of a stream.
         ended: the event that follows them.
         nbytes: of all.
     """
 
-    __slots__ = ("after", "behind", "ended", "nbytes", "sources", "targets")
+    __slots__ = ("after", "behind", "ended", "nbytes", "ready", "sources", "targets")
 
     def __init__(self, behind: Any) -> None:
         self.targets: list[torch.Tensor] = []
         self.sources: list[torch.Tensor] = []
         self.after: list[StreamCopy] = []
         self.behind = behind
+        self.ready: Any = _Event() if isinstance(behind, torch.cuda.Stream) else behind
         self.ended: Any = _Event()
         self.nbytes = 0
 
@@ -116,6 +118,8 @@ class _Queue:  # pragma: gpu
             burst.sources.append(source)
             burst.after += after
             burst.nbytes += target.nbytes
+            if ready is None:  # what is queued until the burst is need not end first
+                burst.ready.record(behind)
             copy = CudaCopy(self, burst.ended, self.num_queued + 1)
             if burst.nbytes > self._burst_bytes or len(burst.targets) == _MOST_TOGETHER or ready is not None:
                 self.flush()
@@ -131,11 +135,8 @@ class _Queue:  # pragma: gpu
                 with torch.cuda.device(index):
                     self.flush()
                 return
-            self._burst, ready = None, burst.behind
-            if isinstance(ready, torch.cuda.Stream):
-                ready = _Event()
-                ready.record(burst.behind)
-            _Event.wait(ready, self.stream)
+            self._burst = None
+            _Event.wait(burst.ready, self.stream)
             before = torch._C._cuda_getCurrentStream(index)
             _set_stream(self.stream.stream_id, index, self.stream.device_type)
             try:

@@ -85,9 +85,29 @@ PyObject *look(PyObject *, PyObject *tensors) {
     });
 }
 
+// holds(modules, held, items): whether these modules still hold their tensors and modules in these dictionaries, and in
+// them these.
+PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
+    return guarded([&]() -> PyObject * {
+        for (Py_ssize_t at = 0; at < 3; ++at)
+            if (num != 3 || !PyList_CheckExact(given[at])) Py_RETURN_FALSE;
+        PyObject *modules = given[0], *held = given[1], *items = given[2], *item;
+        Py_ssize_t num_held = 0, num_items = 0;
+        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(modules); ++at)
+            for (PyObject *name : {s__parameters, s__buffers, s__modules}) {
+                Own dict(get(PyList_GET_ITEM(modules, at), name));
+                if (num_held >= PyList_GET_SIZE(held) || PyList_GET_ITEM(held, num_held++) != dict.at) Py_RETURN_FALSE;
+                if (!PyDict_Check(dict.at)) Py_RETURN_FALSE;
+                for (Py_ssize_t next = 0; PyDict_Next(dict.at, &next, nullptr, &item);)
+                    if (num_items >= PyList_GET_SIZE(items) || PyList_GET_ITEM(items, num_items++) != item) Py_RETURN_FALSE;
+            }
+        return PyBool_FromLong(num_held == PyList_GET_SIZE(held) && num_items == PyList_GET_SIZE(items));
+    });
+}
+
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
-    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
+    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(holds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
     METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

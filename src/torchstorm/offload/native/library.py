@@ -40,6 +40,9 @@ class Library(Protocol):
     def look(self, tensors: list[Any]) -> int | None:
         """A number that is another one where a model's tensors are; None where it does not know them."""
 
+    def holds(self, modules: list[Any], held: list[Any], items: list[Any]) -> bool:
+        """As `inputs.holds`."""
+
     def hooks(self, saved_tensors: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """In place of `SavedTensors.pack` and `unpack`."""
 

@@ -58,12 +58,10 @@ class ModelTensors:
         Raises:
             TorchstormError: of the check.
         """
-        held = list(chain.from_iterable(map(_HELD, self._modules)))
-        items = list(chain.from_iterable(map(dict.values, held)))
-        is_same = len(items) == len(self._items) and all(map(operator.is_, items, self._items))
-        if not held or not is_same or not all(map(operator.is_, held, self._held)):
-            self._find()
         found = library()
+        are_held = found.holds if found is not None else holds
+        if not self._held or not are_held(self._modules, self._held, self._items):
+            self._find()
         seen = found.look([*self.parameters, *self.buffers]) if found is not None else None
         if seen is None or seen != self._seen:
             self._seen = None
@@ -78,6 +76,15 @@ class ModelTensors:
         self.parameters = list(_each_once(one._parameters for one in modules))
         self.buffers = list(_each_once(one._buffers for one in modules))
         self.asks_for_modes = any(map(asks_for_function_modes, {type(one) for one in modules}))
+
+
+def holds(modules: list[torch.nn.Module], held: list[dict[str, Any]], items: list[Any]) -> bool:
+    """Whether modules still hold their tensors and modules in these dictionaries, and in them these."""
+    now = list(chain.from_iterable(map(_HELD, modules)))
+    if len(now) != len(held) or not all(map(operator.is_, now, held)):
+        return False
+    found = list(chain.from_iterable(map(dict.values, now)))
+    return len(found) == len(items) and all(map(operator.is_, found, items))
 
 
 def _each_once(held: Iterable[dict[str, Any]]) -> Iterable[Any]:
