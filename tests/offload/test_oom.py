@@ -128,9 +128,9 @@ def train(
         storm = Session(model, ram=ram, disk=str(directory), optimizer=optimizer)
         empty = storm._shared.residency._empty
 
-        def allocate(nbytes: int) -> torch.Tensor:
+        def allocate(nbytes: int, phase: int) -> torch.Tensor:
             faults.count("allocation")
-            return empty(nbytes)
+            return empty(nbytes, phase)
 
         storm._shared.residency._empty = allocate
     left = Left()
@@ -551,9 +551,9 @@ def test_a_failed_step_holds_no_memory_and_no_disk_though_its_loss_is_held(
     residency = storm._shared.residency
     empty = residency._empty
 
-    def allocate(nbytes: int) -> torch.Tensor:
+    def allocate(nbytes: int, phase: int) -> torch.Tensor:
         faults.count("allocation")
-        return empty(nbytes)
+        return empty(nbytes, phase)
 
     residency._empty = allocate
     x, labels = make_batch()

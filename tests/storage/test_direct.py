@@ -355,7 +355,8 @@ def test_a_limit_on_file_size(place: Path) -> None:
     script = textwrap.dedent("""
         import resource, sys, torch
         from torchstorm.errors import StorageError
-        from torchstorm.storage.direct import DirectFile, aligned_empty
+        from torchstorm.storage.aligned import aligned_empty
+        from torchstorm.storage.direct import DirectFile
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
         file = DirectFile(sys.argv[1], create=True, block_bytes=65536)
         try:

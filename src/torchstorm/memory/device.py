@@ -14,6 +14,8 @@ from torchstorm.memory.tier import Copy, Handle, TierSpec, budget_error, check_b
 class DeviceHandle:
     """A storage in device memory."""
 
+    phase = 0
+
     def __init__(self, data: torch.Tensor, label: str) -> None:
         self.data: torch.Tensor | None = data
         self.nbytes = data.nbytes

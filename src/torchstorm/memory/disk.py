@@ -12,14 +12,16 @@ import shutil
 import threading
 import weakref
 import zlib
+from ctypes import memmove, string_at
 from functools import partial
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 from torchstorm.errors import CorruptionError, StorageError, UnsupportedError
 from torchstorm.memory.spill import SpillDirectory
 from torchstorm.memory.tier import Handle, TierSpec, budget_error, check_bytes_tensor, freed_error
-from torchstorm.storage.aligned import aligned_empty, byte_view
-from torchstorm.storage.backend import BackendInfo, IOCounters, StorageCopy
+from torchstorm.storage.aligned import aligned_empty, byte_view, round_down
+from torchstorm.storage.backend import BackendInfo, Drive, IOCounters, StorageCopy
 from torchstorm.storage.direct import DirectFile
 from torchstorm.transfer.extents import Extents
 
@@ -27,30 +29,58 @@ if TYPE_CHECKING:
     import torch
 
 _POISON_BYTES = 2**20
+_LEAST_BYTES = 4 * PAGESIZE  # of a storage whose edges stay
 
 
 class DiskHandle:
-    """A storage in the spill file.
+    """A storage in the spill file: its whole pages of memory, while what lies before and behind them stays here.
+
+    Direct I/O wants memory at whole pages, and most tensors begin in the middle of one. So nothing of them is copied.
 
     Attributes:
         nbytes: size of the storage.
         label: name for error messages.
         written: the copy into the file.
+        phase: at how many bytes in a page the storage began.
+        before, behind: its bytes that are not in the file.
     """
 
-    def __init__(self, nbytes: int, label: str, pieces: list[tuple[int, int]], checksum: int | None) -> None:
-        self.nbytes = nbytes
+    def __init__(
+        self,
+        source: torch.Tensor,
+        label: str,
+        pieces: list[tuple[int, int]],
+        checksum: int | None,
+        drive: Drive | None,
+    ) -> None:
+        self.nbytes = nbytes = source.nbytes
         self.label = label
-        self.written = StorageCopy()
+        address = source.data_ptr()
+        self.phase = address % PAGESIZE if len(pieces) == 1 and nbytes >= _LEAST_BYTES else 0
+        first = -address % PAGESIZE if self.phase else 0
+        last = first + round_down(nbytes - first, PAGESIZE) if nbytes >= _LEAST_BYTES and len(pieces) == 1 else nbytes
+        self.before, self.behind = string_at(address, first), string_at(address + last, nbytes - last)
+        self.written = StorageCopy(drive)
         self.pieces: list[tuple[int, int]] | None = pieces  # (offset, bytes); None after `free`
         self.checksum = checksum
         self.reads: list[StorageCopy] = []
+
+    def pages(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of a tensor of its size is in the file."""
+        first, last = len(self.before), self.nbytes - len(self.behind)
+        return tensor[first:last] if last - first != self.nbytes else tensor
+
+    def fill_edges(self, out: torch.Tensor) -> None:
+        """Copies the rest into such a tensor."""
+        address = out.data_ptr()
+        memmove(address, self.before, len(self.before))
+        memmove(address + self.nbytes - len(self.behind), self.behind, len(self.behind))
 
 
 class DiskTier:
     """A `Tier` with a spill file in its own directory, which is removed when the tier is closed or the process ends.
 
-    Waiting for a copy blocks the host. Reads into buffers from `aligned_empty` need no bounce buffer.
+    Waiting for a copy blocks the host. Reads into buffers of `empty_at_phase` need no bounce buffer.
 
     Args:
         directory: parent of the spill directory. It is created if its own parent exists. Spill directories of dead
@@ -59,6 +89,7 @@ class DiskTier:
         check: compares checksums of each storage, and overwrites freed slots. Slow; for debugging.
         threads: number of blocks in flight.
         block_bytes, straight_bytes: bytes of one system call, as for a `DirectFile`.
+        unattended: likewise, for callers that ask for their copies.
         write_bytes_per_s: write speed for `spec`, as measured by `measure_disk`.
         read_bytes_per_s: read speed for `spec`.
 
@@ -75,6 +106,7 @@ class DiskTier:
         threads: int = 4,
         block_bytes: int = 2**20,
         straight_bytes: int = 0,
+        unattended: bool = False,
         write_bytes_per_s: float = float("inf"),
         read_bytes_per_s: float = float("inf"),
     ) -> None:
@@ -90,13 +122,18 @@ class DiskTier:
             read_bytes_per_s=read_bytes_per_s,
         )
         self._file = DirectFile(
-            self._spill.file_path, create=True, threads=threads, block_bytes=block_bytes, straight_bytes=straight_bytes
+            self._spill.file_path,
+            create=True,
+            threads=threads,
+            block_bytes=block_bytes,
+            straight_bytes=straight_bytes,
+            unattended=unattended,
         )
         self._extents = Extents(capacity_bytes, alignment_bytes=self._file.align_bytes)
         self._check = check
         self._poison: torch.Tensor | None = None
         self._busy: list[tuple[int, int, StorageCopy]] = []  # freed extents that copies still use
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever asks for a copy may be the one that ends others
         self._closed = False
         self.peak_bytes = 0
 
@@ -146,14 +183,15 @@ class DiskTier:
         with self._lock:
             self._check_open()
             pieces = self._allocate(source.nbytes, label)
-            handle = DiskHandle(source.nbytes, label, pieces, checksum)
+            handle = DiskHandle(source, label, pieces, checksum, self._file.drive)
             self._busy = [entry for entry in self._busy if not entry[2].done()]
             after = [
                 copy
                 for start, stop, copy in self._busy
                 if any(offset < stop and start < offset + nbytes for offset, nbytes in pieces)
             ]
-            write = self._file.write_batch_async(_requests(source, pieces), after=after, whole_blocks=True)
+            requests = _requests(handle.pages(source), pieces)
+            write = self._file.write_batch_async(requests, after=after, whole_blocks=True)
         write.when_done(partial(self._put_ended, handle, pieces, write))
         return handle
 
@@ -169,14 +207,16 @@ class DiskTier:
         """
         assert isinstance(handle, DiskHandle)
         _check_bytes(out, nbytes=handle.nbytes, label=handle.label)
-        copy = StorageCopy()
+        copy = StorageCopy(self._file.drive)
         with self._lock:
             self._check_open()
             if handle.pieces is None:
                 if handle.written.error is not None:
                     return handle.written
                 raise freed_error(handle.label)
-            read = self._file.read_batch_async(_requests(out, handle.pieces), after=[handle.written])
+            handle.fill_edges(out)
+            requests = _requests(handle.pages(out), handle.pieces)
+            read = self._file.read_batch_async(requests, after=[handle.written])
             handle.reads = [earlier for earlier in handle.reads if not earlier.done()] + [copy]
         read.when_done(partial(self._get_ended, handle, out, read, copy))
         return copy

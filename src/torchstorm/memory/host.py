@@ -18,6 +18,8 @@ from torchstorm.transfer.pinned import PinnedArena, Slot
 class HostHandle:
     """A storage in the arena."""
 
+    phase = 0
+
     def __init__(self, slot: Slot, written: Copy, label: str, checksum: int | None) -> None:
         self.slot: Slot | None = slot
         self.nbytes = slot.nbytes

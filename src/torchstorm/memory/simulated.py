@@ -44,6 +44,8 @@ class SimulatedCopy(StorageCopy):
 class SimulatedHandle:
     """A storage in the simulated tier."""
 
+    phase = 0
+
     def __init__(self, nbytes: int, label: str, written: SimulatedCopy) -> None:
         self.nbytes = nbytes
         self.label = label

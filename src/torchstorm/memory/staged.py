@@ -52,6 +52,8 @@ class QueuedCopy:
 class StagedHandle:
     """A storage on disk, in pieces."""
 
+    phase = 0
+
     def __init__(self, nbytes: int, label: str) -> None:
         self.nbytes = nbytes
         self.label = label

@@ -66,6 +66,10 @@ class Handle(Protocol):
     def written(self) -> Copy:
         """The copy into the tier. The source must stay alive and unchanged until it has ended."""
 
+    @property
+    def phase(self) -> int:
+        """At how many bytes in a page of memory the tier best reads it back; see `empty_at_phase`."""
+
 
 class Tier(Protocol):
     """Holds storages as flat bytes. Thread-safe."""

@@ -21,7 +21,7 @@ from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
 from torchstorm.sizes import format_size, parse_size
-from torchstorm.storage.direct import aligned_empty
+from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, pin_memory
 
@@ -106,11 +106,11 @@ class Stack:
         return replace(self.spare, **{self.fast_tier: getattr(self.spare, self.fast_tier) + slack_bytes})
 
     @property
-    def empty(self) -> Callable[[int], torch.Tensor]:
-        """Allocates (nbytes,) uint8 on the fast device; on CPU page-aligned, so that a disk can fill it directly."""
+    def empty(self) -> Callable[[int, int], torch.Tensor]:
+        """Allocates (nbytes,) uint8 on the fast device; on CPU at a phase of a page, for a disk to fill it directly."""
         if self.device.type == "cpu":
-            return aligned_empty
-        return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # pragma: gpu
+            return empty_at_phase
+        return lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # pragma: gpu
 
     def machine(self) -> Machine:
         """Speeds of the link and the disk, measured on first use."""
@@ -180,6 +180,7 @@ def build_stack(
             threads=threads,
             block_bytes=block,
             straight_bytes=_STRAIGHT_BYTES,
+            unattended=True,
         )
         stack.tiers[DISK] = tier
         stack.default_tier = DISK

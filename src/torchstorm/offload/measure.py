@@ -18,7 +18,7 @@ import torch
 from torchstorm.memory.limits import total_ram_bytes
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.plan.machine import Machine
-from torchstorm.storage.aligned import aligned_empty
+from torchstorm.storage.aligned import aligned_empty, empty_at_phase
 from torchstorm.storage.backend import StorageCopy
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.measure import measure_disk
@@ -132,14 +132,15 @@ def _measure_delay(directory: str) -> float:
     descriptor, path = tempfile.mkstemp(prefix="torchstorm-measure-", dir=directory)
     os.close(descriptor)
     try:
-        with torch.no_grad(), contextlib.closing(DirectFile(path)) as file:
+        with torch.no_grad(), contextlib.closing(DirectFile(path, unattended=True)) as file:
             for _ in range(_NUM_TURNS):
                 each_s = alone_s()
                 late = late_s(
                     [file.write_batch_async([(one, at)]) for one, at in zip(pieces, offsets, strict=True)], each_s
                 )
-                # Memory that nobody has touched, as what comes back is given; no name holds it until the next turn.
-                late += late_s([file.read_batch_async([(aligned_empty(_PIECE_BYTES), at)]) for at in offsets], each_s)
+                late += late_s(  # into memory as what comes back is given; no name holds it until the next turn
+                    [file.read_batch_async([(empty_at_phase(_PIECE_BYTES, 0), at)]) for at in offsets], each_s
+                )
                 lost_s.append(late)
     finally:
         os.unlink(path)

@@ -7,6 +7,7 @@ import mmap
 import struct
 import weakref
 
+import numpy as np
 import torch
 
 _AT_EMPTY_PATH = 0x1000
@@ -37,6 +38,24 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
     tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
     _aligned_ends[tensor.data_ptr() + nbytes] = memory
     return tensor
+
+
+def empty_at_phase(nbytes: int, phase: int) -> torch.Tensor:
+    """Allocates a host tensor where the C library allocates PyTorch's own, so that memory which those have freed serves
+    again: to make new memory takes the kernel longer than a fast disk takes to fill it.
+
+    Args:
+        nbytes: size in bytes.
+        phase: at how many bytes in a page it begins, so that its pages are those of another tensor.
+
+    Returns:
+        (nbytes,) uint8 with a storage of exactly `nbytes`, uninitialized.
+    """
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    room = np.empty(nbytes + 2 * mmap.PAGESIZE, dtype=np.uint8)  # PyTorch would fill it under deterministic algorithms
+    first = -room.ctypes.data % mmap.PAGESIZE + phase
+    return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=first)
 
 
 class AlignedPool:

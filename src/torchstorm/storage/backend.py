@@ -83,14 +83,23 @@ class BackendInfo:
     counters: IOCounters
 
 
+Drive = Callable[[bool], bool]
+_ELSEWHERE_S = 0.001
+
+
 class StorageCopy:
     """A request in progress. It implements the `Copy` protocol of tiers. Waiting blocks the host.
 
     It is no `concurrent.futures.Future`, since a finished Future keeps its callbacks, and so their tensors, alive.
+
+    Args:
+        drive: where no thread ends the copy, but whoever asks for it: finds out what has ended, with True waits for
+            something that will, and returns whether anything may come. None where a thread ends it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drive: Drive | None = None) -> None:
         self._pid = os.getpid()
+        self._drive = drive
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] = []
@@ -113,6 +122,9 @@ class StorageCopy:
         """Blocks until the copy has succeeded or failed. Raises StorageError only in a forked process."""
         if not self._ended.is_set():
             check_process("The file of this copy", self._pid)
+            while self._drive is not None and not self._ended.is_set():
+                if not self._drive(True):
+                    self._ended.wait(_ELSEWHERE_S)  # another thread is about to end it, or what it follows
             self._ended.wait()
 
     def synchronize(self) -> None:
@@ -121,6 +133,8 @@ class StorageCopy:
 
     def done(self) -> bool:
         """Whether the copy has succeeded or failed. Never blocks."""
+        if self._drive is not None and not self._ended.is_set() and os.getpid() == self._pid:
+            self._drive(False)
         return self._ended.is_set()
 
     @property

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from torchstorm.errors import StorageError, UnsupportedError
-from torchstorm.storage.backend import StorageCopy, check_process, when_all_done
+from torchstorm.storage.backend import Drive, StorageCopy, check_process, when_all_done
 
 _LARGEST_OFFSET = 2**63 - 1
 Part = TypeVar("Part")
@@ -34,10 +34,12 @@ class RequestQueue(Generic[Part]):
 
     Args:
         name: of what the requests are for, said in errors.
+        drive: of their copies, see `StorageCopy`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, drive: Drive | None = None) -> None:
         self._name = name
+        self._drive = drive
         self._pid = os.getpid()
         self._idle = threading.Condition(threading.Lock())
         self._outstanding = 0
@@ -69,7 +71,7 @@ class RequestQueue(Generic[Part]):
         tensors: list[torch.Tensor],
         after: Sequence[StorageCopy],
     ) -> StorageCopy:
-        request = Request(tensors, num_parts)
+        request = Request(tensors, num_parts, self._drive)
         check_process(self._name, self._pid)  # before the lock, which another thread may have held at the fork
         with self._idle:
             self.check_usable()
@@ -114,10 +116,11 @@ class BlockPool(RequestQueue[object]):
     Args:
         name: of what the requests are for, said in errors.
         threads: number of blocks that run at once.
+        drive: of the requests' copies, which may follow copies that no thread ends.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, threads: int, drive: Drive | None = None) -> None:
+        super().__init__(name, drive)
         self._threads = threads
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="torchstorm-storage")
 
@@ -169,8 +172,8 @@ class BlockPool(RequestQueue[object]):
 class Request:
     """A running request: its copy, its first error, and the tensors that it keeps alive."""
 
-    def __init__(self, tensors: list[torch.Tensor], num_parts: int) -> None:
-        self.copy = StorageCopy()
+    def __init__(self, tensors: list[torch.Tensor], num_parts: int, drive: Drive | None = None) -> None:
+        self.copy = StorageCopy(drive)
         self.error: BaseException | None = None
         self.tensors = tensors
         self._remaining = max(num_parts, 1)

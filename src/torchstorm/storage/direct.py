@@ -13,8 +13,7 @@ buffers, at most one per thread:
 - With `whole_blocks=True`, a caller that owns whole pages of the file (a spill slot) lets the tail be padded. Then all
   of the write is direct.
 
-Many small aligned reads (`read_rows_async`) are submitted in batches through io_uring, if the kernel and the container
-allow it.
+Many small aligned reads (`read_rows_async`) are submitted in batches through io_uring, where that is allowed.
 
 If the file system refuses O_DIRECT, at open or later, all I/O goes through the page cache, and `info()` reports it.
 """
@@ -38,10 +37,10 @@ import torch
 from torchstorm.errors import StorageError
 from torchstorm.paths import user_path
 from torchstorm.sizes import format_size
-from torchstorm.storage.aligned import aligned_empty as aligned_empty  # re-exported for callers
-from torchstorm.storage.aligned import bytes_beyond, direct_alignment, memory_view, round_down, round_up
+from torchstorm.storage.aligned import aligned_empty, bytes_beyond, direct_alignment, memory_view, round_down, round_up
 from torchstorm.storage.backend import Backend, BackendInfo, IOCounters, StorageCopy
 from torchstorm.storage.blocks import Block, BlockPool, check_request
+from torchstorm.storage.unattended import Unattended
 from torchstorm.storage.uring import Ring
 
 _RING_ENTRIES = 64
@@ -63,6 +62,7 @@ class DirectFile(Backend):
         create: creates the file if it does not exist, readable by its owner only.
         read_only: opens it for reading only.
         direct: False always uses the page cache.
+        unattended: no thread takes part where requests are aligned and there is an io_uring; see `Unattended`.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -79,6 +79,7 @@ class DirectFile(Backend):
         create: bool = False,
         read_only: bool = False,
         direct: bool = True,
+        unattended: bool = False,
     ) -> None:
         self.path = str(user_path(path, name="path"))
         self.device = torch.device("cpu")
@@ -118,12 +119,17 @@ class DirectFile(Backend):
                 self._reason = f"the file system refuses O_DIRECT at open: {error.strerror}"
         self._direct = self._direct_fd >= 0
         self._address_align = address_align or mmap.PAGESIZE
-        # At least a page, so that a page never gets both direct and buffered writes of neighbouring ranges.
-        self.align_bytes = max(offset_align, mmap.PAGESIZE)
+        self.align_bytes = max(offset_align, mmap.PAGESIZE)  # no page gets both direct and buffered writes
         self.block_bytes = round_up(max(block_bytes, 1), self.align_bytes)
         self._straight_bytes = max(round_up(straight_bytes, self.align_bytes), self.block_bytes)
         self._threads = threads
-        self._pool = BlockPool(self.path, threads)
+        self._unattended: Unattended | None = None
+        if unattended and self._direct:
+            with contextlib.suppress(OSError):
+                aligned = self.align_bytes, self._address_align
+                self._unattended = Unattended(self.path, self._direct_fd, aligned, self._attend)
+        self.drive = self._unattended.drive if self._unattended is not None else None
+        self._pool = BlockPool(self.path, threads, self.drive)
         self._bounce: list[torch.Tensor] = []
         self._rings: list[Ring] = []
         self._has_rings = True
@@ -132,7 +138,7 @@ class DirectFile(Backend):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of all bounce buffers, `threads * block_bytes`. Each is allocated on first use, and kept."""
+        """Bytes of all bounce buffers. Each is allocated on first use, and kept."""
         return self._threads * self.block_bytes
 
     def read_batch_async(
@@ -194,8 +200,7 @@ class DirectFile(Backend):
         finally:
             if ring is not None:
                 self._rings.append(ring)
-        whole = came.count(size)
-        self._count(0, whole * size, whole)
+        self._count(0, came.count(size) * size, came.count(size))
         return came
 
     def _borrow_ring(self) -> Ring | None:
@@ -257,12 +262,13 @@ class DirectFile(Backend):
 
     def info(self) -> BackendInfo:
         """See `Backend`."""
-        # Takes no lock: a worker may have held it when this process was forked.
-        counters = IOCounters(*self._counts)
+        counters = IOCounters(*self._counts)  # without the lock: a worker may have held it at a fork of this process
         return BackendInfo(path="direct" if self._direct else "buffered", reason=self._reason, counters=counters)
 
     def close(self) -> None:
         """See `Backend`."""
+        if self._unattended is not None:
+            self._unattended.close()
         self._pool.close()
         self._bounce.clear()
         self._rings.clear()
@@ -276,9 +282,19 @@ class DirectFile(Backend):
         after: Sequence[StorageCopy],
     ) -> StorageCopy:
         blocks = [block for tensor, offset in requests for block in self._blocks(tensor, offset)]
-        return self._pool.queue(
-            blocks, partial(self._run, verb, move), tensors=[tensor for tensor, _ in requests], after=after
-        )
+        tensors = [tensor for tensor, _ in requests]
+        kernel = self._unattended
+        if kernel is not None and self._direct and kernel.takes(blocks):
+            return kernel.accept([(block, verb == "writing") for block in blocks], tensors=tensors, after=after)
+        return self._pool.queue(blocks, partial(self._run, verb, move), tensors=tensors, after=after)
+
+    def _attend(self, block: Block, write: bool, count: int) -> None:
+        if count == block.stop - block.start:
+            self._count(2 if write else 0, count, 1)
+        elif write:
+            self._run("writing", partial(self._write_block, False), block)
+        else:
+            self._run("reading", self._read_block, block)
 
     def _blocks(self, tensor: torch.Tensor, offset: int) -> list[Block]:
         check_request(self.path, tensor, offset)

@@ -1,7 +1,8 @@
-"""Many small reads with one system call, through Linux's io_uring without liburing.
+"""Linux's io_uring without liburing: many small reads with one system call, and transfers that need no thread.
 
 A fast disk reads 64 KiB in less time than a system call takes from Python. A ring submits many reads at once. The
-calling thread releases the GIL and sleeps until all have ended. Source: io_uring(7), io_uring_setup(2),
+calling thread releases the GIL and sleeps until all have ended. Or it submits one transfer after another, goes on, and
+sees later in memory that it shares with the kernel which have ended. Source: io_uring(7), io_uring_setup(2),
 io_uring_enter(2).
 """
 
@@ -21,7 +22,7 @@ _SETUP, _ENTER = 425, 426  # system calls, the same on all architectures
 _OFF_RINGS, _OFF_ENTRIES = 0, 0x10000000
 _SINGLE_MMAP = 1
 _GETEVENTS = 1
-_OP_READ = 22
+_OP_READ, _OP_WRITE = 22, 23
 _AGAIN = {errno.EINTR, errno.EAGAIN, errno.EBUSY}
 
 _PARAMS = np.dtype(
@@ -92,7 +93,6 @@ class Ring:
         self._tail, self._done_head, self._done_tail = word("sq_tail"), word("cq_head"), word("cq_tail")
         word("sq_array", entries)[:] = np.arange(entries)
         self._entries: npt.NDArray[Any] = np.frombuffer(entry_memory, dtype=_ENTRY)
-        self._entries["opcode"] = _OP_READ
         self._completions: npt.NDArray[Any] = np.frombuffer(
             rings, dtype=_COMPLETION, count=num_completions, offset=int(found["cq_cqes"])
         )
@@ -115,6 +115,7 @@ class Ring:
         count = len(addresses)
         tail = int(self._tail[0])
         places = (tail + np.arange(count)) % self.entries
+        self._entries["opcode"][places] = _OP_READ
         self._entries["fd"][places] = fd
         self._entries["address"][places] = addresses
         self._entries["offset"][places] = offsets
@@ -126,28 +127,80 @@ class Ring:
         num_asked = num_come = 0
         while num_come < count:
             try:
-                num_asked += self._call(
-                    _ENTER,
-                    ctypes.c_uint(self._fd),
-                    ctypes.c_uint(count - num_asked),
-                    ctypes.c_uint(count - num_come),
-                    ctypes.c_uint(_GETEVENTS),
-                    None,
-                    ctypes.c_size_t(0),
-                )
+                num_asked += self._enter(count - num_asked, count - num_come)
             except OSError as error:
                 # Submitted reads write into the caller's memory, so they must end before this returns.
                 if error.errno not in _AGAIN and not num_asked:
                     self._tail[0] = tail
                     raise
-            head, stop = int(self._done_head[0]), int(self._done_tail[0])
-            num_new = (stop - head) % 2**32
-            if num_new:
-                come = self._completions[(head + np.arange(num_new)) % len(self._completions)]
-                results[come["user_data"].astype(np.int64)] = come["result"]
-                self._done_head[0] = stop
-                num_come += num_new
+            come = self._come()
+            results[come["user_data"].astype(np.int64)] = come["result"]
+            num_come += len(come)
         return results
+
+    def _come(self) -> npt.NDArray[Any]:
+        """The completions since this was asked last."""
+        head, stop = int(self._done_head[0]), int(self._done_tail[0])
+        num_new = (stop - head) % 2**32
+        come = self._completions[(head + np.arange(num_new)) % len(self._completions)]
+        self._done_head[0] = stop
+        return come
+
+    def submit(self, fd: int, address: int, offset: int, nbytes: int, number: int, *, write: bool) -> None:
+        """Begins one transfer between a file and memory that the caller keeps alive, and does not wait for it. At most
+        `entries` may be on their way at once.
+
+        Args:
+            fd, address, offset, nbytes: of the transfer.
+            number: names it in `ended`.
+            write: whether it goes to the file.
+
+        Raises:
+            OSError: the kernel refused it.
+        """
+        tail = int(self._tail[0])
+        self._entries[tail % self.entries] = (
+            *(_OP_WRITE if write else _OP_READ, 0, 0, fd, offset, address, nbytes, 0, number),
+            (0, 0, 0),
+        )
+        self._tail[0] = (tail + 1) % 2**32
+        while True:
+            try:
+                self._enter(1, 0)
+            except OSError as error:
+                if error.errno in _AGAIN:
+                    continue
+                self._tail[0] = tail
+                raise
+            return
+
+    def ended(self, *, wait: bool = False) -> list[tuple[int, int]]:
+        """The transfers that have ended since this was asked last: their numbers, and what `read` returns for them.
+
+        Args:
+            wait: first waits until there is one, of those that were submitted.
+        """
+        while wait and int(self._done_head[0]) == int(self._done_tail[0]):
+            try:
+                self._enter(0, 1)
+            except OSError as error:
+                if error.errno not in _AGAIN:
+                    raise
+        if int(self._done_head[0]) == int(self._done_tail[0]):
+            return []
+        come = self._come()
+        return list(zip(come["user_data"].tolist(), come["result"].tolist(), strict=True))
+
+    def _enter(self, num_submitted: int, num_awaited: int) -> int:
+        return self._call(
+            _ENTER,
+            ctypes.c_uint(self._fd),
+            ctypes.c_uint(num_submitted),
+            ctypes.c_uint(num_awaited),
+            ctypes.c_uint(_GETEVENTS if num_awaited else 0),
+            None,
+            ctypes.c_size_t(0),
+        )
 
     def _call(self, *args: Any) -> int:
         result = int(self._syscall(*(ctypes.c_long(one) if isinstance(one, int) else one for one in args)))

@@ -29,7 +29,7 @@ class Residency:
         limit_bytes: what may be resident at once, on CPU; on CUDA the budget for allocated memory.
         tiers: where parcels can go, by the names of placements ("ram", "disk"); may be empty.
         default_tier: the one that unplanned moves go to; "keep" where there is none.
-        empty: allocates (nbytes,) uint8 on the fast device.
+        empty: allocates (nbytes,) uint8 on the fast device, at a phase of a page: `Handle.phase`.
         staging_bytes: constant room for copies under way, counted as resident.
         check: poison buffers that came back, once autograd has let go of them.
     """
@@ -41,7 +41,7 @@ class Residency:
         limit_bytes: int,
         tiers: dict[str, Tier],
         default_tier: str,
-        empty: Callable[[int], torch.Tensor],
+        empty: Callable[[int, int], torch.Tensor],
         staging_bytes: int,
         check: bool,
     ) -> None:
@@ -132,7 +132,7 @@ class Residency:
     def new_shared_parcel(self, nbytes: int, block: str) -> Parcel:
         """A parcel with a buffer of its own, into which small storages are copied."""
         parcel = self.new_parcel(nbytes, block, movable=True)
-        parcel.buffer = self._empty(nbytes)
+        parcel.buffer = self._empty(nbytes, 0)
         parcel.shared = True
         parcel.sealed = False
         return parcel
@@ -209,7 +209,7 @@ class Residency:
         assert parcel.tier is not None
         assert parcel.handle is not None
         self.make_room(parcel.nbytes, parcel.block)
-        parcel.buffer = self._empty(parcel.nbytes)
+        parcel.buffer = self._empty(parcel.nbytes, parcel.handle.phase)
         parcel.back = parcel.tier.get(parcel.handle, parcel.buffer)
         self._hold(parcel)
 
