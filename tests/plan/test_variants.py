@@ -154,6 +154,15 @@ def test_a_blocks_input_is_not_taken_for_what_it_saves_of_other_sizes() -> None:
     assert as_measured(replace(trace, storages=storages), one, LEAST) is one
 
 
+def test_a_variant_is_of_the_steps_sizes_though_one_of_them_differs() -> None:
+    sizes = 25 * MIB, 5 * MIB
+    one = BlockTable(name="h.0", variants={SAVE: Variant(name=SAVE, sizes=sizes)}, forward_flops=1000)
+    trace = trace_of([SAVE])
+    found = 25 * MIB, 4 * MIB, MIB // 2, MIB // 10  # the last two are what the variant would save at a 50th
+    storages = tuple(replace(s, nbytes=size) for s, size in zip(trace.storages, found, strict=True))
+    assert as_measured(replace(trace, storages=storages), one, SAVE) is one
+
+
 def test_the_same_mix_leaves_the_trace_as_it_is() -> None:
     assert rewritten([CHEAP, SAVE], [CHEAP, SAVE]) == trace_of([CHEAP, SAVE])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +167,22 @@ def test_closing_waits_for_what_nobody_has_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes() * 16
     with pytest.raises(StorageError, match="is closed"):
         file.write_batch_async([(source, 0)])
+
+
+def test_memory_that_the_kernel_still_uses_lives_on_though_all_have_forgotten_it(tmp_path: Path) -> None:
+    file = DirectFile(tmp_path / "file", create=True, unattended=True)
+    source = pages(2048)
+    left = weakref.ref(source)
+    file.write_batch_async([(source, 0)])
+    del source, file
+    gc.collect()
+    assert left() is not None
+    while unattended._busy:
+        for one in list(unattended._busy):
+            one.drive(True)
+    gc.collect()
+    assert left() is None
+    assert (tmp_path / "file").stat().st_size == 2048 * PAGE
 
 
 def test_a_forked_process_is_told_and_harms_nothing(file: DirectFile) -> None:

@@ -27,6 +27,7 @@ VARIANTS = (SAVE, CHEAP, LEAN, INPUTS, LEAST)
 """Variant names, from the one that saves most to the one that recomputes most."""
 
 _SMALL_BYTES = 4096  # smaller storages are never moved
+_MOST = Fraction(1, 2)  # of a variant's bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +209,8 @@ def _neighbours(cuts: tuple[int, ...], step: int, num: int) -> list[tuple[int, .
 def as_measured(trace: Trace, table: BlockTable, measured: str) -> BlockTable:
     """A block's variants for the sizes of a step. They are known for the sizes of the call that compiled them.
 
-    Where the step's storages do not have the bytes that the measured variant would save, it was another number of
-    tokens, and everything is taken to be larger by the ratio for which most of them are found.
+    Where the step's storages do not have most of the bytes that the measured variant would save, it was another number
+    of tokens, and everything is taken to be larger by the ratio for which most of them are found.
     """
     sizes = table.nearest(measured).sizes
     span = _span_of(trace, trace.storages, table.name)
@@ -223,6 +224,8 @@ def as_measured(trace: Trace, table: BlockTable, measured: str) -> BlockTable:
         there = sum(size * number for size, number in (wanted & found).items())
         return Fraction(there, max(1, sum(size * number for size, number in wanted.items())))
 
+    if share(Fraction(1)) > _MOST:  # some may differ: another kind of attention saves other tensors
+        return table
     ratios = [Fraction(1), *(Fraction(size, other) for size in found for other in {min(sizes), max(sizes)} if size)]
     best = max(ratios, key=share)
     return table if best == 1 else table.scaled(best)

@@ -16,6 +16,9 @@ from torchstorm.storage.blocks import Block, Request, RequestQueue
 from torchstorm.storage.uring import Ring
 
 _ENTRIES = 64
+# With transfers on their way: the kernel writes to their memory, so they live on, whoever has forgotten them meanwhile,
+# until some other one is asked.
+_busy: set[Unattended] = set()
 
 
 class Unattended(RequestQueue[tuple[Block, bool]]):
@@ -44,6 +47,8 @@ class Unattended(RequestQueue[tuple[Block, bool]]):
         self._on_their_way: dict[int, tuple[Request, Block, bool]] = {}
         self._waiting: deque[tuple[Request, Block, bool]] = deque()
         self._number = 0
+        for other in list(_busy):
+            other.drive(False)
 
     def takes(self, blocks: Iterable[Block]) -> bool:
         """Whether the kernel transfers all of these blocks directly."""
@@ -67,6 +72,7 @@ class Unattended(RequestQueue[tuple[Block, bool]]):
                 refused.append((request, block, write, 0))
             else:
                 self._on_their_way[number] = request, block, write
+                _busy.add(self)
 
     def drive(self, wait: bool) -> bool:
         """Ends what the kernel has transferred.
@@ -84,6 +90,8 @@ class Unattended(RequestQueue[tuple[Block, bool]]):
             come = self._ring.ended(wait=wait) if is_any else []
             ended = [(*self._on_their_way.pop(number), count) for number, count in come]
             self._submit(ended)
+            if not self._on_their_way:
+                _busy.discard(self)
         finally:
             self._lock.release()
         self._end(ended)
