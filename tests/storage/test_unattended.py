@@ -161,7 +161,10 @@ def test_many_threads_may_wait_and_ask_at_once(file: DirectFile) -> None:
 def test_closing_waits_for_what_nobody_has_asked_for(tmp_path: Path) -> None:
     file = DirectFile(tmp_path / "file", create=True, unattended=True)
     source = pages(64)
-    copies = [file.write_batch_async([(source, at * source.nbytes)]) for at in range(16)]
+    by_threads = file.write_batch_async([(source[1:], 1)])
+    copies = [by_threads]
+    for at in range(16):  # the first one begins when a thread has ended what it follows
+        copies.append(file.write_batch_async([(source, at * source.nbytes)], after=[by_threads] if at < 2 else []))
     file.close()
     assert all(copy.done() for copy in copies)
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes() * 16

@@ -84,7 +84,7 @@ class BackendInfo:
 
 
 Drive = Callable[[bool], bool]
-_ELSEWHERE_S = 0.001
+ELSEWHERE_S = 0.001
 
 
 class StorageCopy:
@@ -124,7 +124,7 @@ class StorageCopy:
             check_process("The file of this copy", self._pid)
             while self._drive is not None and not self._ended.is_set():
                 if not self._drive(True):
-                    self._ended.wait(_ELSEWHERE_S)  # another thread is about to end it, or what it follows
+                    self._ended.wait(ELSEWHERE_S)  # another thread is about to end it, or what it follows
             self._ended.wait()
 
     def synchronize(self) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from torchstorm.storage.backend import ELSEWHERE_S
 from torchstorm.storage.blocks import Block, Request, RequestQueue
 from torchstorm.storage.uring import Ring
 
@@ -110,8 +112,9 @@ class Unattended(RequestQueue[tuple[Block, bool]]):
         """Waits for all requests."""
         if os.getpid() != self._pid:
             return
-        while self._outstanding and self.drive(True):
-            pass
+        while self._outstanding:
+            if not self.drive(True):
+                time.sleep(ELSEWHERE_S)  # what a request follows ends elsewhere
         super().close()
 
     def _stop(self) -> None:
