@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from torchstorm.errors import StorageError
 from torchstorm.storage import unattended
 from torchstorm.storage.aligned import empty_at_phase
+from torchstorm.storage.blocks import Block
 from torchstorm.storage.direct import DirectFile
 from torchstorm.storage.uring import Ring
 
@@ -158,15 +160,25 @@ def test_many_threads_may_wait_and_ask_at_once(file: DirectFile) -> None:
     assert failed == []
 
 
-def test_closing_waits_for_what_nobody_has_asked_for(tmp_path: Path) -> None:
+def test_closing_waits_for_what_nobody_has_asked_for_and_what_that_follows(tmp_path: Path) -> None:
     file = DirectFile(tmp_path / "file", create=True, unattended=True)
-    source = pages(64)
+    source, begun = pages(64), threading.Event()
+    write = file._write_block
+
+    def late(whole_blocks: bool, block: Block) -> None:
+        begun.wait()
+        time.sleep(0.1)
+        write(whole_blocks, block)
+
+    file._write_block = late  # type: ignore[method-assign]
     by_threads = file.write_batch_async([(source[1:], 1)])
-    copies = [by_threads]
-    for at in range(16):  # the first one begins when a thread has ended what it follows
-        copies.append(file.write_batch_async([(source, at * source.nbytes)], after=[by_threads] if at < 2 else []))
-    file.close()
-    assert all(copy.done() for copy in copies)
+    copies = [file.write_batch_async([(source, at * source.nbytes)], after=[by_threads]) for at in range(16)]
+    closing = threading.Thread(target=file.close, daemon=True)
+    closing.start()
+    begun.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert all(copy.done() for copy in [by_threads, *copies])
     assert (tmp_path / "file").read_bytes() == source.numpy().tobytes() * 16
     with pytest.raises(StorageError, match="is closed"):
         file.write_batch_async([(source, 0)])
