@@ -87,7 +87,7 @@ class _Stack(Stack):
 
     @property
     def empty(self) -> Callable[[int], torch.Tensor]:
-        return lambda nbytes: self.meter.hold(torch.empty(nbytes, dtype=torch.uint8))
+        return lambda nbytes, _: self.meter.hold(torch.empty(nbytes, dtype=torch.uint8))
 
     def machine(self) -> Machine:
         return self.speeds

@@ -361,6 +361,8 @@ class Residency:
     def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer."""
         assert parcel.buffer is not None
+        if parcel.handle is not None and self.device.type == "cpu":
+            parcel.handle.written.done()  # a copy that has ended lets go of it when somebody asks
         return held_only_here(parcel.buffer, aliases=parcel.num_aliases)
 
 
