@@ -12,6 +12,7 @@ import torchstorm
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
+from torchstorm.storage.unattended import Unattended
 
 
 def model_of() -> nn.Sequential:
@@ -68,7 +69,13 @@ def test_a_budget_below_what_is_possible_says_what_is(tmp_path: Path) -> None:
     assert torchstorm.plan(model, batch, loss_of, ram=smallest, disk=str(tmp_path)).forecast.ram_bytes <= smallest
 
 
-def test_a_step_that_only_fits_unplanned_is_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_slow", [False, True], ids=["fast disk", "slow disk"])
+def test_a_step_that_only_fits_unplanned_is_told_apart(
+    is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_slow:  # nothing has ended until somebody waits for it
+        drive = Unattended.drive
+        monkeypatch.setattr(Unattended, "drive", lambda self, wait: drive(self, wait) if wait else True)
     model, batch = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)]), torch.randn(4096, 64)
 
     def twice(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -359,10 +359,11 @@ class Residency:
         return self.limit_bytes - allocated_bytes(self.device)  # pragma: gpu
 
     def is_alone(self, parcel: Parcel) -> bool:
-        """Whether nobody but the Session refers to the parcel's buffer."""
+        """Whether nobody but the Session refers to the parcel's buffer. On a CPU waits for a copy out, which does."""
         assert parcel.buffer is not None
         if parcel.handle is not None and self.device.type == "cpu":
-            parcel.handle.written.done()  # a copy that has ended lets go of it when somebody asks
+            with contextlib.suppress(StorageError):  # told where the parcel is dropped
+                parcel.handle.written.wait()
         return held_only_here(parcel.buffer, aliases=parcel.num_aliases)
 
 
