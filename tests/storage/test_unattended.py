@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,29 +136,18 @@ def test_a_signal_or_a_full_ring_is_asked_for_again(file: DirectFile, monkeypatc
 
 
 def test_many_threads_may_wait_and_ask_at_once(file: DirectFile) -> None:
-    sources = [pages(16, number) for number in range(8)]
-    outs = [empty_at_phase(16 * PAGE, 0) for _ in sources]
-    failed: list[BaseException] = []
-
     def work(number: int) -> None:
-        try:
-            for _ in range(20):
-                written = file.write_batch_async([(sources[number], number * 16 * PAGE)])
-                read = file.read_batch_async([(outs[number].zero_(), number * 16 * PAGE)], after=[written])
-                while number % 2 and not read.done():
-                    pass
-                read.wait()
-                assert torch.equal(outs[number], sources[number])
-        except BaseException as error:
-            failed.append(error)
+        source, out = pages(16, number), empty_at_phase(16 * PAGE, 0)
+        for _ in range(20):
+            written = file.write_batch_async([(source, number * 16 * PAGE)])
+            read = file.read_batch_async([(out.zero_(), number * 16 * PAGE)], after=[written])
+            while number % 2 and not read.done():
+                pass
+            read.wait()
+            assert torch.equal(out, source)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert failed == []
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8), timeout=60)) == [None] * 8
 
 
 def test_closing_waits_for_what_nobody_has_asked_for_and_what_that_follows(tmp_path: Path) -> None:
@@ -205,6 +195,7 @@ def test_a_forked_process_is_told_and_harms_nothing(file: DirectFile) -> None:
     copy = file.write_batch_async([(source, 0)])
     child = os.fork()
     if not child:
+        DirectFile(file.path, unattended=True).close()  # which asks others first what has ended
         try:
             copy.done()
             copy.wait()

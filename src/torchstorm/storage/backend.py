@@ -133,7 +133,7 @@ class StorageCopy:
 
     def done(self) -> bool:
         """Whether the copy has succeeded or failed. Never blocks."""
-        if self._drive is not None and not self._ended.is_set() and os.getpid() == self._pid:
+        if self._drive is not None and not self._ended.is_set():
             self._drive(False)
         return self._ended.is_set()
 

@@ -83,8 +83,11 @@ class Unattended(RequestQueue[tuple[Block, bool]]):
             wait: for something that is on its way.
 
         Returns:
-            Whether something was, or is on its way.
+            Whether something was, or is on its way. Nothing is in a forked process: what the kernel says is for its
+            parent.
         """
+        if os.getpid() != self._pid:
+            return False
         if not self._lock.acquire(blocking=wait):
             return True
         try:
