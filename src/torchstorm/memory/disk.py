@@ -41,7 +41,7 @@ class DiskHandle:
         nbytes: size of the storage.
         label: name for error messages.
         written: the copy into the file.
-        phase: at how many bytes in a page the storage began.
+        phase: at how many bytes in a page the storage began, where that matters.
         before, behind: its bytes that are not in the file.
     """
 
@@ -55,10 +55,11 @@ class DiskHandle:
     ) -> None:
         self.nbytes = nbytes = source.nbytes
         self.label = label
-        address = source.data_ptr()
-        self.phase = address % PAGESIZE if len(pieces) == 1 and nbytes >= _LEAST_BYTES else 0
-        first = -address % PAGESIZE if self.phase else 0
-        last = first + round_down(nbytes - first, PAGESIZE) if nbytes >= _LEAST_BYTES and len(pieces) == 1 else nbytes
+        address, first, last = source.data_ptr(), 0, nbytes
+        if len(pieces) == 1 and nbytes >= _LEAST_BYTES:
+            first = -address % PAGESIZE
+            last = first + round_down(nbytes - first, PAGESIZE)
+        self.phase = -first % PAGESIZE
         self.before, self.behind = string_at(address, first), string_at(address + last, nbytes - last)
         self.written = StorageCopy(drive)
         self.pieces: list[tuple[int, int]] | None = pieces  # (offset, bytes); None after `free`

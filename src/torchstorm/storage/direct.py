@@ -126,8 +126,8 @@ class DirectFile(Backend):
         self._unattended: Unattended | None = None
         if unattended and self._direct:
             with contextlib.suppress(OSError):
-                aligned = self.align_bytes, self._address_align
-                self._unattended = Unattended(self.path, self._direct_fd, aligned, self._attend)
+                alignment = self.align_bytes, self._address_align
+                self._unattended = Unattended(self.path, self._direct_fd, alignment, self._attend)
         self.drive = self._unattended.drive if self._unattended is not None else None
         self._pool = BlockPool(self.path, threads, self.drive)
         self._bounce: list[torch.Tensor] = []
@@ -138,7 +138,7 @@ class DirectFile(Backend):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of all bounce buffers. Each is allocated on first use, and kept."""
+        """Bytes of all bounce buffers, `threads * block_bytes`. Each is allocated on first use, and kept."""
         return self._threads * self.block_bytes
 
     def read_batch_async(
@@ -200,7 +200,8 @@ class DirectFile(Backend):
         finally:
             if ring is not None:
                 self._rings.append(ring)
-        self._count(0, came.count(size) * size, came.count(size))
+        whole = came.count(size)
+        self._count(0, whole * size, whole)
         return came
 
     def _borrow_ring(self) -> Ring | None:
@@ -283,8 +284,7 @@ class DirectFile(Backend):
     ) -> StorageCopy:
         blocks = [block for tensor, offset in requests for block in self._blocks(tensor, offset)]
         tensors = [tensor for tensor, _ in requests]
-        kernel = self._unattended
-        if kernel is not None and self._direct and kernel.takes(blocks):
+        if self._direct and (kernel := self._unattended) is not None and kernel.takes(blocks):
             return kernel.accept([(block, verb == "writing") for block in blocks], tensors=tensors, after=after)
         return self._pool.queue(blocks, partial(self._run, verb, move), tensors=tensors, after=after)
 

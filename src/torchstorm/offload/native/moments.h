@@ -105,28 +105,7 @@ struct Way {
 
 #define EACH_OF_WAY(X) X(moments) X(progress) X(lock) X(fixed) X(kept) X(residency) X(repeats) X(tape) X(owner)
 
-int way_traverse(Way *self, visitproc visit, void *arg) {
-#define VISIT(name) Py_VISIT(self->name);
-    EACH_OF_WAY(VISIT)
-#undef VISIT
-    Py_VISIT(Py_TYPE(self));
-    return 0;
-}
-
-int way_clear(Way *self) {
-#define CLEAR(name) Py_CLEAR(self->name);
-    EACH_OF_WAY(CLEAR)
-#undef CLEAR
-    return 0;
-}
-
-void way_dealloc(Way *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    way_clear(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
+COLLECTED(Way, way, EACH_OF_WAY)
 
 PyTypeObject *moments_type, *way_type;
 

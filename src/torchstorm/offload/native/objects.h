@@ -25,11 +25,11 @@ struct Classes {
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_at) X(_buffers) X(_modules) X(_parameters) X(_begin) X(_finish) X(_forget_unless_new) X(_is_compiling_flag) X(_notice) X(_order) X(_records) X(_run) \
-    X(_save_made) X(_within) X(absent) \
-    X(acquire) X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) \
-    X(num_used) X(out) X(pack) X(peak_bytes) X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) \
-    X(unpack) X(within)
+    X(_add_output) X(_at) X(_begin) X(_buffers) X(_finish) X(_forget_unless_new) X(_is_compiling_flag) X(_modules) \
+    X(_notice) X(_order) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) \
+    X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) \
+    X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) X(num_used) X(out) X(pack) X(peak_bytes) \
+    X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) X(unpack) X(within)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)
 #undef DECLARE
@@ -236,6 +236,27 @@ bool looks_so(PyObject *view, const at::Tensor &tensor) {
            as_int(PyTuple_GET_ITEM(view, 3)) == tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()) &&
            tensor.is_conj() == (PyTuple_GET_ITEM(view, 4) == Py_True) && tensor.is_neg() == (PyTuple_GET_ITEM(view, 5) == Py_True);
 }
+
+// What the collector asks of a type of ours, which refers to each of `EACH`: `prefix_traverse`, `_clear` and `_dealloc`.
+#define VISIT(name) Py_VISIT(self->name);
+#define CLEAR(name) Py_CLEAR(self->name);
+#define COLLECTED(Type, prefix, EACH) \
+    int prefix##_traverse(Type *self, visitproc visit, void *arg) { \
+        EACH(VISIT) \
+        Py_VISIT(Py_TYPE(self)); \
+        return 0; \
+    } \
+    int prefix##_clear(Type *self) { \
+        EACH(CLEAR) \
+        return 0; \
+    } \
+    void prefix##_dealloc(Type *self) { \
+        PyTypeObject *type = Py_TYPE(self); \
+        PyObject_GC_UnTrack(self); \
+        prefix##_clear(self); \
+        type->tp_free(self); \
+        Py_DECREF(type); \
+    }
 
 template <class Body>
 PyObject *guarded(Body body) {

@@ -17,28 +17,7 @@ struct Watch {
 
 #define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(moment)
 
-int watch_traverse(Watch *self, visitproc visit, void *arg) {
-#define VISIT(name) Py_VISIT(self->name);
-    EACH_OF_WATCH(VISIT)
-#undef VISIT
-    Py_VISIT(Py_TYPE(self));
-    return 0;
-}
-
-int watch_clear(Watch *self) {
-#define CLEAR(name) Py_CLEAR(self->name);
-    EACH_OF_WATCH(CLEAR)
-#undef CLEAR
-    return 0;
-}
-
-void watch_dealloc(Watch *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    watch_clear(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
+COLLECTED(Watch, watch, EACH_OF_WATCH)
 
 // As `watched._is_to_write`.
 bool is_to_write(PyObject *kwargs) {
