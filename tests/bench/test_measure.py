@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -212,3 +213,23 @@ def test_a_session_that_measures_as_on_a_gpu_follows_a_plan_often_enough_to_be_c
             planned.append(session.report().num_planned)
     assert planned[-1] >= PLANNED_STEPS
     assert planned[4] < PLANNED_STEPS, "two must follow a plan after the last one that is measured"
+
+
+def test_where_batches_differ_in_size_a_step_is_timed_for_as_much_as_the_largest_and_all_ways_have_the_same() -> None:
+    seen: list[int] = []
+
+    def share(seed: int) -> float:
+        seen.append(seed)
+        return 0.25
+
+    whole, subject = make_subject(), replace(make_subject(), share=share)
+    meter = Meter(subject)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", iter(range(100)).__next__)
+        step, timing = Meter(whole).step(contextlib.nullcontext), meter.time(contextlib.nullcontext, warm=1, steps=2)
+    assert timing.seconds == tuple(4 * second for second in step.seconds * 2)
+    assert timing.host_seconds == tuple(4 * second for second in step.host_seconds * 2)
+    first, *timed = seen
+    meter.time(contextlib.nullcontext, warm=1, steps=2)
+    assert seen[3] != first, "which warms up"
+    assert seen[4:] == timed

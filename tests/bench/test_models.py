@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_a_model_that_cannot_be_built_is_a_row_and_the_next_one_runs(
     first, *_, last = ON_A_CPU
 
     def build(case: ModelCase, device: torch.device) -> object:
-        if case is first:
+        if case == first:
             raise ValueError("no such\nattention")
         return make_model(case, device)
 
@@ -128,6 +129,38 @@ def test_ways_can_be_picked_and_the_whole_step_has_an_optimizer(tmp_path: Path) 
     assert [row.way for row in rows] == ["unlimited", "save_on_cpu", "unlimited-again"]
     assert all(row.checked for row in rows)
     assert isinstance(make_model(ON_A_CPU[0], CPU).optimizer, torch.optim.AdamW)
+
+
+def test_batches_of_random_sizes_have_rows_of_their_own_within_what_full_ones_take(tmp_path: Path) -> None:
+    case = replace(ON_A_CPU[0], has_random_sizes=True)
+    assert case.shape == "llama-tiny 32-64x4"
+    options: dict[str, Any] = {"json_path": tmp_path / "models.json", "has_random_sizes": True}
+    rows, _ = run(tmp_path, case.name, way_names="session", **options)
+    full, random = ([row for row in rows if row.shape == shape] for shape in (ON_A_CPU[0].shape, case.shape))
+    assert [row.way for row in full] == ["unlimited", "checkpoint", "unlimited-again"]
+    assert full[0].peak_gib is not None
+    assert full[1].peak_gib is not None
+    session = next(row for row in random if row.way == "session")
+    assert session.budget_name == "half way from checkpoint to unlimited, full size"
+    assert session.budget_gib == (full[0].peak_gib + full[1].peak_gib) / 2
+    assert session.checked, session.note
+    assert session.steps == 3
+    assert session.forecast_step_s is None, "it would be of another size"
+    again, _ = run(tmp_path, case.name, way_names="unlimited", **options)
+    assert {row.shape for row in again} == {case.shape}, "what full batches take stands in the file"
+
+
+def test_sizes_of_batches_follow_from_their_seeds_and_are_from_half_to_all() -> None:
+    for case in (ON_A_CPU[0], next(case for case in ON_A_CPU if not case.seq)):
+        random = replace(case, has_random_sizes=True)
+        subject = make_model(random, CPU)
+        assert subject.share is not None
+        assert make_model(case, CPU).share is None
+        shares = {random.share(seed) for seed in range(400)}
+        assert (min(shares), max(shares)) == (0.5, 1.0)
+        for seed in range(3):
+            labels = subject.data(seed)["labels"]
+            assert labels.numel() == case.batch * (case.seq or 1) * subject.share(seed)
 
 
 def test_a_models_batch_is_made_from_a_seed_and_the_default_type_stays() -> None:

@@ -104,6 +104,10 @@ def models(
     steps: BenchSteps = 6,
     model: Annotated[str | None, typer.Option(help="Only these, as in llama-8b,gpt2-xl (default: all).")] = None,
     way: BenchWay = None,
+    random_lengths: Annotated[
+        bool,
+        typer.Option("--random-lengths", help="Each batch has another length (images: another number), half to full."),
+    ] = False,
     json: BenchJson = None,
 ) -> None:
     """Train Hugging Face models with random weights and fused AdamW in every way, and with a Session."""
@@ -118,6 +122,7 @@ def models(
             console=console_beside(json),
             model_names=model,
             way_names=way,
+            has_random_sizes=random_lengths,
         )
 
 

@@ -1,7 +1,8 @@
 """Steps of training, timed and compared: what all benches of training share.
 
-A step draws fresh data from a seed before its clock starts. The clock then runs over forward, backward, the optimizer
-where there is one, and letting the gradients go, until the device is done.
+A step draws its data from a seed before its clock starts; the timed steps of all ways have the same seeds. The clock
+then runs over forward, backward, the optimizer where there is one, and letting the gradients go, until the device is
+done.
 
 Gradients are compared under deterministic algorithms, every step with that of the run that keeps everything: the loss,
 all gradients and all buffers, to the last bit. Steps that are compared begin from the same weights, buffers and
@@ -45,6 +46,7 @@ class Subject:
         data: the batch that a seed gives.
         loss: a scalar from that batch, by the model.
         optimizer: changes the weights in every step; None for forward and backward alone.
+        share: how large the batch that a seed gives is, of the largest; None where all are alike.
     """
 
     model: torch.nn.Module
@@ -52,6 +54,7 @@ class Subject:
     data: Callable[[int], Any]
     loss: Callable[[Any], torch.Tensor]
     optimizer: torch.optim.Optimizer | None = None
+    share: Callable[[int], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,8 @@ class Timing:
     """Of some steps.
 
     Attributes:
-        seconds: of each.
-        host_seconds: of each, those until the host has asked for all of it.
+        seconds: of each; where batches differ in size, for as much as the largest batch.
+        host_seconds: of each, those until the host has asked for all of it; likewise.
         peak_bytes: most allocated device memory in any; 0 on a CPU.
     """
 
@@ -142,7 +145,8 @@ class Meter:
         synchronize(self.subject.device)
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated(subject.device) if subject.device.type == "cuda" else 0
-        return Timing(seconds=(seconds,), host_seconds=(host_s,), peak_bytes=peak)
+        share = subject.share(seed) if subject.share is not None else 1.0
+        return Timing(seconds=(seconds / share,), host_seconds=(host_s / share,), peak_bytes=peak)
 
     def _forward_backward(self, context: Context, batch: Any, seed: int) -> torch.Tensor:
         for _ in range(_TRIES - 1):
@@ -163,7 +167,7 @@ class Meter:
         """Times steps after others that warm up."""
         for _ in range(warm):
             self.step(context)
-        timings = [self.step(context) for _ in range(steps)]
+        timings = [self.step(context, seed=_timed_seed(number)) for number in range(steps)]
         return Timing(
             seconds=tuple(timing.seconds[0] for timing in timings),
             host_seconds=tuple(timing.host_seconds[0] for timing in timings),
@@ -314,6 +318,10 @@ def synchronize(device: torch.device) -> None:
 
 def _check_seed(number: int) -> int:
     return 10**6 + number
+
+
+def _timed_seed(number: int) -> int:
+    return 2 * 10**6 + number
 
 
 def clean(device: torch.device) -> None:

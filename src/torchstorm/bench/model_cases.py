@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class ModelCase:
         seq: tokens per sample; 0 for images.
         image: height and width in pixels.
         shares: budgets of a Session, of the unlimited run's peak, besides those that all models have.
+        has_random_sizes: whether each batch has a size of its own, from half of the full one to that: sequences another
+            length, or images another number.
     """
 
     name: str
@@ -37,11 +40,21 @@ class ModelCase:
     seq: int = 0
     image: int = 224
     shares: tuple[float, ...] = ()
+    has_random_sizes: bool = False
 
     @property
     def shape(self) -> str:
-        """Name and batch, as in "llama-1.1b 2048x4" or "resnet-50 224x256"."""
-        return f"{self.name} {self.seq or self.image}x{self.batch}"
+        """Name and batch, as in "llama-1.1b 2048x4" or "resnet-50 224x256"; "llama-1.1b 1024-2048x4" of all sizes."""
+        largest = self.seq or self.batch
+        sizes = f"{largest // 2}-{largest}" if self.has_random_sizes else f"{largest}"
+        return f"{self.name} {sizes}x{self.batch}" if self.seq else f"{self.name} {self.image}x{sizes}"
+
+    def share(self, seed: int) -> float:
+        """Size of the batch that a seed gives, of the full one."""
+        if not self.has_random_sizes:
+            return 1.0
+        largest = self.seq or self.batch
+        return random.Random(seed).randint(largest // 2, largest) / largest
 
 
 _SHARES = (1 / 2, 1 / 3)
@@ -283,17 +296,20 @@ def make_model(case: ModelCase, device: torch.device) -> Subject:
         def whole(high: int, *shape: int) -> torch.Tensor:
             return torch.randint(high, shape, device=device, generator=generator)
 
+        share = case.share(seed)
         if case.seq:
-            tokens = whole(model.config.vocab_size, case.batch, case.seq)
+            tokens = whole(model.config.vocab_size, case.batch, round(case.seq * share))
             return {"input_ids": tokens, "labels": tokens}
-        pixels = torch.randn(case.batch, 3, case.image, case.image, device=device, generator=generator)
-        return {"pixel_values": pixels.to(dtype), "labels": whole(case.options["num_labels"], case.batch)}
+        batch = round(case.batch * share)
+        pixels = torch.randn(batch, 3, case.image, case.image, device=device, generator=generator)
+        return {"pixel_values": pixels.to(dtype), "labels": whole(case.options["num_labels"], batch)}
 
     def loss(batch: dict[str, Any]) -> torch.Tensor:
         found: torch.Tensor = model(**batch).loss
         return found
 
-    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer)
+    share = case.share if case.has_random_sizes else None
+    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer, share=share)
 
 
 def checkpointing_of(model: Any) -> Checkpointing | None:

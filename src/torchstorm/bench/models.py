@@ -6,6 +6,7 @@ All from Hugging Face's classes with random weights: nothing is downloaded. A st
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from torchstorm.bench.peers import Budgets, Peers
 from torchstorm.bench.rows import HEADER, Results, Row
 from torchstorm.bench.side_by_side import failure
 
+_MANY = 3  # times as many steps are timed where sizes differ
+
 
 def bench_models(
     device: str | None,
@@ -30,6 +33,7 @@ def bench_models(
     console: Console,
     model_names: str | None = None,
     way_names: str | None = None,
+    has_random_sizes: bool = False,
 ) -> list[Row]:
     """Runs and prints every model; with `json_path`, writes what was measured, row by row.
 
@@ -41,6 +45,8 @@ def bench_models(
         console: where rows are printed.
         model_names, way_names: some of them, with commas between; None for all. What others are compared with, and
             what Sessions have the budget of, runs unless `json_path` has it.
+        has_random_sizes: whether each batch has a size of its own, as in `ModelCase`. Sessions have what checkpointing
+            takes for full batches, or half way from that to everything kept, and times are for as much as a full batch.
 
     Raises:
         TorchstormError: the device or transformers is not there, a name is not known, or the file cannot be written.
@@ -56,7 +62,14 @@ def bench_models(
     with tempfile.TemporaryDirectory() as spill:
         for case in cases:
             if case.name in chosen:
-                run_model(case, target, results, ways_chosen=chosen_ways, disk=disk or spill, steps=steps)
+                run_model(
+                    replace(case, has_random_sizes=has_random_sizes),
+                    target,
+                    results,
+                    ways_chosen=chosen_ways,
+                    disk=disk or spill,
+                    steps=steps,
+                )
                 clean(target)
     results.write()
     return results.rows
@@ -72,6 +85,15 @@ def run_model(
     steps: int,
 ) -> None:
     """Runs one model by every way; see `bench_models`."""
+    budgets = Budgets(shares=case.shares, middle=True)
+    if case.has_random_sizes:
+        full, asked = replace(case, has_random_sizes=False), (ways.UNLIMITED, ways.CHECKPOINT)
+        if any(results.find(full.shape, way) is None for way in asked):
+            run_model(full, device, results, ways_chosen=asked, disk=disk, steps=steps)
+            clean(device)
+        peaks = {way: row.peak_gib for way in asked if (row := results.find(full.shape, way)) and row.peak_gib}
+        budgets = Budgets(named={f"{name}, full size": gib for gib, name in Budgets(middle=True).found(peaks)})
+        steps *= _MANY
     try:
         subject = make_model(case, device)
         model = subject.model
@@ -83,7 +105,7 @@ def run_model(
             case.shape,
             results,
             checkpointing=checkpointing_of(model),
-            budgets=Budgets(shares=case.shares, middle=True),
+            budgets=budgets,
             disk=disk,
             steps=steps,
         )

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchstorm.bench import ways
 from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.rows import Results, Row
-from torchstorm.bench.sessions import CHECKED_STEPS, compiled_reference, joined
+from torchstorm.bench.sessions import CHECKED_STEPS, UNEVEN, compiled_reference, joined
 from torchstorm.bench.side_by_side import SideBySide
 from torchstorm.offload.compiled.blocks import repeated_blocks
 
@@ -37,11 +37,13 @@ class Budgets:
         gib: GiB.
         shares: of the unlimited run's peak.
         middle: whether also what lies half way between checkpointing's peak and the unlimited run's.
+        named: GiB by name. Where there are any, no others, what checkpointing takes neither.
     """
 
     gib: tuple[float, ...] = ()
     shares: tuple[float, ...] = ()
     middle: bool = False
+    named: dict[str, float] = field(default_factory=dict)
 
     def found(self, peaks_gib: dict[str, float]) -> list[tuple[float, str]]:
         """Every budget in GiB with its name, the largest first.
@@ -49,6 +51,8 @@ class Budgets:
         Args:
             peaks_gib: what ways were measured to take.
         """
+        if self.named:
+            return sorted(((gib, name) for name, gib in self.named.items()), reverse=True)
         found = {gib: "" for gib in self.gib}
         unlimited, checkpoint = peaks_gib.get(ways.UNLIMITED), peaks_gib.get(ways.CHECKPOINT)
         if unlimited is not None:
@@ -116,6 +120,8 @@ class Peers(SideBySide):
     def _run_unlimited(self, note: str, chosen: Collection[str]) -> Row:
         """Keeps everything; where that cannot run, gradients are compared with those of checkpointing."""
         checked_steps = CHECKED_STEPS if ways.SESSION in chosen else 2
+        if self.meter.subject.share is not None:
+            checked_steps *= UNEVEN
         keep_gradients = not set(ways.COMPILED).isdisjoint(chosen)
         row = self.row(ways.UNLIMITED, note=note if self._checkpointing is None else joined(note, INSTEAD))
         with self.kept(row):

@@ -22,6 +22,8 @@ from torchstorm.sizes import format_size
 
 CHECKED_STEPS = 7
 """Steps that a reference needs: of so many, a Session on a GPU measures the first, second and fourth."""
+UNEVEN = 3
+"""So many times as many where sizes differ: a plan for steps as large as any comes late."""
 _COMPILED_CHECKED_STEPS = 16
 """The same where blocks are compiled: what was measured may have them run in other variants, whose steps begin anew."""
 PLANNED_STEPS = 3
@@ -74,7 +76,7 @@ def measure_session(
         timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
         busy = meter.profile(session.step)
-        on_cpu = meter.subject.device.type == "cpu"
+        on_cpu, is_uneven = meter.subject.device.type == "cpu", meter.subject.share is not None
         assert report.measured is not None
         row = replace(
             row,
@@ -82,14 +84,14 @@ def measure_session(
             moved_gib=report.moved_bytes / GIB,
             recomputed_gib=_recomputed_gib(session, blocks),
             ram_gib=report.measured.ram_bytes / GIB,
-            forward_backward_s=None if wrong else report.measured.step_ms / 1e3,
+            forward_backward_s=None if wrong or is_uneven else report.measured.step_ms / 1e3,
             gpu_busy=busy.gpu_busy,
             overlap=busy.overlap,
             steps=steps,
-            **_said(forecast, before.forecast, on_cpu=on_cpu),
+            **({} if is_uneven else _said(forecast, before.forecast, on_cpu=on_cpu)),
             note=joined(
                 row.note,
-                _planned_note(before, report, steps),
+                _planned_note(before, report, steps, is_uneven=is_uneven),
                 f"{meter.num_repeated - repeated} steps repeated, out of memory" * (meter.num_repeated > repeated),
                 checked_note,
                 reference.note,
@@ -103,8 +105,9 @@ def measure_session(
 
 def compiled_reference(meter: Meter) -> Reference:
     """What the same compiled blocks compute when they save everything."""
+    steps = _COMPILED_CHECKED_STEPS * (1 if meter.subject.share is None else UNEVEN)
     with Session(meter.subject.model, unlimited=True) as session, _blocks(session, True):
-        return meter.reference(session.step, steps=_COMPILED_CHECKED_STEPS)
+        return meter.reference(session.step, steps=steps)
 
 
 def _check(
@@ -179,10 +182,12 @@ def _recomputed_gib(session: Session, blocks: Any) -> float | None:
     return nbytes / GIB
 
 
-def _planned_note(before: Report, after: Report, steps: int) -> str:
+def _planned_note(before: Report, after: Report, steps: int, *, is_uneven: bool) -> str:
     planned = after.num_planned - before.num_planned
     if planned == 0:
         return "no step followed a plan"
+    if is_uneven:
+        return f"{planned} of {steps} timed steps followed a plan" if planned < steps else ""
     last = min(planned, after.num_in_force)
     if last < steps:
         return f"planned anew in the timed steps: {last} of {steps} followed the last plan"
