@@ -18,7 +18,7 @@ from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import agreement as agreement_module
 from torchstorm.offload.compiled import compile as compiled_module
 from torchstorm.offload.compiled import kind as kind_module
-from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
+from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, Look
 from torchstorm.offload.compiled.repeatable import is_strict
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
@@ -208,15 +208,15 @@ def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
 def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
-    rows = (ROWS, ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS)
+    rows = (ROWS, ROWS, ROWS, 2 * ROWS, 2 * ROWS, 3 * ROWS, 3 * ROWS, 5 * ROWS, 4 * ROWS)
     expected, _ = train(unlimited, rows)
     choosing(monkeypatch, LEAN)
     ran.clear()
     found, session = train(limited, rows)
     assert_same(expected, found)
     one_shape = [REFERENCE] * NUM_BLOCKS + [REFERENCE, LEAN] * NUM_BLOCKS + [LEAN] * NUM_BLOCKS
-    # A second size makes Dynamo compile for all sizes, so the third is no new specialization.
-    assert ran == [REFERENCE] * NUM_BLOCKS + one_shape * 2 + [REFERENCE] * NUM_BLOCKS + [LEAN] * NUM_BLOCKS
+    # A second size makes Dynamo compile for all sizes. The third one shows it: the others are no specializations.
+    assert ran == [REFERENCE] * NUM_BLOCKS + one_shape * 2 + [REFERENCE] * NUM_BLOCKS + [LEAN] * 3 * NUM_BLOCKS
     assert session.report().num_steps == len(rows)
 
 
@@ -334,10 +334,14 @@ class Calls:
         return module(*args, **kwargs)
 
 
-def step(agreement: Agreement, module: nn.Module, *args: Any, is_compiled: bool, key: str = "key") -> str:
+def step(
+    agreement: Agreement, module: nn.Module, *args: Any, is_compiled: bool, sizes: tuple[int, ...] = (2, 4)
+) -> str:
     """One call of a step; returns the variant that it may run in."""
+    key = Look("kinds", sizes)
     variant = agreement.variant(key, LEAN)
-    agreement.ran(key, agreement.freeze(key, module, args, {}), is_compiled=is_compiled)
+    given = module, args, {}
+    agreement.ran(key, agreement.freeze(key, given), given, is_compiled=is_compiled)
     return variant
 
 
@@ -364,6 +368,35 @@ def test_calls_of_one_step_that_look_alike_and_are_compiled_apart_are_all_compar
         agreement.settle()
     assert used == [REFERENCE] * 4 + [LEAN] * 2
     assert calls.variants == [REFERENCE, LEAN] * 3, "the first one, and both again"
+
+
+def used_with(sizes: list[tuple[int, ...]], compiled: set[int]) -> tuple[list[str], list[str]]:
+    """In which variants steps of such sizes may run, of which some are compiled; and what runs between them."""
+    agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)
+    used = []
+    for number, size in enumerate(sizes):
+        used.append(step(agreement, module, x, is_compiled=number in compiled, sizes=size))
+        assert agreement.agrees(LEAN, calls, CPU)
+        agreement.settle()
+    return used, calls.variants
+
+
+def test_calls_of_sizes_that_dynamo_keeps_open_are_one_specialization() -> None:
+    used, ran = used_with([(2, 4), (3, 4), (5, 4), (7, 4), (9, 4), (2, 4)], compiled={0, 1})
+    assert used == [REFERENCE] * 3 + [LEAN] * 3, "the third shows that nothing is compiled for other sizes"
+    assert ran == [REFERENCE, LEAN] * 2
+
+
+def test_other_sizes_than_the_open_ones_and_those_of_0_and_1_are_specializations_of_their_own() -> None:
+    opened = [(2, 4), (3, 4), (5, 4)]
+    for other in ((5, 8), (1, 4), (0, 4), (5, 4, 4)):
+        assert used_with([*opened, other, other], compiled={0, 1, 3})[0][3:] == [REFERENCE, LEAN]
+
+
+def test_what_is_compiled_for_an_open_size_is_compared_before_the_next_step_and_closes_it() -> None:
+    used, ran = used_with([(2, 4), (3, 4), (5, 4), (7, 4), (9, 4), (9, 4), (11, 4)], compiled={0, 1, 3})
+    assert used == [REFERENCE] * 3 + [LEAN, REFERENCE, LEAN, LEAN]
+    assert ran == [REFERENCE, LEAN] * 3
 
 
 def test_within_a_step_calls_that_look_alike_run_in_one_variant() -> None:

@@ -77,6 +77,24 @@ def test_a_longer_step_is_planned_anew_and_serves_the_others_from_then_on(tmp_pa
     assert session.report().num_planned == before + 1
 
 
+def test_one_plan_stands_for_all_lengths_but_much_shorter_ones_and_traces_of_others_still_tell_of_longer_ones(
+    tmp_path: Path,
+) -> None:
+    plain, model = network(), network()
+    session = Session(model, ram=peak_bytes() * 6 // 10, disk=str(tmp_path))
+    plans = session._shared.plans
+    for length in (20, 56, 64):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(plain, length, None), gradients(model, length, session))), length
+    assert [one.kind.key[0][1] for one in plans._all] == [20, 64]
+    assert [one.kind.key[0][1] for one in plans.latest_first()] == [64, 20, 56]
+    num_before = session.report().num_planned
+    for length in (60, 40, 15, 56, LONGEST, 90):
+        assert all(map(torch.equal, gradients(plain, length, None), gradients(model, length, session))), length
+    assert session.report().num_planned >= num_before + 4, "all but those that a plan's times are measured in"
+    assert [one.kind.key[0][1] for one in plans._all] == [20, LONGEST], "which was foreseen"
+
+
 class Other(nn.Module):
     """Runs something else on short sequences."""
 

@@ -4,6 +4,9 @@ Inductor compiles every variant's graphs by themselves, so nothing but a compari
 in another order. A call that Dynamo compiles anew is one specialization. Its arguments are remembered, floating-point
 tensors without their values, and the variants that a plan picks are run on random ones. Until then such calls run in
 the reference, whatever was picked.
+
+Where Dynamo keeps sizes open, calls of a third size run what was compiled for the second. Once nothing was compiled for
+a call, others that differ from it in those sizes alone are of the same specialization.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -33,6 +36,20 @@ REFERENCE = CHEAP
 Call = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block in a variant, with positional and keyword arguments."""
 
+
+class Look(NamedTuple):
+    """What tells calls of a block apart that Dynamo may compile apart.
+
+    Attributes:
+        kinds: everything but sizes.
+        sizes: sizes and strides of all tensors, one after the other.
+    """
+
+    kinds: Hashable
+    sizes: tuple[int, ...]
+
+
+_Given = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # a block, and what it is called with
 _BY_REFERENCE = (nn.Module, nn.Parameter, types.FunctionType, types.MethodType)
 
 
@@ -51,36 +68,59 @@ class Agreement:
         self.dropped: dict[str, str] = {}
         self._agreed = {reference}
         self._cases: list[_Case] = []
-        self._known: set[Hashable] = set()  # how calls looked up to the last step
-        self._new: set[Hashable] = set()  # and in this one
-        self._doubts: set[Hashable] = set()  # of this step: compiled again, though nothing looked new
-        self._doubted: set[Hashable] = set()  # of earlier ones; the next such calls are all compared
+        self._known: set[Look] = set()  # how calls looked up to the last step
+        self._new: set[Look] = set()  # and in this one
+        self._open: dict[Hashable, _Open] = {}  # by `Look.kinds`: sizes that may be any
+        self._doubts: set[Look] = set()  # of this step: compiled again, though nothing looked new
+        self._doubted: set[Look] = set()  # of earlier ones; the next such calls are all compared
 
-    def variant(self, key: Hashable, wanted: str) -> str:
+    def variant(self, key: Look, wanted: str) -> str:
         """The variant for a call that looks like `key`; the same throughout a step."""
-        return wanted if wanted in self._agreed and key in self._known else self.reference
+        return wanted if wanted in self._agreed and self._is_known(key) else self.reference
 
-    def freeze(self, key: Hashable, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Case | None:
+    def _is_known(self, key: Look) -> bool:
+        if key in self._known:
+            return True
+        found = self._open.get(key.kinds)
+        return found is not None and found.covers(key.sizes) and key not in self._doubted
+
+    def freeze(self, key: Look, given: _Given) -> _Case | None:
         """A call that is about to run, if calls that look like it are new."""
-        is_old = key in self._known or (key in self._new and key not in self._doubted)
-        return None if is_old else _Case(module, args, kwargs)
+        is_old = self._is_known(key) or (key in self._new and key not in self._doubted)
+        return None if is_old else _Case(*given)
 
-    def ran(self, key: Hashable, case: _Case | None, *, is_compiled: bool) -> None:
+    def ran(self, key: Look, case: _Case | None, given: _Given, *, is_compiled: bool) -> None:
         """That call has run; `is_compiled` tells whether anything was compiled for it."""
         if case is None:
             if is_compiled:
                 self._doubts.add(key)
+            if is_compiled and key not in self._known | self._new:  # known by its open sizes, which are not that open
+                case = _Case(*given)
+                case.forget_values()
+                self._cases.append(case)
             return
         if is_compiled or key in self._doubted:
             case.forget_values()
             self._cases.append(case)
+        else:
+            self._note_open(key)
         self._new.add(key)
+
+    def _note_open(self, key: Look) -> None:
+        """A call has run what was compiled for calls of other sizes."""
+        before = [one.sizes for one in self._known if one.kinds == key.kinds and len(one.sizes) == len(key.sizes)]
+        differ = {at for sizes in before for at, size in enumerate(sizes) if size != key.sizes[at]}
+        found = self._open.get(key.kinds)
+        if before:
+            self._open[key.kinds] = _Open(key.sizes, differ | (found.places if found is not None else set()))
 
     def settle(self) -> None:
         """A step has ended, and all that is in use was compared."""
         if not self._new and not self._doubts:
             return
         self._known = (self._known | self._new) - self._doubts
+        for one in self._doubts:
+            self._open.pop(one.kinds, None)
         self._doubted = (self._doubted - self._new) | self._doubts
         self._new, self._doubts = set(), set()
 
@@ -102,26 +142,44 @@ class Agreement:
         return variant not in self.dropped
 
 
-def looks_of(name: str, module: nn.Module, value: object) -> Hashable:
-    """What tells calls of a block apart that Dynamo may compile apart."""
-    return (
+@dataclass(frozen=True)
+class _Open:
+    """Sizes of calls, and the places among them that may be any: Dynamo compiles apart what is 0 or 1."""
+
+    sizes: tuple[int, ...]
+    places: set[int]
+
+    def covers(self, sizes: tuple[int, ...]) -> bool:
+        if len(sizes) != len(self.sizes):
+            return False
+        pairs = enumerate(zip(sizes, self.sizes, strict=True))
+        return all(one == other or (at in self.places and min(one, other) > 1) for at, (one, other) in pairs)
+
+
+def look_of(name: str, module: nn.Module, value: object) -> Look:
+    """How a call of a block with these arguments looks."""
+    sizes: list[int] = []
+    kinds = (
         name,
         module.training,
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        _look(value),
+        _kinds(value, sizes),
     )
+    return Look(kinds, tuple(sizes))
 
 
-def _look(value: object) -> Hashable:
+def _kinds(value: object, sizes: list[int]) -> Hashable:
     if isinstance(value, torch.Tensor):
-        strides = value.stride() if value.layout is torch.strided else value.layout
-        return tuple(value.shape), strides, value.dtype, value.requires_grad
+        sizes += value.shape
+        if value.layout is torch.strided:
+            sizes += value.stride()
+        return value.dim(), value.layout, value.dtype, value.requires_grad
     if isinstance(value, tuple | list):
-        return tuple(map(_look, value))
+        return tuple([_kinds(item, sizes) for item in value])
     if isinstance(value, dict):
-        return tuple((key, _look(item)) for key, item in value.items())
+        return tuple([(key, _kinds(item, sizes)) for key, item in value.items()])
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return type(value).__qualname__

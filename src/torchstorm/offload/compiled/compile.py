@@ -18,7 +18,7 @@ from torch import nn
 
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled.agreement import REFERENCE, looks_of
+from torchstorm.offload.compiled.agreement import REFERENCE, look_of
 from torchstorm.offload.compiled.blocks import named_blocks, structure
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.recompute.watched import unwatched
@@ -238,13 +238,14 @@ class CompiledBlocks:
         wanted = self.variants[name]
         if not self.compares:
             return kind.call(wanted, module, args, kwargs)
-        key = looks_of(name, module, (args, kwargs))
+        key = look_of(name, module, (args, kwargs))
         variant = kind.agreement.variant(key, wanted)
         self._fell_back |= variant != wanted
-        case = kind.agreement.freeze(key, module, args, kwargs)
+        given = module, args, kwargs
+        case = kind.agreement.freeze(key, given)
         before = private.num_compiled()
         out = kind.call(variant, module, args, kwargs)
-        kind.agreement.ran(key, case, is_compiled=private.num_compiled() != before)
+        kind.agreement.ran(key, case, given, is_compiled=private.num_compiled() != before)
         return out
 
     def undo(self) -> None:

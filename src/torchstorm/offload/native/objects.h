@@ -39,7 +39,7 @@ NAMES(DECLARE)
     X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) X(running, settled) \
     X(value, call) X(value, held) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
     X(value, version) X(value, view) X(value, watch) \
-    X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, value) \
+    X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, places) X(record, value) \
     X(call, args) X(call, func) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
     X(leaf, address) X(leaf, tensor) X(leaf, version) \
     X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \

@@ -10,8 +10,8 @@ enum Answer { no, yes, unknown };
 
 Answer said(bool is_so) { return is_so ? yes : no; }
 
-// As `described._is_source_again`, of bytes that this step has made or met before.
-Answer is_source_again(PyObject *tape, PyObject *source, PyObject *view, PyObject *arg) {
+// As `described._is_source_again`, of bytes that this step has made or met before, however they are looked at.
+Answer is_source_again(PyObject *tape, PyObject *source, PyObject *arg) {
     if (Py_TYPE(arg) != of.tensor) return no;
     const at::Tensor &tensor = THPVariable_Unpack(arg);
     if (!has_bytes(tensor) || !is_of_numbers(tensor)) return unknown;
@@ -25,7 +25,7 @@ Answer is_source_again(PyObject *tape, PyObject *source, PyObject *view, PyObjec
         PyTuple_SET_ITEM(held.at, 1, an_int(version));
         put(source, value_held, held.give());
     }
-    return said(looks_so(view, tensor));
+    return yes;
 }
 
 // As `described._is_leaf_again`, of a weight.
@@ -40,38 +40,98 @@ Answer is_leaf_again(PyObject *tape, PyObject *leaf, PyObject *arg) {
     return yes;
 }
 
-bool is_given(PyObject *tape, PyObject *item, PyObject *arg);
-
 // As `described.is_given_again`.
-Answer is_given_again(PyObject *tape, PyObject *item, PyObject *arg) {
-    if (Py_TYPE(item) == of.ref) return is_source_again(tape, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), arg);
-    if (Py_TYPE(item) == of.leaf) return is_leaf_again(tape, item, arg);
-    if (PyLong_CheckExact(item) && PyLong_CheckExact(arg)) return said(equal(item, arg));
-    const bool are_lists = PyList_CheckExact(item) && PyList_CheckExact(arg);
-    if (!are_lists && !(PyTuple_CheckExact(item) && PyTuple_CheckExact(arg))) return unknown;
-    const Py_ssize_t num = PySequence_Fast_GET_SIZE(item);
-    if (num != PySequence_Fast_GET_SIZE(arg)) return unknown;
-    for (Py_ssize_t at = 0; at < num; ++at)
-        if (!is_given(tape, PySequence_Fast_GET_ITEM(item, at), PySequence_Fast_GET_ITEM(arg, at))) return no;
-    return yes;
-}
-
-// Whether an argument is the one that a record describes.
-bool is_given(PyObject *tape, PyObject *item, PyObject *arg) {
-    if (Py_TYPE(item) == of.ref) {
-        PyObject *source = PyTuple_GET_ITEM(item, 0), *made = referent(see(source, value_out));
-        if (made != nullptr && made == arg && is_plain_type(arg) && see(source, value_view) == PyTuple_GET_ITEM(item, 1)) {
-            const at::Tensor &tensor = THPVariable_Unpack(arg);
-            if (has_bytes(tensor) && version_of(tensor) == see_int(source, value_version) && is_at(see(source, value_watch), tensor))
-                return true;
-        }
-    } else if (arg == item) {
-        return true;
-    }
-    const Answer answer = is_given_again(tape, item, arg);
-    if (answer != unknown) return answer == yes;
+bool is_given_again(PyObject *tape, PyObject *item, PyObject *arg) {
     Own again(checked(PyObject_CallFunctionObjArgs(of.is_given_again, tape, item, arg, nullptr)));
     return again.at == Py_True;
+}
+
+// What a record is to say of an argument now: the same, or, where the same bytes have another shape or other strides,
+// these. nullptr without an error for anything else.
+PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg);
+
+PyObject *described_now_of_ref(PyObject *tape, PyObject *item, PyObject *arg) {
+    PyObject *source = PyTuple_GET_ITEM(item, 0), *view = PyTuple_GET_ITEM(item, 1);
+    const auto seen_as = [&](PyObject *owned) {
+        Own look(owned), now(checked(of.ref->tp_alloc(of.ref, 2)));
+        PyTuple_SET_ITEM(now.at, 0, Py_NewRef(source));
+        PyTuple_SET_ITEM(now.at, 1, look.give());
+        return now.give();
+    };
+    PyObject *made = referent(see(source, value_out)), *its_view = see(source, value_view);
+    if (made != nullptr && made == arg && is_plain_type(arg) && its_view != Py_None) {
+        const at::Tensor &tensor = THPVariable_Unpack(arg);
+        if (has_bytes(tensor) && version_of(tensor) == see_int(source, value_version) && is_at(see(source, value_watch), tensor))
+            return its_view == view ? Py_NewRef(item) : seen_as(Py_NewRef(its_view));
+    }
+    Answer answer = is_source_again(tape, source, arg);
+    if (answer == unknown) {
+        if (is_given_again(tape, item, arg)) return Py_NewRef(item);
+        answer = is_source_again(tape, source, arg);  // now that it has been met
+    }
+    if (answer != yes) return nullptr;
+    const at::Tensor &tensor = THPVariable_Unpack(arg);
+    return looks_so(view, tensor) ? Py_NewRef(item) : seen_as(view_of(arg, tensor));
+}
+
+PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg) {
+    if (Py_TYPE(item) == of.ref) return described_now_of_ref(tape, item, arg);
+    if (arg == item) return Py_NewRef(item);
+    if (PyLong_CheckExact(item) && PyLong_CheckExact(arg)) return equal(item, arg) ? Py_NewRef(item) : nullptr;
+    const bool are_lists = PyList_CheckExact(item) && PyList_CheckExact(arg);
+    if (!are_lists && !(PyTuple_CheckExact(item) && PyTuple_CheckExact(arg))) {
+        const Answer answer = Py_TYPE(item) == of.leaf ? is_leaf_again(tape, item, arg) : unknown;
+        return answer == yes || (answer == unknown && is_given_again(tape, item, arg)) ? Py_NewRef(item) : nullptr;
+    }
+    const Py_ssize_t num = PySequence_Fast_GET_SIZE(item);
+    if (num != PySequence_Fast_GET_SIZE(arg)) return nullptr;
+    Own all(checked(PyList_New(num)));
+    bool differs = false;
+    for (Py_ssize_t at = 0; at < num; ++at) {
+        PyObject *one = described_now(tape, PySequence_Fast_GET_ITEM(item, at), PySequence_Fast_GET_ITEM(arg, at));
+        if (one == nullptr) return nullptr;
+        PyList_SET_ITEM(all.at, at, one);
+        differs |= one != PySequence_Fast_GET_ITEM(item, at);
+    }
+    if (!differs) return Py_NewRef(item);
+    return are_lists ? all.give() : checked(PyList_AsTuple(all.at));
+}
+
+// Has a record say what the function is given now: of the same values, so what its operation reads stays as it is.
+void describe_anew(PyObject *record, PyObject *call, PyObject *given) {
+    PyObject *names = see(record, record_names), *places = see(record, record_places);
+    put_shared(record, record_given, given);
+    if (places != Py_None) {
+        PyObject *before = see(call, call_args);
+        Own args(checked(PyTuple_New(PyTuple_GET_SIZE(before))));
+        for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(before); ++at) {
+            const int64_t place = as_int(PyTuple_GET_ITEM(places, at));
+            PyTuple_SET_ITEM(args.at, at, Py_NewRef(place < 0 ? PyTuple_GET_ITEM(before, at) : PyTuple_GET_ITEM(given, place)));
+        }
+        put(call, call_args, args.give());
+        return;
+    }
+    const Py_ssize_t num_named = PyTuple_GET_SIZE(names), num = PyTuple_GET_SIZE(given) - num_named;
+    put(call, call_args, PyTuple_GetSlice(given, 0, num));
+    if (!num_named) return;
+    Own kwargs(checked(PyDict_New()));
+    for (Py_ssize_t at = 0; at < num_named; ++at)
+        checked(PyDict_SetItem(kwargs.at, PyTuple_GET_ITEM(names, at), PyTuple_GET_ITEM(given, num + at)));
+    put(call, call_kwargs, kwargs.give());
+}
+
+// Whether a tensor lies in the storage of one among what a function is given, or in one that is not known.
+bool is_among(const at::Tensor &tensor, PyObject *items) {
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(items); ++at) {
+        PyObject *item = PySequence_Fast_GET_ITEM(items, at);
+        if (PyList_Check(item) || PyTuple_Check(item)) {
+            if (is_among(tensor, item)) return true;
+        } else if (THPVariable_Check(item)) {
+            const at::Tensor &given = THPVariable_Unpack(item);
+            if (!has_bytes(given) || storage_of(given) == storage_of(tensor)) return true;
+        }
+    }
+    return false;
 }
 
 // What a function is given, by name last; nullptr without an error where a record has other names.
@@ -113,12 +173,14 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         Own call(Py_NewRef(see(record.at, record_call))), value(Py_NewRef(see(record.at, record_value)));
         PyObject *operation = see(call.at, call_operator), *chosen = see(record.at, record_chosen);
         if (value.at == Py_None) return otherwise();
-        for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(all.at); ++at)
-            if (!is_given(tape, PyTuple_GET_ITEM(before.at, at), PyTuple_GET_ITEM(all.at, at))) return otherwise();
+        Own now(described_now(tape, before.at, all.at));
+        if (!now) return otherwise();
+        const bool differs = now.at != before.at;
         if (chosen != Py_None) {
             Own choice(checked(PyObject_Call(checked(find(of.choices, func)), args, kwargs)));
             if (!equal(chosen, choice.at)) return otherwise();
         }
+        if (differs) describe_anew(record.at, call.at, now.at);
         PyObject *saves = see(operation, operation_saves);
         if (!equal(saves, first)) {
             Own outputs(checked(PyList_New(1))), places(checked(PyList_New(1)));
@@ -136,7 +198,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         set_int(tape, s_num_calls, order + 1);
         Own unfinished(checked(of.unfinished->tp_alloc(of.unfinished, 5)));
         PyTuple_SET_ITEM(unfinished.at, 0, Py_NewRef(call.at));
-        PyTuple_SET_ITEM(unfinished.at, 1, all.give());
+        PyTuple_SET_ITEM(unfinished.at, 1, Py_NewRef(all.at));
         PyTuple_SET_ITEM(unfinished.at, 2, checked(PyObject_GetIter(saves)));
         PyTuple_SET_ITEM(unfinished.at, 3, Py_NewRef(value.at));
         PyTuple_SET_ITEM(unfinished.at, 4, Py_NewRef(chosen != Py_None ? Py_True : Py_False));
@@ -155,7 +217,8 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         Own address(address_of(tensor)), known(get(tape, s_known));
         PyObject *found = find(known.at, address.at);
         if (found != value.at) {
-            if (found != nullptr && see_int(found, value_version) == version_of(tensor)) {  // what lay there before
+            const bool was_there = found != nullptr && see_int(found, value_version) == version_of(tensor);
+            if (was_there || (differs && is_among(tensor, all.at))) {
                 Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record.at)));
                 return out.give();
             }
@@ -163,6 +226,8 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
             checked(PyDict_SetItem(known.at, address.at, value.at));
         }
         put(value.at, value_out, weak_reference(out.at));
+        PyObject *view = see(value.at, value_view);
+        if (differs && (view == Py_None || !looks_so(view, tensor))) put(value.at, value_view, view_of(out.at, tensor));
         return out.give();
     });
 }

@@ -85,20 +85,6 @@ PyObject *counter_of(const at::Tensor &tensor) {
     return checked(THPVariable_Wrap(token));
 }
 
-// Whether a tensor lies in the storage of one among what a function is given, or in one that is not known.
-bool is_among(const at::Tensor &tensor, PyObject *items) {
-    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(items); ++at) {
-        PyObject *item = PySequence_Fast_GET_ITEM(items, at);
-        if (PyList_Check(item) || PyTuple_Check(item)) {
-            if (is_among(tensor, item)) return true;
-        } else if (THPVariable_Check(item)) {
-            const at::Tensor &given = THPVariable_Unpack(item);
-            if (!has_bytes(given) || storage_of(given) == storage_of(tensor)) return true;
-        }
-    }
-    return false;
-}
-
 // Whether a tensor is a result of the call that runs, which autograd saves before it is returned, and that call the one
 // that the plan has make it: where `Tape.value_to_save` asks for the place among the results.
 bool is_being_made(const Way *way, const Moment &one, PyObject *unfinished, const at::Tensor &tensor) {

@@ -234,7 +234,9 @@ class Repeats:
                 item if place < 0 else now[place] for item, place in zip(call.args, record.places, strict=True)
             )
         read = (item.value for item in flat((*call.args, *call.kwargs.values())) if type(item) is Ref)
-        call.inputs = list(dict.fromkeys(read))
+        inputs = list(dict.fromkeys(read))
+        if inputs != call.inputs:  # else a `Chain` of it still serves
+            call.inputs = inputs
         self._leaves += record.passing
         record.passing = passing_leaves(record.given)
 

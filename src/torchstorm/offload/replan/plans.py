@@ -13,10 +13,13 @@ from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload
+from torchstorm.plan.scaled import run_alike
 from torchstorm.plan.trace import Trace, num_shared
 
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_NEAR = 4
+_MOST_SMALLER = 16  # traces of steps for which a larger plan stands
+_MUCH_SMALLER = 0.5  # steps of less than this part of a plan's work keep a plan of their own
 _MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
 
 
@@ -112,6 +115,7 @@ class Plans:
         self.num_to_measure = num_to_measure
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._all: list[Planned] = []  # the last one used is the last one forgotten
+        self._smaller: list[Planned] = []  # no longer followed, since one of `_all` serves steps of their sizes, too
         self._last: Kind | None = None  # of the last step that followed a plan
         self._num_left = 0  # steps that differed from all plans, since the rest of one was traced
         self.have_left = False  # whether steps have differed from all plans
@@ -135,6 +139,7 @@ class Plans:
         """The plan for steps that begin so: of several the one that came next the last time, or was followed last."""
         if self._are_others:
             self._all.clear()
+            self._smaller.clear()
             self.have_left, self._last = False, None
         self._state = self._state_now
         if self.given is not None and self.in_force is not None:
@@ -168,8 +173,8 @@ class Plans:
                 yield one, is_exact
 
     def latest_first(self) -> list[Planned]:
-        """All plans for the model as it is, the last used first."""
-        return [] if self._are_others else self._all[::-1]
+        """All plans for the model as it is, the last used first, and then those that are no longer followed."""
+        return [] if self._are_others else self._all[::-1] + self._smaller[::-1]
 
     def near(self, planned: Planned, key: Key) -> Iterator[Plan]:
         """The few plans that a step is most likely to go over to from one."""
@@ -204,6 +209,26 @@ class Plans:
         if self._last is not None:
             self._last.then = planned.kind
         self._last, planned.kind.is_followed = planned.kind, True
+
+    def stand_for_smaller(self, planned: Planned) -> bool:
+        """A whole step was as this plan has it, which from now on serves smaller steps of the same operations, too, but
+        not much smaller ones. With a plan for each, every step would be recorded for what the others compute again, and
+        a new size would often be measured. Returns whether another plan was in force."""
+        its_own = planned.is_given or planned.is_unrecorded or planned.kind.is_of_rest
+        if planned.plan is None or its_own or planned not in self._all:
+            return False
+        key, was_in_force = planned.kind.key, False
+        for one in [one for one in self._all if one is not planned and not one.is_given]:
+            if not _covers(key, one.kind.key) or math.prod(one.kind.key[0]) < _MUCH_SMALLER * math.prod(key[0]):
+                continue
+            if one.plan is not None and _save_alike(one.trace, planned.trace):
+                self._all.remove(one)
+                self._smaller.append(one)
+                was_in_force |= one is self.in_force
+        del self._smaller[:-_MOST_SMALLER]
+        if was_in_force:
+            self.in_force = planned
+        return was_in_force
 
     def left(self) -> bool:
         """A step differs from all plans. Returns whether the rest of it is to be traced for one more: the more seldom,
@@ -288,6 +313,15 @@ class Plans:
             return True  # where steps have differed, the next one may be new again
         (planned,) = self._all
         return planned.is_unrecorded or self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
+
+
+def _save_alike(one: Trace, larger: Trace) -> bool:
+    """Whether a plan for the larger of two steps serves the other one: both save the same, and what made it is the same
+    as far as that was recorded."""
+    if one.ops and larger.ops:
+        return run_alike(one, larger)
+    moments, others = ([(moment.kind, moment.storage) for moment in trace.moments] for trace in (one, larger))
+    return moments == others and len(one.storages) == len(larger.storages)
 
 
 def _are_alike(one: Planned, other: Planned) -> bool:

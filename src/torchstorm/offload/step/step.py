@@ -85,8 +85,7 @@ class Step:
         self._tape = self._make_tape()
         self._watched: WatchedCalls | None = None
         sees_all = tensors.asks_for_modes or shared.runs_compiled
-        if shared.compiled is not None:
-            sees_all |= not shared.compiled.are_whole
+        sees_all |= shared.compiled is not None and not shared.compiled.are_whole
         if self._tape is not None and not sees_all:
             self._watched = WatchedCalls(self._tape)
         shared.saved.begin(tensors.fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
@@ -129,7 +128,7 @@ class Step:
             BudgetError: no plan fits.
         """
         shared, residency = self._shared, self._shared.residency
-        if self._key is not None or shared.unlimited or shared.compiled is not None or shared.plans.given is not None:
+        if self._key is not None or shared.unlimited or shared.plans.given is not None:
             return
         assert self._inputs.shapes is not None
         try:
@@ -139,9 +138,10 @@ class Step:
                 buffers=buffers_of(residency.limit_bytes, can_move=residency.default_tier != KEEP),
             )
         except BudgetError as error:
-            raise self._with_micro_batch(error) from None
-        if self._foreseen is not None:
-            self._span = Span(shared.clock)  # the step's time is without that of planning it
+            if shared.compiled is None or shared.compiled.fixed:  # else other variants may fit
+                raise self._with_micro_batch(error) from None
+        if self._foreseen is not None:  # the step's time is without that of planning it
+            self._span = Span(shared.clock)
 
     def _key_of_state(self) -> tuple[int, ...]:
         """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
@@ -263,8 +263,8 @@ class Step:
             BudgetError: the step needs more than the budget.
         """
         self._conclude()
-        shared = self._shared
-        shared.watch.step_ended(self._gradients, self._inputs, shared.saved, has_saved=self._key is not None)
+        of_step = self._gradients, self._inputs, self._shared.saved
+        self._shared.watch.step_ended(*of_step, has_saved=self._key is not None)
 
     def _conclude(self) -> None:
         shared, plans = self._shared, self._shared.plans
@@ -290,6 +290,9 @@ class Step:
                 plans.put(found, planned)
                 shared.measured.plan_changed()
                 shared.stack.trim(plans.most_ram_bytes())
+                planned = found
+        if planned is not None and plans.stand_for_smaller(planned):
+            shared.measured.plan_changed()
         self._correct_plans()
         if shortfall is not None:
             shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
@@ -326,7 +329,7 @@ class Step:
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        blocks = shared.compiled if planned is self._planned and self._is_exact else None
+        blocks = shared.compiled if planned is self._planned else None
         quick_plan = partial(planner.quick_plan, base_bytes=base)
         if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured):
             if planned is not None:
