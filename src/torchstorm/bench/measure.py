@@ -164,10 +164,17 @@ class Meter:
         return loss
 
     def time(self, context: Context, *, warm: int, steps: int) -> Timing:
-        """Times steps after others that warm up."""
+        """Times steps after others that warm up: where batches differ in size, after the very same ones, too.
+
+        For every size that is new, libraries choose their kernels, which takes longer than a step.
+        """
         for _ in range(warm):
             self.step(context)
-        timings = [self.step(context, seed=_timed_seed(number)) for number in range(steps)]
+        seeds = [_timed_seed(number) for number in range(steps)]
+        if self.subject.share is not None:
+            for seed in seeds:
+                self.step(context, seed=seed)
+        timings = [self.step(context, seed=seed) for seed in seeds]
         return Timing(
             seconds=tuple(timing.seconds[0] for timing in timings),
             host_seconds=tuple(timing.host_seconds[0] for timing in timings),
