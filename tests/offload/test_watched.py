@@ -419,7 +419,10 @@ def test_thousands_of_operations_of_one_call_are_numbered_as_of_that_call() -> N
     assert len({call.number for call in tape.calls}) == len(tape.calls)
 
 
-def test_a_function_that_is_compiled_under_the_mode_is_compiled_once_and_whole() -> None:
+@pytest.mark.parametrize("is_reset", [False, True], ids=["", "reset"])
+def test_a_function_that_is_compiled_under_the_mode_is_compiled_once_and_whole(is_reset: bool) -> None:
+    if is_reset:
+        torch._dynamo.reset()
     whole = torch.compile(lambda x: (x.sin() * 2).cos(), backend="eager", fullgraph=True)
     tape = Tape(torch.device("cpu"), is_leaf=lambda _: False)
     before, x = num_compiled(), torch.randn(5, requires_grad=True)

@@ -10,7 +10,6 @@ calls more, as of a step that logs something, change no other call's number.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 import zlib
@@ -212,18 +211,15 @@ def _before_compiling(_: object) -> None:
         mode._leave_cpp()
 
 
-@functools.cache
-def _tell_of_compiling(dynamo: Any) -> bool:
-    handler = getattr(dynamo, "callback_handler", None)
-    if handler is not None:
-        handler.register_start_callback(_before_compiling)
-    return handler is not None
-
-
 def _is_told_of_compiling() -> bool:
     """Whether C++ is left when Dynamo begins to compile: it compiles the mode along, and knows only Python."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and _tell_of_compiling(dynamo)
+    handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
+    told = getattr(handler, "start_callbacks", None)
+    if told is None:
+        return False
+    if _before_compiling not in told:  # `torch._dynamo.reset` forgets all of them
+        told.append(_before_compiling)
+    return True
 
 
 @contextmanager
