@@ -145,6 +145,7 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
 
 
 @pytest.mark.usefixtures("short_way")
+@pytest.mark.parametrize("stall_s", [0.0, 0.09], ids=["", "once stood still"])
 @pytest.mark.parametrize(
     ("device_s", "copies_s", "idle_s", "forward_s"),
     [
@@ -155,12 +156,12 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
     ],
 )
 def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_it(
-    device_s: float, copies_s: float, idle_s: float, forward_s: float, clock: Hand, host_clock: Hand
+    device_s: float, copies_s: float, idle_s: float, forward_s: float, stall_s: float, clock: Hand, host_clock: Hand
 ) -> None:
     pace = Pace(torch.device("cuda"), 0.0)
     for moment in range(1, 11):  # the host is on its way for 1 ms before each moment of forward
-        host_clock.now = moment * 1e-3
-        clock.now += device_s
+        host_clock.now += 1e-3 + stall_s * (moment == 4)  # as where a library chooses kernels for sizes that are new
+        clock.now += device_s + stall_s * (moment == 4)
         pace.stop()
         clock.now += copies_s
         pace.go_on(moment)

@@ -6,10 +6,12 @@ looks as if there were time for many more copies.
 
 from __future__ import annotations
 
+import math
+import operator
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -33,6 +35,7 @@ _TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two m
 _MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _FEW = 8  # marks that tell too little
+_STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
 
 
 def host_cost() -> HostCost:
@@ -100,9 +103,15 @@ class Pace:
         times = {call.number: call_seconds(call) * scale for call in self.calls}
         ops = tuple(replace(op, compute_s=times.get(op.number, op.compute_s)) for op in trace.ops)
         seconds = [moment.compute_s for moment in trace.moments]
-        for (first, _, left, _), (last, arrived, _, _) in pairwise(self._points):
+        told_s = {id(mark): at for mark, at in self._marks}
+        intervals = list(pairwise(self._points))
+        host_s = [
+            max(0.0, told_s[id(to)] - told_s.get(id(left), math.inf)) for (_, _, left, _), (_, to, _, _) in intervals
+        ]
+        stalls_s = _stalls(host_s) if self._device.type == "cuda" else [0.0] * len(intervals)
+        for ((first, _, left, _), (last, arrived, _, _)), stall_s in zip(intervals, stalls_s, strict=True):
             known_s = sum(seconds[first:last])
-            measured_s = max(0.0, seconds_between(left, arrived)) * scale
+            measured_s = max(0.0, seconds_between(left, arrived) - stall_s) * scale
             for moment in range(first, last):
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)
@@ -152,13 +161,15 @@ class Pace:
         stop_s = next((at for mark, at in self._marks if mark is end), None)
         if stop_s is None:
             return 0.0, 0.0, 0.0
-        first, first_s = self._marks[0]
-        most_s = first_s + _MOST_OF_FORWARD * (stop_s - first_s)
-        found = [(mark, at) for mark, at in self._marks if at <= most_s]
-        if len(found) < _FEW:
+        marks = [(mark, at) for mark, at in self._marks if at <= stop_s]
+        took_s = [after - before for (_, before), (_, after) in pairwise(marks)]
+        stalls_s = _stalls(took_s)
+        host_s = list(accumulate(map(operator.sub, took_s, stalls_s), initial=0.0))
+        num_most = sum(passed_s <= _MOST_OF_FORWARD * host_s[-1] for passed_s in host_s)
+        if num_most < _FEW:
             return 0.0, 0.0, 0.0
-        last, last_s = found[-1]
-        return max(0.0, seconds_between(first, last)), last_s - first_s, stop_s - first_s
+        device_s = seconds_between(marks[0][0], marks[num_most - 1][0]) - sum(stalls_s[: num_most - 1])
+        return max(0.0, device_s), host_s[num_most - 1], host_s[-1]
 
     def _without_gaps(self, trace: Trace, plan: Plan, again: Mapping[int, Replay]) -> Trace:
         """Operations without the time that the device waited for the host between an operation's first mark and its
@@ -189,6 +200,13 @@ class Pace:
                 made = again.get(moment)
                 again_s = _compute_s(trace, made) if made is not None else 0.0
                 yield moment, max(0.0, took_s - again_s)
+
+
+def _stalls(took_s: list[float]) -> list[float]:
+    """Of times that the host took between marks, what it stood still: for a size that is new, cuDNN plans its attention
+    for 0.1 s, and cuBLAS chooses its kernels."""
+    usual_s = sorted(took_s)[len(took_s) * 9 // 10] if took_s else 0.0
+    return [one - usual_s if one > max(_STALL_S, _STALL * usual_s) else 0.0 for one in took_s]
 
 
 def _compute_s(trace: Trace, made: Replay) -> float:
