@@ -242,7 +242,7 @@ def test_blocks_with_hooks_stay_in_the_reference(
 
     monkeypatch.setattr(f"{__name__}.Model", Hooked)
     choosing(monkeypatch, LEAN)
-    _, session = train(limited)
+    _, session = train(limited, (ROWS,) * 6)
     assert session._shared.compiled is not None
     assert session._shared.compiled.variants == {"blocks.0": LEAN, "blocks.1": REFERENCE}
     (note,) = [note for note in session.report().notes if "not used" in note]
@@ -251,7 +251,7 @@ def test_blocks_with_hooks_stay_in_the_reference(
     )
     model = session._shared.model
     assert isinstance(model, Hooked)
-    assert model.num_calls == 4, "four steps"
+    assert model.num_calls == 6, "six steps"
 
 
 def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
@@ -474,3 +474,15 @@ def test_masks_and_indices_keep_their_values_and_other_tensors_only_their_looks(
 def test_bits_are_compared_and_not_values(one: float, other: float, same: bool) -> None:
     assert agreement_module._same_bits(torch.tensor([one]), torch.tensor([other])) == same
     assert CHEAP == REFERENCE
+
+
+def test_variants_are_not_chosen_by_the_times_of_a_step_that_compiles_but_for_once(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    """A second size does: what it took is no time of the step's."""
+    found = choosing(monkeypatch, LEAN)
+    _, session = train(limited, (ROWS, 2 * ROWS, 2 * ROWS, 2 * ROWS))
+    assert session._shared.compiled is not None
+    assert set(session._shared.compiled.variants.values()) == {LEAN}
+    assert len(found) == 1
+    assert ran[: 3 * NUM_BLOCKS] == [REFERENCE] * 3 * NUM_BLOCKS, "which found it, which compiled, and which chose"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ import torchstorm
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Kind, Planned, Plans
+from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget, Plan
 
@@ -132,3 +134,16 @@ def test_the_peak_of_steps_that_followed_the_plan_is_told_once_and_not_that_of_o
     measured.count(figures, (0.0, 1.0), followed=True)
     measured.plan_changed()
     assert measured.new_vram_bytes() == 0
+
+
+@pytest.mark.parametrize(("num_measured", "kept"), [(1, []), (2, [40 * MIB])])
+def test_pinned_memory_is_given_back_when_the_steps_of_the_plan_in_force_were_timed(
+    num_measured: int, kept: list[int]
+) -> None:
+    plan, found = plan_of(), list[int]()
+    plans = in_force(plan)
+    assert plans.in_force is not None
+    plans.in_force.num_measured, plans.in_force.forecast = num_measured, replace(plan.forecast, ram_bytes=40 * MIB)
+    shared: Any = SimpleNamespace(plans=plans, stack=SimpleNamespace(trim=found.append))
+    Shared.trim(shared)
+    assert found == kept

@@ -87,6 +87,9 @@ class CompiledBlocks:
         self.has_breaks = False  # whether anything ran uncompiled there
         self.are_whole = False  # whether steps have shown that nothing does
         self._fell_back = False  # whether a call of this step ran in another variant than was set
+        self._num_before = 0  # graphs compiled before the step
+        self._has_compiled = False  # whether the last step has compiled any
+        self._has_waited = False  # for a step that compiles nothing: once, since some models compile in every step
         self.choice: Choice | None = None
         self._num_chosen = 0
         self.variants: dict[str, str] = {}
@@ -140,14 +143,26 @@ class CompiledBlocks:
             max_seconds=max_seconds,
         )
 
-    def rechoose(self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, most: int = _MOST_CHOICES) -> bool:
+    def rechoose(
+        self,
+        trace: Trace,
+        plan_of: Callable[[Trace], Plan | None],
+        *,
+        most: int = _MOST_CHOICES,
+        is_urgent: bool = True,
+    ) -> bool:
         """Chooses from a measured step. True where blocks change, so that the next step is another one.
 
         Args:
             trace, plan_of: as for `choose`.
             most: does so only if fewer choices have been made so far. After the first one, other variants must promise
                 to be faster by a share that is worth compiling them, or be the only ones that fit.
+            is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
+                nothing by its times.
         """
+        if self._has_compiled and not is_urgent and not self._has_waited:
+            self._has_waited = True
+            return False
         if self.fixed or not self.tables() or self._num_chosen >= min(most, _MOST_CHOICES):
             return False
         self._num_chosen += 1
@@ -177,6 +192,7 @@ class CompiledBlocks:
     def settle(self) -> bool:
         """Compares what the step that has ended was the first to run. True where the next such step is another one."""
         changed, self._fell_back = self._fell_back, False
+        self._has_compiled, self._num_before = self.num_compiled != self._num_before, self.num_compiled
         for name, variant in list(self.variants.items()):
             if self.compares and not self._agrees(name, variant):
                 self.variants[name] = self._reference

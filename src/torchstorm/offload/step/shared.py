@@ -12,7 +12,7 @@ from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Plans
+from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.hooks import SavedTensors
@@ -73,6 +73,17 @@ class Shared:
         """Compares the steps that have ended with the forecast of the plan in force."""
         if self.planner.learn(self.measured.new_times(), self.measured.new_vram_bytes()):
             self.measured.plan_changed()
+            self.trim()
+
+    def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
+        """Steps follow this plan from now on, maybe in another one's place."""
+        self.plans.put(planned, instead_of)
+        self.measured.plan_changed()
+
+    def trim(self) -> None:
+        """Gives pinned memory back that no plan has a use for, once the steps of the one in force were timed: until then
+        others may be traced, which take more."""
+        if self.plans.in_force is None or not self.plans.is_measured_again(self.plans.in_force):
             self.stack.trim(self.plans.most_ram_bytes())
 
     def fixed_bytes(self, tier: str) -> int:

@@ -172,8 +172,7 @@ class Step:
             planned = None
         if planned is not None and planner.is_outdated(planned, self._base_bytes):  # pragma: gpu
             planned, before = planner.renewed(planned, self._base_bytes), planned
-            plans.put(planned, before)
-            shared.measured.plan_changed()
+            shared.put(planned, before)
         if planned is None:
             planned = plans.covering(key)
             if planned is not None and planner.is_outdated(planned, self._base_bytes):
@@ -181,8 +180,7 @@ class Step:
             self._is_exact = planned is None
         if planned is None and self._foreseen is not None and self._foreseen.kind.key == key:
             planned = self._foreseen
-            plans.put(planned)
-            shared.measured.plan_changed()
+            shared.put(planned)
         self._planned = planned
         if planned is None:
             return self._traced()
@@ -287,9 +285,8 @@ class Step:
                 if planned is None:
                     subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
                     found.kind = Kind(self._key, subject, self._inputs.num_calls, is_of_rest=left_plan)
-                plans.put(found, planned)
-                shared.measured.plan_changed()
-                shared.stack.trim(plans.most_ram_bytes())
+                shared.put(found, planned)
+                shared.trim()
                 planned = found
         if planned is not None and plans.stand_for_smaller(planned):
             shared.measured.plan_changed()
@@ -331,7 +328,7 @@ class Step:
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
         blocks = shared.compiled if planned is self._planned else None
         quick_plan = partial(planner.quick_plan, base_bytes=base)
-        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured):
+        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured, is_urgent=False):
             if planned is not None:
                 shared.plans.drop(planned)
             return None
