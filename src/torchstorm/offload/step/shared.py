@@ -81,8 +81,8 @@ class Shared:
         self.measured.plan_changed()
 
     def trim(self) -> None:
-        """Gives pinned memory back that no plan has a use for, once the steps of the one in force were timed: until then
-        others may be traced, which take more."""
+        """Gives pinned memory back that no plan has a use for, once the steps of the one in force were timed; until
+        then others may be traced, which take more."""
         if self.plans.in_force is None or not self.plans.is_measured_again(self.plans.in_force):
             self.stack.trim(self.plans.most_ram_bytes())
 
