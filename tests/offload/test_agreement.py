@@ -387,6 +387,19 @@ def test_calls_of_sizes_that_dynamo_keeps_open_are_one_specialization() -> None:
     assert ran == [REFERENCE, LEAN] * 2
 
 
+def test_what_one_block_of_a_step_has_compiled_does_not_show_that_sizes_are_open() -> None:
+    agreement, calls, module, x = Agreement(), Calls(), nn.Linear(4, 4), torch.randn(2, 4)
+    used = []
+    for size in (2, 3, 5, 7):
+        for name, is_compiled in (("first", size < 4), ("second", False)):  # two blocks, which share what is compiled
+            key, given = Look(name, (size, 4)), (module, (x,), dict[str, Any]())
+            used.append(agreement.variant(key, LEAN))
+            agreement.ran(key, agreement.freeze(key, given), given, is_compiled=is_compiled)
+        assert agreement.agrees(LEAN, calls, CPU)
+        agreement.settle()
+    assert used == [REFERENCE] * 6 + [LEAN] * 2
+
+
 def test_other_sizes_than_the_open_ones_and_those_of_0_and_1_are_specializations_of_their_own() -> None:
     opened = [(2, 4), (3, 4), (5, 4)]
     for other in ((5, 8), (1, 4), (0, 4), (5, 4, 4)):

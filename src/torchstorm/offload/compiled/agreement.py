@@ -71,6 +71,7 @@ class Agreement:
         self._known: set[Look] = set()  # how calls looked up to the last step
         self._new: set[Look] = set()  # and in this one
         self._open: dict[Hashable, _Open] = {}  # by `Look.kinds`: sizes that may be any
+        self._has_compiled = False  # whether this step has, for any of these blocks, which share what is compiled
         self._doubts: set[Look] = set()  # of this step: compiled again, though nothing looked new
         self._doubted: set[Look] = set()  # of earlier ones; the next such calls are all compared
 
@@ -91,6 +92,7 @@ class Agreement:
 
     def ran(self, key: Look, case: _Case | None, given: _Given, *, is_compiled: bool) -> None:
         """That call has run; `is_compiled` tells whether anything was compiled for it."""
+        self._has_compiled |= is_compiled
         if case is None:
             if is_compiled:
                 self._doubts.add(key)
@@ -102,12 +104,12 @@ class Agreement:
         if is_compiled or key in self._doubted:
             case.forget_values()
             self._cases.append(case)
-        else:
+        elif not self._has_compiled:
             self._note_open(key)
         self._new.add(key)
 
     def _note_open(self, key: Look) -> None:
-        """A call has run what was compiled for calls of other sizes."""
+        """A call has run what an earlier step has compiled for calls of other sizes."""
         before = [one.sizes for one in self._known if one.kinds == key.kinds and len(one.sizes) == len(key.sizes)]
         differ = {at for sizes in before for at, size in enumerate(sizes) if size != key.sizes[at]}
         found = self._open.get(key.kinds)
@@ -116,6 +118,7 @@ class Agreement:
 
     def settle(self) -> None:
         """A step has ended, and all that is in use was compared."""
+        self._has_compiled = False
         if not self._new and not self._doubts:
             return
         self._known = (self._known | self._new) - self._doubts

@@ -68,6 +68,7 @@ class Planned:
         asked: what is solved beside training for a better plan; None for nothing.
         is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
+        stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
         kind: of the steps.
     """
 
@@ -86,6 +87,7 @@ class Planned:
     asked: Problem | None = None
     is_quick: bool = False
     is_unrecorded: bool = False
+    stands_for_smaller: bool = False
     kind: Kind = field(default_factory=Kind)
 
     @property
@@ -214,9 +216,12 @@ class Plans:
         """A whole step was as this plan has it, which from now on serves smaller steps of the same operations, too, but
         not much smaller ones. With a plan for each, every step would be recorded for what the others compute again, and
         a new size would often be measured. Returns whether another plan was in force."""
+        if planned.stands_for_smaller:
+            return False
         its_own = planned.is_given or planned.is_unrecorded or planned.kind.is_of_rest
         if planned.plan is None or its_own or planned not in self._all:
             return False
+        planned.stands_for_smaller = True
         key, was_in_force = planned.kind.key, False
         for one in [one for one in self._all if one is not planned and not one.is_given]:
             if not _covers(key, one.kind.key) or math.prod(one.kind.key[0]) < _MUCH_SMALLER * math.prod(key[0]):
