@@ -1,0 +1,211 @@
+"""Says where the time of a Session's steps goes: per step, in the GPU's gaps, and in Python.
+
+    python3 tools/step_times.py llama-1.1b --budget checkpoint --compiled --random-lengths --seconds 40
+
+Trains a model of `torchstorm bench models`, everything kept, with its own checkpointing, and with a Session. Of the
+Session it prints every step while it settles, then the median of ten; what the GPU's kernels take in one step and why
+it did nothing in between (the host was late, or a copy was waited for); and what runs in Python where the step's
+threads are looked at every half millisecond. Gradients are not checked. A tool for those who make a step faster: it
+takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchstorm.bench.measure import Subject, clean, synchronize
+from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
+from torchstorm.offload.native import library
+from torchstorm.offload.session import Session
+
+Context = Callable[[], AbstractContextManager[Any]]
+_NUM_TIMED = 10
+_LATE_NS = 2_000  # a launch that ends so little before the gap does
+_SMALL_NS = 4_000  # between two kernels that follow each other
+
+
+class Steps:
+    """Runs steps of a model and takes their times."""
+
+    def __init__(self, case: ModelCase, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.subject: Subject = make_model(case, device)
+        self.phase = ""  # which part of a step runs
+        self.seed = 0
+
+    def run(self, context: Context) -> tuple[float, float, float, float]:
+        """One step: milliseconds in all, of the host in forward and in backward, and GiB at the peak."""
+        subject, on_gpu = self.subject, self.device.type == "cuda"
+        self.seed += 1
+        batch = subject.data(self.seed)
+        synchronize(self.device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        begin = time.perf_counter()
+        with context():
+            self.phase = "forward"
+            loss = subject.loss(batch)
+            turn = time.perf_counter()
+            self.phase = "backward"
+            loss.backward()
+            self.phase = ""
+            end = time.perf_counter()
+        assert subject.optimizer is not None
+        subject.optimizer.step()
+        subject.model.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        took = time.perf_counter() - begin
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
+        return took * 1e3, (turn - begin) * 1e3, (end - turn) * 1e3, peak
+
+    def show(self, name: str, context: Context) -> float:
+        """Prints the medians of some steps; returns the highest peak in GiB."""
+        all_of = [self.run(context) for _ in range(_NUM_TIMED)]
+        step, forward, backward = (statistics.median(one[at] for one in all_of) for at in range(3))
+        peak = max(one[3] for one in all_of)
+        print(f"{name}: step {step:.1f} ms, host {forward:.1f} + {backward:.1f} ms, peak {peak:.2f} GiB", flush=True)
+        return peak
+
+    def settle(self, session: Session, seconds: float) -> None:
+        """Prints steps for so long: the size of each, what it took, and how many have followed a plan."""
+        stop, said = time.perf_counter() + seconds, list[str]()
+        while time.perf_counter() < stop:
+            took = self.run(session.step)[0]
+            said.append(f"{self.case.share(self.seed):.2f}: {took:.0f} ({session.report().num_planned})")
+            if len(said) == 10:
+                print("  " + ", ".join(said), flush=True)
+                said.clear()
+        print("  " + ", ".join(said))
+
+
+def show_gaps(steps: Steps, context: Context) -> None:
+    """Prints what kernels take in a step, and what was between them."""
+    with torch.profiler.profile() as profiler:
+        steps.run(context)
+    launched: dict[int, int] = {}
+    kernels: list[tuple[int, int, int, str]] = []
+    copies_ns: Counter[str] = Counter()
+    for event in profiler.profiler.kineto_results.events():
+        begin, end, name = event.start_ns(), event.start_ns() + event.duration_ns(), event.name()
+        if event.device_type().name != "CUDA":
+            launched[event.correlation_id()] = end
+        elif "memcpy" in name.lower() and "DtoD" not in name:
+            copies_ns[name] += end - begin
+        elif event.correlation_id():
+            kernels.append((begin, end, event.correlation_id(), name))
+    kernels.sort()
+    late = waited = small = 0
+    by_name: Counter[str] = Counter()
+    until = kernels[0][0]
+    for begin, end, number, name in kernels:
+        gap = begin - until
+        if 0 < gap < _SMALL_NS:
+            small += gap
+        elif gap > 0 and launched.get(number, 0) > until - _LATE_NS:
+            late += gap
+        elif gap > 0:
+            waited += gap
+        until = max(until, end)
+        by_name[name[:60]] += end - begin
+    busy, whole = sum(by_name.values()), until - kernels[0][0]
+    gaps = f"host late {late / 1e6:.1f}, waits {waited / 1e6:.1f}, small gaps {small / 1e6:.1f}"
+    copies = ", ".join(f"{name} {ns / 1e6:.1f}" for name, ns in copies_ns.items())
+    print(f"  kernels {busy / 1e6:.1f} of {whole / 1e6:.1f} ms; {gaps}; {copies}")
+    print("  " + "; ".join(f"{name} {ns / 1e6:.1f}" for name, ns in by_name.most_common(12)), flush=True)
+
+
+def show_python(steps: Steps, context: Context) -> None:
+    """Prints which functions of ours the step's threads were seen in, innermost first."""
+    seen: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    main, stop = threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        while not stop.wait(0.0005):
+            phase, me = steps.phase, threading.get_ident()
+            for thread, frame in sys._current_frames().items() if phase in seen else ():
+                if thread != me and (thread == main) == (phase == "forward"):
+                    seen[phase][_ours(frame)] += 1
+
+    thread, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
+    sys.setswitchinterval(2e-5)
+    thread.start()
+    try:
+        for _ in range(_NUM_TIMED):
+            steps.run(context)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    for phase, found in seen.items():
+        print(f"  {phase}:")
+        for name, count in found.most_common(15):
+            print(f"    {count / max(1, found.total()):6.1%} {name}", flush=True)
+
+
+def _ours(frame: Any) -> str:
+    names: list[str] = []
+    while frame is not None and len(names) < 3:
+        code = frame.f_code
+        if "/torchstorm/" in code.co_filename and "/bench/" not in code.co_filename:
+            names.append(code.co_qualname)
+        frame = frame.f_back
+    return " < ".join(names) or "none of ours"
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cases = {case.name: case for case in (ON_A_GPU if device.type == "cuda" else ON_A_CPU)}
+    parser.add_argument("model", choices=cases)
+    parser.add_argument("--budget", choices=("checkpoint", "middle", "unlimited"), default="checkpoint")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--random-lengths", action="store_true")
+    parser.add_argument("--seconds", type=float, default=20.0, help="while the Session settles")
+    given = parser.parse_args()
+    steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
+    steps.run(_nothing)
+    kept = steps.show("everything kept", _nothing)
+    checkpointing = checkpointing_of(steps.subject.model)
+    least = kept
+    if checkpointing is not None:
+        with checkpointing(None):
+            least = steps.show("own checkpointing", _nothing)
+    clean(device)
+    budget = {"checkpoint": least, "middle": (least + kept) / 2, "unlimited": 0.0}[given.budget]
+    # On a CPU, whose peak is not taken, all is kept, too.
+    options: dict[str, Any] = {"vram": int(budget * 2**30)} if budget else {"unlimited": True}
+    with Session(steps.subject.model, optimizer=steps.subject.optimizer, **options) as session:
+        blocks = session.compile() if given.compiled else None
+        library.wait()
+        steps.settle(session, given.seconds)
+        steps.show(f"Session, {budget:.2f} GiB", session.step)
+        if device.type == "cuda":
+            show_gaps(steps, session.step)
+        show_python(steps, session.step)
+        plan, report = session.plan(), session.report()
+        tiers = Counter(one.tier for one in plan.placements) if plan is not None else {}
+        print(f"  plan: {dict(tiers)}; moved {report.moved_bytes / 2**30:.2f} GiB; {report.forecast}")
+        print("\n".join(f"  {note}" for note in report.notes))
+        if blocks is not None:
+            blocks.undo()
+
+
+if __name__ == "__main__":
+    main()
