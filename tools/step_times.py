@@ -131,22 +131,25 @@ def show_python(steps: Steps, context: Context) -> None:
     seen: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     main, stop = threading.get_ident(), threading.Event()
 
+    def look_once(phase: str, me: int) -> None:  # frames, with the tensors in them, are let go at its end
+        for thread, frame in sys._current_frames().items():
+            if thread != me and (thread == main) == (phase == "forward"):
+                seen[phase][_ours(frame)] += 1
+
     def look() -> None:
         while not stop.wait(0.0005):
-            phase, me = steps.phase, threading.get_ident()
-            for thread, frame in sys._current_frames().items() if phase in seen else ():
-                if thread != me and (thread == main) == (phase == "forward"):
-                    seen[phase][_ours(frame)] += 1
+            if steps.phase in seen:
+                look_once(steps.phase, threading.get_ident())
 
-    thread, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
+    looking, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
     sys.setswitchinterval(2e-5)
-    thread.start()
+    looking.start()
     try:
         for _ in range(_NUM_TIMED):
             steps.run(context)
     finally:
         stop.set()
-        thread.join()
+        looking.join()
         sys.setswitchinterval(interval)
     for phase, found in seen.items():
         print(f"  {phase}:")
