@@ -86,6 +86,10 @@ def test_a_documented_command_exists_with_all_its_options(page: str, line: str) 
         assert parse_torchstorm(arguments)
     elif program == "pytest":
         assert any(mark.startswith(f"{arguments[1]}:") for mark in PYTEST["markers"]), f"{page}: {line}"
+    elif program == "python3" and arguments[0].startswith("tools/"):
+        text = (REPOSITORY / arguments[0]).read_text()
+        options = [one for one in arguments[1:] if one.startswith("--")]
+        assert all(f'"{one}"' in text for one in options), f"{page}: {line}"
     else:
         pytest.fail(f"{page} shows {line!r}, and this test knows no program {program!r}")
 

@@ -14,6 +14,7 @@ import torchstorm
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Kind, Planned, Plans
+from torchstorm.offload.step.clock import CpuClock, Span
 from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Budget, Plan
@@ -127,11 +128,11 @@ def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_s
 def test_the_peak_of_steps_that_followed_the_plan_is_told_once_and_not_that_of_others() -> None:
     measured = Measured()
     figures = Figures(step_ms=1.0, vram_bytes=7, ram_bytes=0, disk_bytes=0)
-    measured.count(figures, (0.0, 1.0), followed=False)
+    measured.count(figures, (0.0, 1.0), times=0.0)
     assert measured.new_vram_bytes() == 0
-    measured.count(figures, (0.0, 1.0), followed=True)
+    measured.count(figures, (0.0, 1.0), times=1.0)
     assert [measured.new_vram_bytes(), measured.new_vram_bytes()] == [7, 0]
-    measured.count(figures, (0.0, 1.0), followed=True)
+    measured.count(figures, (0.0, 1.0), times=1.0)
     measured.plan_changed()
     assert measured.new_vram_bytes() == 0
 
@@ -147,3 +148,28 @@ def test_pinned_memory_is_given_back_when_the_steps_of_the_plan_in_force_were_ti
     shared: Any = SimpleNamespace(plans=plans, stack=SimpleNamespace(trim=found.append))
     Shared.trim(shared)
     assert found == kept
+
+
+def test_the_time_of_a_step_a_little_smaller_tells_of_its_plan_but_for_the_first_of_its_sizes() -> None:
+    plan = plan_of()
+    plans = Plans(None, 2)
+    planned = Planned(plan, plan.trace, plan.forecast, plan.trace.base_bytes, 2, kind=Kind(((4, 100), "float32")))
+    plans.put(planned)
+
+    def nearly(length: int) -> float:
+        return plans.nearly(planned, ((4, length), "float32"), (f"4x{length}",))
+
+    assert [nearly(98), nearly(98), nearly(97), nearly(98)] == [0.0, 100 / 98, 0.0, 100 / 98]
+    assert [nearly(90), nearly(90)] == [0.0, 0.0], "it is much smaller"
+    assert plans.nearly(planned, None, ()) == plans.nearly(planned, ((4, 98), "float32"), None) == 0.0
+    measured = Measured()
+    clock = CpuClock()
+    for times in (1.0, 1.04, 0.0):
+        span = Span(clock)
+        span.turned()
+        span.end()
+        measured.count(plan.forecast, span, times=times, borrowed=not times)
+        assert [took.step_s for took in measured.new_times()] == pytest.approx(
+            [span.took().step_s * times] if times else []
+        )
+    assert (measured.num_planned, measured.num_in_force) == (3, 2)

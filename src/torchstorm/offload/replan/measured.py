@@ -22,7 +22,7 @@ class Measured:
         self._highest: Figures | None = None
         self._planned_highest: Figures | None = None
         self._times: deque[Span] = deque(maxlen=256)
-        self._unread: deque[Span] = deque(maxlen=8)  # of steps that followed the plan in force
+        self._unread: deque[tuple[Span, float]] = deque(maxlen=8)  # of steps that followed the plan in force
         self._unread_vram = 0  # their highest peak of device memory
 
     def plan_changed(self) -> None:
@@ -31,27 +31,36 @@ class Measured:
         self._unread.clear()
         self._unread_vram = 0
 
-    def count(self, figures: Figures, span: Span, *, followed: bool, borrowed: bool = False) -> None:
-        """A step has ended, having followed the plan in force, or one that was made for larger steps, or none."""
+    def count(self, figures: Figures, span: Span, *, times: float, borrowed: bool = False) -> None:
+        """A step has ended.
+
+        Args:
+            figures, span: what it took.
+            times: the work of a step that the plan in force is for, by this one's, which has followed it; 0 where it
+                has followed another one or none, or tells nothing of it.
+            borrowed: whether it has followed a plan, and tells nothing of it.
+        """
         self.num_steps += 1
         self.last = figures
         self._highest = highest_of(self._highest, figures)
-        if followed:
+        if times:
             if self.num_in_force == 0:
                 self._times.clear()  # until a step follows the plan, the earlier ones' times are all there is
             self.num_planned += 1
             self.num_in_force += 1
             self._planned_highest = highest_of(self._planned_highest, figures)
-            self._unread.append(span)
+            self._unread.append((span, times))
             self._unread_vram = max(self._unread_vram, figures.vram_bytes)
         self.num_planned += borrowed
         self._times.append(span)
 
     def new_times(self) -> list[Took]:
-        """What steps took that followed the plan in force, each told once; of the device those that it has done."""
+        """What steps took that followed the plan in force, each told once; of the device those that it has done. A step
+        that was a little smaller tells what it would have taken."""
         found = []
-        while self._unread and self._unread[0].is_reached:
-            found.append(self._unread.popleft().took())
+        while self._unread and self._unread[0][0].is_reached:
+            span, times = self._unread.popleft()
+            found.append(span.took().scaled(times))
         return found
 
     def new_vram_bytes(self) -> int:

@@ -20,6 +20,8 @@ _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_NEAR = 4
 _MOST_SMALLER = 16  # traces of steps for which a larger plan stands
 _MUCH_SMALLER = 0.5  # steps of less than this part of a plan's work keep a plan of their own
+_NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
+_MOST_SIZES = 2**14  # that are remembered
 _MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
 
 
@@ -118,6 +120,7 @@ class Plans:
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._all: list[Planned] = []  # the last one used is the last one forgotten
         self._smaller: list[Planned] = []  # no longer followed, since one of `_all` serves steps of their sizes, too
+        self._sizes: set[Any] = set()  # that the model was given in steps which followed a plan for larger ones
         self._last: Kind | None = None  # of the last step that followed a plan
         self._num_left = 0  # steps that differed from all plans, since the rest of one was traced
         self.have_left = False  # whether steps have differed from all plans
@@ -211,6 +214,21 @@ class Plans:
         if self._last is not None:
             self._last.then = planned.kind
         self._last, planned.kind.is_followed = planned.kind, True
+
+    def nearly(self, planned: Planned, key: Key | None, sizes: Any) -> float:
+        """The work of a step that a plan is for, by that of a smaller one which has followed it.
+
+        Returns:
+            0 where that is so much smaller that its time tells nothing of the plan; for the first step of its sizes,
+            for which libraries have chosen their kernels meanwhile; and without sizes.
+        """
+        if key is None or sizes is None:
+            return 0.0
+        is_known = sizes in self._sizes
+        if len(self._sizes) < _MOST_SIZES:
+            self._sizes.add(sizes)
+        times = planned.work_over(key)
+        return times if is_known and times <= _NEARLY else 0.0
 
     def stand_for_smaller(self, planned: Planned) -> bool:
         """A whole step was as this plan has it, which from now on serves smaller steps of the same operations, too, but

@@ -45,6 +45,10 @@ class Took(NamedTuple):
     forward_s: float = 0.0
     host_s: float = 0.0
 
+    def scaled(self, times: float) -> Took:
+        """What a step of so many times the work takes the device; the host it takes as long."""
+        return Took(self.step_s * times, self.forward_s * times, self.host_s)
+
 
 class Span:
     """Marks of a step: where it begins, where its backward does, and where it ends.

@@ -374,13 +374,15 @@ class Step:
             ram_bytes=shared.residency.peak_bytes if on_cpu else shared.stack.ram_bytes(),
             disk_bytes=shared.stack.disk_bytes(),
         )
+        times = 0.0
         if followed is not None:
             shared.plans.followed(followed)
-        is_exact = followed is not None and self._is_exact
-        if is_exact and followed is not shared.plans.in_force:
+            sizes = self._inputs.shapes if not on_cpu else None
+            times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
+        if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
-        shared.measured.count(figures, self._span, followed=is_exact, borrowed=followed is not None and not is_exact)
+        shared.measured.count(figures, self._span, times=times, borrowed=followed is not None and not times)
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""
