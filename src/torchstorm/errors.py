@@ -73,17 +73,23 @@ class BudgetError(TorchstormError, ValueError):
 
     def with_micro_batch(self, hint: str, micro_batch: int) -> BudgetError:
         """Returns a copy of this error whose message ends with `hint`. An earlier hint is replaced."""
-        found = BudgetError(
-            f"{self._message} {hint}",
+        found = self._saying(f"{self._message} {hint}")
+        found._message, found.micro_batch = self._message, micro_batch
+        return found
+
+    def with_reason(self, reason: str) -> BudgetError:
+        """Returns a copy of this error whose message ends with `reason`, without a hint."""
+        return self._saying(f"{self._message} {reason}")
+
+    def _saying(self, message: str) -> BudgetError:
+        return BudgetError(
+            message,
             tier=self.tier,
             budget_bytes=self.budget_bytes,
             needed_bytes=self.needed_bytes,
             smallest_bytes=self.smallest_bytes,
             block=self.block,
-            micro_batch=micro_batch,
         )
-        found._message = self._message
-        return found
 
 
 class DataError(TorchstormError, ValueError):

@@ -134,12 +134,14 @@ class Rehearsal:
         optimizer: torch.optim.Optimizer | None = None,
         plan: Plan | None = None,
         spare_bytes: int = 0,
+        knows_optimizer: bool = True,
     ) -> Session:
         """A Session with such a budget.
 
         Args:
             optimizer, plan: as for `Session`; left out: one without state, and none.
             spare_bytes: of the budget, which plans leave free.
+            knows_optimizer: whether the Session is given one.
         """
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
@@ -156,4 +158,5 @@ class Rehearsal:
         with self._monkeypatch.context() as patch:
             patch.setattr(session, "build_stack", lambda *_, **__: stack)
             patch.setattr(given, "model_device", lambda _: device)
-            return Session(model, optimizer=optimizer or torch.optim.SGD(model.parameters()), plan=plan)
+            given_one = (optimizer or torch.optim.SGD(model.parameters())) if knows_optimizer else None
+            return Session(model, optimizer=given_one, plan=plan)

@@ -3,7 +3,9 @@ the first step, another model, tensors that come and go between steps. Peaks as 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,9 +15,11 @@ from torch import nn
 
 from offload.rehearsed import Rehearsal
 from plan import naive
+from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
+from torchstorm.sizes import format_size
 
 pytestmark = pytest.mark.no_cover  # what they reach without a GPU, test_plans.py and test_given.py do, too
 
@@ -163,3 +167,24 @@ def test_the_step_that_finds_other_memory_changed_follows_a_plan_for_it(
     assert max(found.peaks) <= vram
     assert (found.kept[5] < found.kept[4]) if grows else (found.kept[5] > found.kept[4])
     assert [number - found.num_planned[4] for number in found.num_planned[5:]] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("knows_optimizer", [True, False])
+def test_what_is_kept_free_for_an_optimizer_that_is_not_known_is_told_where_it_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, knows_optimizer: bool
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    model = Mlp()
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with gpu.meter:
+        # A step fits, and the state that SGD does not have does not.
+        vram = weight_bytes * 2 + 12 * MIB
+        session = gpu.session(model, vram, knows_optimizer=knows_optimizer)
+        x = gpu.meter.hold(torch.randn(ROWS, WIDTH))
+        with contextlib.ExitStack() as expected:
+            if not knows_optimizer:
+                told = f"{format_size(2 * weight_bytes)} of that are kept free for the state of an optimizer that this"
+                expected.enter_context(pytest.raises(BudgetError, match=re.escape(told)))
+            with session.step():
+                model(x).square().mean().backward()
+        session.close()

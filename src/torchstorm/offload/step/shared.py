@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchstorm.errors import BudgetError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.budget import Stack
 from torchstorm.offload.compiled.compile import CompiledBlocks
@@ -18,6 +19,7 @@ from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
+from torchstorm.sizes import format_size
 
 
 @dataclass(eq=False, kw_only=True)
@@ -92,6 +94,16 @@ class Shared:
         if tier != self.stack.fast_tier:
             return spare
         return self.base_bytes + self.reserve_bytes() + self.residency.staging_bytes + spare
+
+    def explained(self, error: BudgetError) -> BudgetError:
+        """The error, with what is kept free for an optimizer that nobody named."""
+        reserved = self.reserve_bytes()
+        if error.tier != self.stack.fast_tier or self.state.optimizer() is not None or not reserved:
+            return error
+        return error.with_reason(
+            f"{format_size(reserved)} of that are kept free for the state of an optimizer that this Session does not "
+            "know. Session(model, optimizer=optimizer, ...) keeps free what yours will take: nothing, if its state is there."
+        )
 
     def reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""

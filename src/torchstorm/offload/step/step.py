@@ -152,7 +152,7 @@ class Step:
         """The error, with the part of the batch that should fit."""
         tier = self._shared.stack.fast_tier
         return with_micro_batch(
-            error,
+            self._shared.explained(error),
             num_samples=self._inputs.num_samples if error.tier == tier else 0,
             fixed_bytes=self._shared.fixed_bytes(error.tier),
         )
