@@ -102,7 +102,7 @@ class Shared:
             return error
         return error.with_reason(
             f"{format_size(reserved)} of that are kept free for the state of an optimizer that this Session does not "
-            "know. Session(model, optimizer=optimizer, ...) keeps free what yours will take: nothing, if its state is there."
+            "know. Session(model, optimizer=optimizer, ...) keeps free what yours will take: nothing, if that is there."
         )
 
     def reserve_bytes(self) -> int:
