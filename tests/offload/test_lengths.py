@@ -95,6 +95,48 @@ def test_one_plan_stands_for_all_lengths_but_much_shorter_ones_and_traces_of_oth
     assert [one.kind.key[0][1] for one in plans._all] == [20, LONGEST], "which was foreseen"
 
 
+class Translation(nn.Module):
+    """Its two inputs have lengths of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = (nn.Sequential(*(Half() for _ in range(3))) for _ in range(2))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.target(target + self.source(source).mean(0)).square().mean()
+        return out
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.net(x)
+
+
+def test_a_plan_that_is_larger_in_one_input_alone_stands_for_no_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, model = Translation(), Translation()
+    plain.load_state_dict(model.state_dict())
+    session = Session(model, ram="400KiB", disk=str(tmp_path))
+    sizes = [(480, 640)] * 4 + [(640, 160)] * 4 + [(480, 640), (640, 160)] * 3
+    num_planned = []
+    for source, target in sizes:
+        given = torch.randn(source, WIDTH), torch.randn(target, WIDTH)
+        plain(*given).backward()
+        with session.step():
+            model(*given).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        plain.zero_grad()
+        model.zero_grad()
+        num_planned.append(session.report().num_planned)
+    assert len(session._shared.plans._all) == 2
+    assert num_planned[-1] - num_planned[7] == 6, "each step has followed its plan"
+
+
 class Other(nn.Module):
     """Runs something else on short sequences."""
 

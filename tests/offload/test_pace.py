@@ -169,7 +169,7 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
     pace.end(11)
     kinds = [(ENTER, -1), *((PACK, at) for at in range(9)), (UNPACK, 8), (UNPACK, 7)]
     moments = tuple(
-        Moment(kind=kind, storage=storage, nbytes=8 * (at + 1), compute_s=1.0, other_bytes=0)
+        Moment(kind=kind, storage=storage, nbytes=8 * (at + 1), compute_s=device_s, other_bytes=0)
         for at, (kind, storage) in enumerate(kinds)
     )
     trace = replace(trace_of(0.0), device="cuda", moments=moments)

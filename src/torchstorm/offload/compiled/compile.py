@@ -160,10 +160,10 @@ class CompiledBlocks:
             is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
                 nothing by its times.
         """
+        if self.fixed or not self.tables() or self._num_chosen >= min(most, _MOST_CHOICES):
+            return False
         if self._has_compiled and not is_urgent and not self._has_waited:
             self._has_waited = True
-            return False
-        if self.fixed or not self.tables() or self._num_chosen >= min(most, _MOST_CHOICES):
             return False
         self._num_chosen += 1
         before = dict(self.variants)

@@ -43,7 +43,7 @@ NAMES(DECLARE)
     X(call, args) X(call, func) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
     X(leaf, address) X(leaf, tensor) X(leaf, version) \
     X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \
-    X(saved, address) X(saved, block) X(saved, counter) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
+    X(saved, address) X(saved, block) X(saved, counter) X(saved, fingerprint) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
     X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
     X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, used) \
     X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, ticket) X(kept, version) \

@@ -227,7 +227,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         }
         put(value.at, value_out, weak_reference(out.at));
         PyObject *view = see(value.at, value_view);
-        if (differs && (view == Py_None || !looks_so(view, tensor))) put(value.at, value_view, view_of(out.at, tensor));
+        if (view == Py_None || !looks_so(view, tensor)) put(value.at, value_view, view_of(out.at, tensor));
         return out.give();
     });
 }

@@ -66,6 +66,7 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     put_shared(saved.at, saved_counter, Py_None);
     put_shared(saved.at, saved_stale, Py_False);
     put_shared(saved.at, saved_lost, Py_None);
+    put_shared(saved.at, saved_fingerprint, Py_None);
     put_shared(saved.at, saved_block, one.made_block);
     put_shared(parcel.at, parcel_number, one.parcel);
     put_int(saved.at, saved_ordinal, one.made_ordinal);

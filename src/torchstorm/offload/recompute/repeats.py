@@ -205,7 +205,7 @@ class Repeats:
             value.renew(storage, version, known)
             tape.known[address] = value
         value.out = weakref.ref(out)
-        if others is not None:
+        if others is not None or value.view is None or out.shape != value.view.size:  # nonzero's depends on numbers
             view = View.of(out)
             if view != value.view:
                 value.view = view

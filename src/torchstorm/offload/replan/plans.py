@@ -14,7 +14,7 @@ from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.scaled import run_alike
-from torchstorm.plan.trace import Trace, num_shared
+from torchstorm.plan.trace import SavedStorage, Trace, num_shared
 
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_NEAR = 4
@@ -244,7 +244,7 @@ class Plans:
         for one in [one for one in self._all if one is not planned and not one.is_given]:
             if not _covers(key, one.kind.key) or math.prod(one.kind.key[0]) < _MUCH_SMALLER * math.prod(key[0]):
                 continue
-            if one.plan is not None and _save_alike(one.trace, planned.trace):
+            if one.plan is not None and not one.kind.is_of_rest and _save_alike(one.trace, planned.trace):
                 self._all.remove(one)
                 self._smaller.append(one)
                 was_in_force |= one is self.in_force
@@ -341,10 +341,15 @@ class Plans:
 def _save_alike(one: Trace, larger: Trace) -> bool:
     """Whether a plan for the larger of two steps serves the other one: both save the same, and what made it is the same
     as far as that was recorded."""
-    if one.ops and larger.ops:
-        return run_alike(one, larger)
+    if one.ops and larger.ops and not run_alike(one, larger):
+        return False
     moments, others = ([(moment.kind, moment.storage) for moment in trace.moments] for trace in (one, larger))
-    return moments == others and len(one.storages) == len(larger.storages)
+    # Of an encoder and a decoder the one may have grown and the other not.
+    return moments == others and all(map(_is_no_larger, one.storages, larger.storages))
+
+
+def _is_no_larger(one: SavedStorage, other: SavedStorage) -> bool:
+    return one.nbytes <= other.nbytes
 
 
 def _are_alike(one: Planned, other: Planned) -> bool:

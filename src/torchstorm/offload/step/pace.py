@@ -110,8 +110,9 @@ class Pace:
         ]
         stalls_s = _stalls(host_s) if self._device.type == "cuda" else [0.0] * len(intervals)
         for ((first, _, left, _), (last, arrived, _, _)), stall_s in zip(intervals, stalls_s, strict=True):
-            known_s = sum(seconds[first:last])
-            measured_s = max(0.0, seconds_between(left, arrived) - stall_s) * scale
+            known_s, took_s = sum(seconds[first:last]), max(0.0, seconds_between(left, arrived))
+            # A host that has waited for the device stood still as well, while that worked.
+            measured_s = max(took_s - stall_s, min(took_s, known_s / scale)) * scale
             for moment in range(first, last):
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)

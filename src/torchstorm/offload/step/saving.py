@@ -259,6 +259,7 @@ class Saver:
             self._residency.let_go_again(parcel)
             saved.version, saved.address, saved.watch, saved.pointer = value.version, address, watch, pointer
             saved.counter, saved.stale, saved.lost, saved.block = None, False, None, block
+            saved.fingerprint = None  # of what that step let go
         parcel.number, saved.ordinal = number, ordinal
         run.numbered[number] = parcel
         saved.value, saved.origin, value.saved, value.saved_before = value, value.out, saved, saved
