@@ -12,25 +12,22 @@ takes part of the host's time itself, so `torchstorm bench models` alone says ho
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from torchstorm.bench.measure import Subject, clean, synchronize
+from torchstorm.bench.measure import Context, Subject, clean, synchronize
 from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
+from torchstorm.bench.ways import keep_everything
 from torchstorm.offload.native import library
 from torchstorm.offload.session import Session
 
-Context = Callable[[], AbstractContextManager[Any]]
 _NUM_TIMED = 10
 _LATE_NS = 2_000  # a launch that ends so little before the gap does
 _SMALL_NS = 4_000  # between two kernels that follow each other
@@ -167,11 +164,6 @@ def _ours(frame: Any) -> str:
     return " < ".join(names) or "none of ours"
 
 
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -183,13 +175,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="while the Session settles")
     given = parser.parse_args()
     steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
-    steps.run(_nothing)
-    kept = steps.show("everything kept", _nothing)
+    steps.run(keep_everything)
+    kept = steps.show("everything kept", keep_everything)
     checkpointing = checkpointing_of(steps.subject.model)
     least = kept
     if checkpointing is not None:
         with checkpointing(None):
-            least = steps.show("own checkpointing", _nothing)
+            least = steps.show("own checkpointing", keep_everything)
     clean(device)
     budget = {"checkpoint": least, "middle": (least + kept) / 2, "unlimited": 0.0}[given.budget]
     # On a CPU, whose peak is not taken, all is kept, too.

@@ -153,13 +153,17 @@ def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> 
 def run_alike(one: Trace, other: Trace) -> bool:
     """Whether two steps run the same operations, and save the same of them."""
     return (
-        [(moment.kind, moment.storage) for moment in one.moments]
-        == [(moment.kind, moment.storage) for moment in other.moments]
+        save_alike(one, other)
         and [(op.number, op.name, op.inputs, op.outputs) for op in one.ops]
         == [(op.number, op.name, op.inputs, op.outputs) for op in other.ops]
         and [(value.op, value.storage) for value in one.values] == [(value.op, value.storage) for value in other.values]
-        and len(one.storages) == len(other.storages)
     )
+
+
+def save_alike(one: Trace, other: Trace) -> bool:
+    """Whether two steps save as many storages, and save and need each in the same order."""
+    moments, others = ([(moment.kind, moment.storage) for moment in trace.moments] for trace in (one, other))
+    return moments == others and len(one.storages) == len(other.storages)
 
 
 def _with_parcels(trace: Trace, before: Trace, buffers: Buffers) -> Trace:

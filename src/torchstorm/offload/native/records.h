@@ -8,8 +8,6 @@ namespace {
 
 enum Answer { no, yes, unknown };
 
-Answer said(bool is_so) { return is_so ? yes : no; }
-
 // As `described._is_source_again`, of bytes that this step has made or met before, however they are looked at.
 Answer is_source_again(PyObject *tape, PyObject *source, PyObject *arg) {
     if (Py_TYPE(arg) != of.tensor) return no;

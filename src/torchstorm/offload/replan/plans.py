@@ -13,7 +13,7 @@ from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan, Workload
-from torchstorm.plan.scaled import run_alike
+from torchstorm.plan.scaled import run_alike, save_alike
 from torchstorm.plan.trace import SavedStorage, Trace, num_shared
 
 _MOST_PLANS = 64  # of a Session; each holds a whole trace
@@ -244,7 +244,7 @@ class Plans:
         for one in [one for one in self._all if one is not planned and not one.is_given]:
             if not _covers(key, one.kind.key) or math.prod(one.kind.key[0]) < _MUCH_SMALLER * math.prod(key[0]):
                 continue
-            if one.plan is not None and not one.kind.is_of_rest and _save_alike(one.trace, planned.trace):
+            if one.plan is not None and not one.kind.is_of_rest and _serves(planned.trace, one.trace):
                 self._all.remove(one)
                 self._smaller.append(one)
                 was_in_force |= one is self.in_force
@@ -338,14 +338,12 @@ class Plans:
         return planned.is_unrecorded or self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
 
 
-def _save_alike(one: Trace, larger: Trace) -> bool:
-    """Whether a plan for the larger of two steps serves the other one: both save the same, and what made it is the same
-    as far as that was recorded."""
-    if one.ops and larger.ops and not run_alike(one, larger):
-        return False
-    moments, others = ([(moment.kind, moment.storage) for moment in trace.moments] for trace in (one, larger))
-    # Of an encoder and a decoder the one may have grown and the other not.
-    return moments == others and all(map(_is_no_larger, one.storages, larger.storages))
+def _serves(larger: Trace, one: Trace) -> bool:
+    """Whether a plan for the larger of two steps serves the other one: both save the same, what made it is the same as
+    far as that was recorded, and nothing is larger: of an encoder and a decoder one may have grown alone."""
+    are_recorded = one.ops and larger.ops
+    are_alike = run_alike(one, larger) if are_recorded else save_alike(one, larger)
+    return are_alike and all(map(_is_no_larger, one.storages, larger.storages))
 
 
 def _is_no_larger(one: SavedStorage, other: SavedStorage) -> bool:

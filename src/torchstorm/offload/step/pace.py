@@ -37,6 +37,9 @@ _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _FEW = 8  # marks that tell too little
 _STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
 
+_Point = tuple[int, object, object, float]
+"""A moment, when the interval before it ended, when the one after it began, and what the host took in between."""
+
 
 def host_cost() -> HostCost:
     """What following a plan takes the host of a GPU, of which nobody knows yet how much it has to spare."""
@@ -64,8 +67,7 @@ class Pace:
         self._device = device
         self._marks: list[tuple[object, float]] = []  # and when the host has made each
         self._stopped = self.mark()
-        # Moment, when the interval before it ended, when the one after it began, what the host took in between.
-        self._points = [(0, start, start, 0.0)]
+        self._points: list[_Point] = [(0, start, start, 0.0)]
 
     def mark(self) -> object:
         """Takes the time."""
@@ -103,12 +105,8 @@ class Pace:
         times = {call.number: call_seconds(call) * scale for call in self.calls}
         ops = tuple(replace(op, compute_s=times.get(op.number, op.compute_s)) for op in trace.ops)
         seconds = [moment.compute_s for moment in trace.moments]
-        told_s = {id(mark): at for mark, at in self._marks}
         intervals = list(pairwise(self._points))
-        host_s = [
-            max(0.0, told_s[id(to)] - told_s.get(id(left), math.inf)) for (_, _, left, _), (_, to, _, _) in intervals
-        ]
-        stalls_s = _stalls(host_s) if self._device.type == "cuda" else [0.0] * len(intervals)
+        stalls_s = self._stalls_within(intervals) if self._device.type == "cuda" else [0.0] * len(intervals)
         for ((first, _, left, _), (last, arrived, _, _)), stall_s in zip(intervals, stalls_s, strict=True):
             known_s, took_s = sum(seconds[first:last]), max(0.0, seconds_between(left, arrived))
             # A host that has waited for the device stood still as well, while that worked.
@@ -127,6 +125,13 @@ class Pace:
             seconds = [one * share for one in seconds]
         moments = tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, seconds, strict=True))
         return typical(replace(refined, moments=moments))
+
+    def _stalls_within(self, intervals: list[tuple[_Point, _Point]]) -> list[float]:
+        """What the host stood still in each."""
+        told_s = {id(mark): at for mark, at in self._marks}
+        began_s = [told_s.get(id(left), math.inf) for (_, _, left, _), _ in intervals]  # the step's entry is no mark
+        ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
+        return _stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
 
     def _without_own_cost(self, trace: Trace, plan: Plan, seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
