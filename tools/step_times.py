@@ -3,10 +3,11 @@
     python3 tools/step_times.py llama-1.1b --budget checkpoint --compiled --random-lengths --seconds 40
 
 Trains a model of `torchstorm bench models`, everything kept, with its own checkpointing, and with a Session. Of the
-Session it prints every step while it settles, then the median of ten; what the GPU's kernels take in one step and why
-it did nothing in between (the host was late, or a copy was waited for); and what runs in Python where the step's
-threads are looked at every half millisecond. Gradients are not checked. A tool for those who make a step faster: it
-takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
+Session it prints every step while it settles; of each the median of ten, whose sizes have been seen, per full batch;
+what the GPU's kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for);
+and where the step's threads are in Python when they are looked at every half millisecond: in which functions of ours,
+in which of others, and where they stood still for long. Gradients are not checked. A tool for those who make a step
+faster: it takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from torchstorm.offload.session import Session
 _NUM_TIMED = 10
 _LATE_NS = 2_000  # a launch that ends so little before the gap does
 _SMALL_NS = 4_000  # between two kernels that follow each other
+_STILL_S = 2e-3  # a thread that is seen at one place for so long stands still
+_TIMED_SEED = 10**6
 
 
 class Steps:
@@ -42,11 +45,12 @@ class Steps:
         self.phase = ""  # which part of a step runs
         self.seed = 0
 
-    def run(self, context: Context) -> tuple[float, float, float, float]:
+    def run(self, context: Context, seed: int | None = None) -> tuple[float, float, float, float]:
         """One step: milliseconds in all, of the host in forward and in backward, and GiB at the peak."""
         subject, on_gpu = self.subject, self.device.type == "cuda"
-        self.seed += 1
-        batch = subject.data(self.seed)
+        if seed is None:
+            self.seed += 1
+        batch = subject.data(self.seed if seed is None else seed)
         synchronize(self.device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -67,10 +71,19 @@ class Steps:
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
         return took * 1e3, (turn - begin) * 1e3, (end - turn) * 1e3, peak
 
+    def run_timed(self, context: Context) -> list[tuple[float, float, float, float]]:
+        """Some steps, the same each time."""
+        return [self.run(context, _TIMED_SEED + number) for number in range(_NUM_TIMED)]
+
     def show(self, name: str, context: Context) -> float:
-        """Prints the medians of some steps; returns the highest peak in GiB."""
-        all_of = [self.run(context) for _ in range(_NUM_TIMED)]
-        step, forward, backward = (statistics.median(one[at] for one in all_of) for at in range(3))
+        """Prints the medians of the timed steps, per full batch; returns the highest peak in GiB."""
+        if self.case.has_random_sizes:
+            self.run_timed(context)
+        all_of = self.run_timed(context)
+        shares = [self.case.share(_TIMED_SEED + number) for number in range(_NUM_TIMED)]
+        step, forward, backward = (
+            statistics.median(one[at] / share for one, share in zip(all_of, shares, strict=True)) for at in range(3)
+        )
         peak = max(one[3] for one in all_of)
         print(f"{name}: step {step:.1f} ms, host {forward:.1f} + {backward:.1f} ms, peak {peak:.2f} GiB", flush=True)
         return peak
@@ -89,8 +102,8 @@ class Steps:
 
 def show_gaps(steps: Steps, context: Context) -> None:
     """Prints what kernels take in a step, and what was between them."""
-    with torch.profiler.profile() as profiler:
-        steps.run(context)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        steps.run(context, _TIMED_SEED)
     launched: dict[int, int] = {}
     kernels: list[tuple[int, int, int, str]] = []
     copies_ns: Counter[str] = Counter()
@@ -123,35 +136,66 @@ def show_gaps(steps: Steps, context: Context) -> None:
     print("  " + "; ".join(f"{name} {ns / 1e6:.1f}" for name, ns in by_name.most_common(12)), flush=True)
 
 
+class Look:
+    """Where one thread of a step is, as it is seen time after time."""
+
+    def __init__(self) -> None:
+        self.ours: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+        self.still_s: dict[str, float] = {}
+        self._place: tuple[int, int] = (0, 0)
+        self._since_s = 0.0
+
+    def take(self, frame: Any) -> None:
+        """Looks once."""
+        now_s, place, name = time.perf_counter(), (id(frame), frame.f_lasti), _ours(frame)
+        self.ours[name] += 1
+        inner = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+        self.others[inner] += 1
+        if place != self._place:
+            self._place, self._since_s = place, now_s
+        elif now_s - self._since_s > _STILL_S:
+            at = f"{inner} < {name}"
+            self.still_s[at] = self.still_s.get(at, 0.0) + now_s - self._since_s
+            self._since_s = now_s
+
+    def show(self, num_steps: int) -> None:
+        """Prints what was seen."""
+        for seen in self.ours, self.others:
+            for name, count in seen.most_common(15):
+                print(f"    {count / max(1, seen.total()):6.1%} {name}", flush=True)
+            print()
+        for name, took_s in sorted(self.still_s.items(), key=lambda one: -one[1])[:8]:
+            print(f"    stood still {took_s / num_steps * 1e3:.1f} ms a step in {name}", flush=True)
+
+
 def show_python(steps: Steps, context: Context) -> None:
-    """Prints which functions of ours the step's threads were seen in, innermost first."""
-    seen: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    """Prints which functions the step's threads were seen in, innermost first."""
+    looks = {"forward": Look(), "backward": Look()}
     main, stop = threading.get_ident(), threading.Event()
 
     def look_once(phase: str, me: int) -> None:  # frames, with the tensors in them, are let go at its end
         for thread, frame in sys._current_frames().items():
             if thread != me and (thread == main) == (phase == "forward"):
-                seen[phase][_ours(frame)] += 1
+                looks[phase].take(frame)
 
     def look() -> None:
         while not stop.wait(0.0005):
-            if steps.phase in seen:
+            if steps.phase in looks:
                 look_once(steps.phase, threading.get_ident())
 
     looking, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
     sys.setswitchinterval(2e-5)
     looking.start()
     try:
-        for _ in range(_NUM_TIMED):
-            steps.run(context)
+        steps.run_timed(context)
     finally:
         stop.set()
         looking.join()
         sys.setswitchinterval(interval)
-    for phase, found in seen.items():
+    for phase, look_of in looks.items():
         print(f"  {phase}:")
-        for name, count in found.most_common(15):
-            print(f"    {count / max(1, found.total()):6.1%} {name}", flush=True)
+        look_of.show(_NUM_TIMED)
 
 
 def _ours(frame: Any) -> str:
@@ -177,11 +221,16 @@ def main() -> None:
     steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
     steps.run(keep_everything)
     kept = steps.show("everything kept", keep_everything)
+    if device.type == "cuda":
+        show_gaps(steps, keep_everything)
     checkpointing = checkpointing_of(steps.subject.model)
     least = kept
     if checkpointing is not None:
         with checkpointing(None):
             least = steps.show("own checkpointing", keep_everything)
+            if device.type == "cuda":
+                show_gaps(steps, keep_everything)
+            show_python(steps, keep_everything)
     clean(device)
     budget = {"checkpoint": least, "middle": (least + kept) / 2, "unlimited": 0.0}[given.budget]
     # On a CPU, whose peak is not taken, all is kept, too.
