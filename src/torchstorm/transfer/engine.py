@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from torchstorm.transfer.runtime import Event, events_of, runtime
 
 
 class StreamCopy(Protocol):
@@ -29,59 +31,6 @@ class StreamCopy(Protocol):
 
 _BURST_BYTES, _MOST_TOGETHER = 48 * 2**20, 8  # of copies that wait for company: one of 48 MiB takes the link 1 ms
 
-# What `torch.cuda.Event` is made of: its methods are called twice for every copy, and its own are Python around these.
-_Event: Any = torch.cuda.Event.__base__
-
-
-class _Streams:  # pragma: gpu
-    """The current stream of one device, without the time that `torch.cuda.current_stream` and `torch.cuda.stream` take
-    the host at every call."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.index = torch.cuda.current_device() if device.index is None else device.index
-        self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-
-    def current(self) -> torch.cuda.Stream:
-        """The stream that work on the device is queued on now."""
-        key = torch._C._cuda_getCurrentStream(self.index)
-        stream = self._known.get(key)
-        if stream is None:
-            stream_id, index, kind = key
-            stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
-            self._known[key] = stream
-        return stream
-
-
-class _Burst:  # pragma: gpu
-    """Copies that are queued together.
-
-    Attributes:
-        targets, sources: of the copies.
-        after: copies that end before.
-        behind: an event, or the stream whose work comes before them, until the last one was asked for.
-        ready: the event that says so of a stream.
-        ended: the event that follows them.
-        nbytes: of all.
-    """
-
-    __slots__ = ("after", "behind", "ended", "nbytes", "ready", "sources", "targets")
-
-    def __init__(self, behind: Any) -> None:
-        self.targets: list[torch.Tensor] = []
-        self.sources: list[torch.Tensor] = []
-        self.after: list[StreamCopy] = []
-        self.behind = behind
-        self.ready: Any = _Event() if isinstance(behind, torch.cuda.Stream) else behind
-        self.ended: Any = _Event()
-        self.nbytes = 0
-
-    def leave_out_what_is_gone(self) -> None:
-        """Where a storage was resized meanwhile there is nothing to copy; whoever asks for the bytes is told so."""
-        if any(one.untyped_storage().nbytes() < one.nbytes for one in self.sources):
-            pairs = zip(self.targets, self.sources, strict=True)
-            there = [(to, of) for to, of in pairs if of.untyped_storage().nbytes() >= of.nbytes]
-            self.targets, self.sources = [to for to, _ in there], [of for _, of in there]
-
 
 class _Queue:  # pragma: gpu
     """One of the copy streams. Copies on it end in the order in which they were queued.
@@ -91,64 +40,78 @@ class _Queue:  # pragma: gpu
     several that follow each other.
 
     Args:
-        device, streams: of the caller.
+        device: of the streams.
         burst_bytes: that wait for company at most, or as many as `_MOST_TOGETHER`; 0 for none.
     """
 
-    def __init__(self, device: torch.device, streams: _Streams, *, burst_bytes: int) -> None:
+    def __init__(self, device: torch.device, *, burst_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.streams = streams
+        self.events = events_of(self.stream.device_index)
         self.num_queued = 0  # bursts on the stream
         self.num_ended = 0  # of those, the ones known to have ended, the first ones
+        self._runtime = runtime()
+        self._handle = self.stream.cuda_stream
         self._burst_bytes = burst_bytes
         self._burst: _Burst | None = None  # what waits for company
-        self._newest: Any = None  # the event behind the last burst
+        self._newest: Event | None = None  # the event behind the last burst
         self._lock = threading.RLock()  # bursts have their numbers in the order of their events
 
     def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[StreamCopy], ready: Any | None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Sequence[StreamCopy],
+        ready: torch.cuda.Event | None,
     ) -> CudaCopy:
         """Queues a copy behind `ready`, or else behind what the current stream was given, and the copies in `after`."""
-        behind = self.streams.current() if ready is None else ready
+        if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError("the engine copies between contiguous tensors of equally many bytes")
+        events = self.events
+        if not events.is_here():
+            with torch.cuda.device(events.index):
+                return self.copy(target, source, after, ready)
+        behind = events.current_stream() if ready is None else ready.cuda_event
         with self._lock:
-            if self._burst is not None and self._burst.behind is not behind:
+            burst = self._burst
+            if burst is not None and burst.behind != behind:
                 self.flush()
-            burst = self._burst = self._burst or _Burst(behind)
-            burst.targets.append(target)
-            burst.sources.append(source)
+                burst = None
+            if burst is None:
+                burst = self._burst = _Burst(behind, events.new(), events.new() if ready is None else None)
+            burst.copies.append((target, source))
             burst.after += after
             burst.nbytes += target.nbytes
-            if ready is None:  # what is queued until the burst is need not end first
+            if burst.ready is not None:  # what is queued until the burst is need not end first
                 burst.ready.record(behind)
             copy = CudaCopy(self, burst.ended, self.num_queued + 1)
-            if burst.nbytes > self._burst_bytes or len(burst.targets) == _MOST_TOGETHER or ready is not None:
+            if burst.nbytes > self._burst_bytes or len(burst.copies) == _MOST_TOGETHER or ready is not None:
                 self.flush()
             return copy
 
     def flush(self) -> None:
         """Queues what waits for company."""
+        if self._burst is None:
+            return
+        if not self.events.is_here():
+            with torch.cuda.device(self.events.index):
+                self.flush()
+            return
         with self._lock:
-            burst, index = self._burst, self.streams.index
+            burst, self._burst = self._burst, None
             if burst is None:
                 return
-            if torch._C._cuda_getDevice() != index:
-                with torch.cuda.device(index):
-                    self.flush()
-                return
-            self._burst = None
-            _Event.wait(burst.ready, self.stream)
-            before = torch._C._cuda_getCurrentStream(index)
-            _set_stream(self.stream.stream_id, index, self.stream.device_type)
-            try:
-                for copy in burst.after:
-                    copy.wait()
-                burst.leave_out_what_is_gone()
-                with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # no mode of the user's sees it
-                    if burst.targets:
-                        torch._foreach_copy_(burst.targets, burst.sources, non_blocking=True)
-            finally:
-                _set_stream(*before)
-            burst.ended.record(self.stream)
+            runtime, handle = self._runtime, self._handle
+            runtime.wait(handle, burst.behind if burst.ready is None else burst.ready.handle)
+            for copy in burst.after:
+                if not isinstance(copy, CudaCopy):
+                    copy.synchronize()
+                elif copy.queue is not self:
+                    copy.wait_on(handle)
+            for target, source in burst.copies:
+                # Where a storage was resized meanwhile there is nothing to copy; whoever asks for the bytes is told so.
+                if source.untyped_storage().nbytes() >= source.nbytes:
+                    runtime.copy(target.data_ptr(), source.data_ptr(), target.nbytes, handle)
+            burst.ended.record(handle)
             self.num_queued += 1
             self._newest = burst.ended
 
@@ -159,8 +122,29 @@ class _Queue:  # pragma: gpu
                 self.num_ended = self.num_queued
 
 
-def _set_stream(stream_id: int, index: int, kind: int) -> None:  # pragma: gpu
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=index, device_type=kind)
+class _Burst:  # pragma: gpu
+    """Copies that are queued together.
+
+    Args:
+        behind: an event, or the stream whose work comes before them, until the last one was asked for: their handles.
+        ended: the event that follows them.
+        ready: the event that says so of a stream; None where they are behind an event.
+
+    Attributes:
+        copies: to where, and from where.
+        after: copies that end before.
+        nbytes: of all.
+    """
+
+    __slots__ = ("after", "behind", "copies", "ended", "nbytes", "ready")
+
+    def __init__(self, behind: int, ended: Event, ready: Event | None) -> None:
+        self.behind = behind
+        self.ended = ended
+        self.ready = ready
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.after: list[StreamCopy] = []
+        self.nbytes = 0
 
 
 class CudaCopy:  # pragma: gpu
@@ -172,32 +156,41 @@ class CudaCopy:  # pragma: gpu
         number: of the copy's burst among those on the stream.
     """
 
-    __slots__ = ("_event", "_number", "_queue")
+    __slots__ = ("_event", "_number", "queue")
 
-    def __init__(self, queue: _Queue, event: Any, number: int) -> None:
-        self._queue = queue
+    def __init__(self, queue: _Queue, event: Event, number: int) -> None:
+        self.queue = queue
         self._event = event
         self._number = number
 
     def wait(self) -> None:
         """Makes the device's current stream wait for the copy. Does not block the host."""
-        if self._number > self._queue.num_queued:
-            self._queue.flush()
-        self._event.wait(self._queue.streams.current())
+        events = self.queue.events
+        if events.is_here():
+            self.wait_on(events.current_stream())
+        else:
+            with torch.cuda.device(events.index):
+                self.wait_on(events.current_stream())
+
+    def wait_on(self, stream: int) -> None:
+        """Makes a stream, by its handle, wait for the copy."""
+        if self._number > self.queue.num_queued:
+            self.queue.flush()
+        self._event.wait(stream)
 
     def synchronize(self) -> None:
         """Makes the host wait for the copy."""
-        self._queue.flush()
+        self.queue.flush()
         self._event.synchronize()
 
     def done(self) -> bool:
         """Whether the copy has ended. One that waits for others begins now."""
-        queue = self._queue
+        queue = self.queue
         if self._number > queue.num_queued:
             queue.flush()
         if self._number > queue.num_ended:
             queue.ask()
-        return self._number <= queue.num_ended or bool(self._event.query())
+        return self._number <= queue.num_ended or self._event.query()
 
 
 class Engine:  # pragma: gpu
@@ -209,14 +202,13 @@ class Engine:  # pragma: gpu
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = _Streams(device)
-        self._to_host = _Queue(device, self._streams, burst_bytes=_BURST_BYTES)
-        self._to_device = _Queue(device, self._streams, burst_bytes=0)
+        self._to_host = _Queue(device, burst_bytes=_BURST_BYTES)
+        self._to_device = _Queue(device, burst_bytes=0)
 
     def mark(self) -> torch.cuda.Event:
         """Records an event on the current stream, for copies that another thread queues."""
         ready = torch.cuda.Event()
-        ready.record(self._streams.current())
+        ready.record(torch.cuda.current_stream(self.device))
         return ready
 
     def copy_out(
@@ -228,6 +220,7 @@ class Engine:  # pragma: gpu
         ready: torch.cuda.Event | None = None,
     ) -> CudaCopy:
         """Queues a device-to-host copy after the current stream's work so far (or `ready`) and the copies in `after`.
+        Both tensors are contiguous and of equally many bytes.
 
         It may begin some moments later, together with the next ones: at the latest when anyone waits for it, or when a
         copy in the other direction begins. `source` must stay as it is until the stream that may change it, or reuse
@@ -258,10 +251,21 @@ class StreamClock:  # pragma: gpu
     """Timing events on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = _Streams(device)
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
     def mark(self) -> torch.cuda.Event:
         """Records a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._streams.current())
+        event.record(self._current())
         return event
+
+    def _current(self) -> torch.cuda.Stream:
+        """As `torch.cuda.current_stream`, which takes the host longer."""
+        key = torch._C._cuda_getCurrentStream(self._index)
+        stream = self._known.get(key)
+        if stream is None:
+            stream_id, index, kind = key
+            stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+            self._known[key] = stream
+        return stream
