@@ -3,8 +3,9 @@
     python3 tools/step_times.py llama-1.1b --budget checkpoint --compiled --random-lengths --seconds 40
 
 Trains a model of `torchstorm bench models`, everything kept, with its own checkpointing, and with a Session. Of the
-Session it prints every step while it settles; of each the median of ten, whose sizes have been seen, per full batch;
-what the GPU's kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for);
+Session it prints every step while it settles (with `--slow-steps` also where the host was in those that took long, at
+the price of other plans); of each way the median of ten, whose sizes have been seen, per full batch; what the GPU's
+kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for);
 and where the step's threads are in Python when they are looked at every half millisecond: in which functions of ours,
 in which of others, and where they stood still for long. Gradients are not checked. A tool for those who make a step
 faster: it takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
@@ -13,11 +14,14 @@ faster: it takes part of the host's time itself, so `torchstorm bench models` al
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import statistics
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -88,16 +92,29 @@ class Steps:
         print(f"{name}: step {step:.1f} ms, host {forward:.1f} + {backward:.1f} ms, peak {peak:.2f} GiB", flush=True)
         return peak
 
-    def settle(self, session: Session, seconds: float) -> None:
-        """Prints steps for so long: the size of each, what it took, and how many have followed a plan."""
-        stop, said = time.perf_counter() + seconds, list[str]()
+    def settle(self, session: Session, seconds: float, *, looks_at_slow: bool) -> None:
+        """Prints steps for so long: the size of each, what it took, and how many have followed a plan; if asked to,
+        also where the host was in those that took half as long again as they do in the end."""
+        stop, said, slow = time.perf_counter() + seconds, list[str](), list[tuple[float, int, dict[str, Look]]]()
         while time.perf_counter() < stop:
-            took = self.run(session.step)[0]
+            watch = looking(self) if looks_at_slow else contextlib.nullcontext(dict[str, Look]())
+            with watch as looks:
+                took = self.run(session.step)[0]
+            slow.append((took / self.case.share(self.seed), len(slow), looks))
             said.append(f"{self.case.share(self.seed):.2f}: {took:.0f} ({session.report().num_planned})")
             if len(said) == 10:
                 print("  " + ", ".join(said), flush=True)
                 said.clear()
         print("  " + ", ".join(said))
+        usual = statistics.median(took for took, _, _ in slow[len(slow) // 2 :]) if looks_at_slow else math.inf
+        for took, number, looks in slow[1:]:
+            if took > 1.5 * usual:
+                seen = [
+                    f"{phase}: {count / look.ours.total():.0%} of {look.seconds * 1e3:.0f} ms in {name}"
+                    for phase, look in looks.items()
+                    for name, count in look.ours.most_common(4)
+                ]
+                print(f"    step {number}, {took:.0f} ms: " + "; ".join(seen), flush=True)
 
 
 def show_gaps(steps: Steps, context: Context) -> None:
@@ -143,12 +160,16 @@ class Look:
         self.ours: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
         self.still_s: dict[str, float] = {}
+        self.seconds = 0.0  # from the first look to the last
+        self._began_s = 0.0
         self._place: tuple[int, int] = (0, 0)
         self._since_s = 0.0
 
     def take(self, frame: Any) -> None:
         """Looks once."""
         now_s, place, name = time.perf_counter(), (id(frame), frame.f_lasti), _ours(frame)
+        self._began_s = self._began_s or now_s
+        self.seconds = now_s - self._began_s
         self.ours[name] += 1
         inner = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
         self.others[inner] += 1
@@ -169,14 +190,16 @@ class Look:
             print(f"    stood still {took_s / num_steps * 1e3:.1f} ms a step in {name}", flush=True)
 
 
-def show_python(steps: Steps, context: Context) -> None:
-    """Prints which functions the step's threads were seen in, innermost first."""
+@contextlib.contextmanager
+def looking(steps: Steps) -> Iterator[dict[str, Look]]:
+    """Looks at the threads of the steps that run inside."""
     looks = {"forward": Look(), "backward": Look()}
     main, stop = threading.get_ident(), threading.Event()
 
     def look_once(phase: str, me: int) -> None:  # frames, with the tensors in them, are let go at its end
         for thread, frame in sys._current_frames().items():
-            if thread != me and (thread == main) == (phase == "forward"):
+            is_planner = frame.f_code.co_qualname == "_Run._speak"  # which waits for the process that plans
+            if thread != me and (thread == main) == (phase == "forward") and not is_planner:
                 looks[phase].take(frame)
 
     def look() -> None:
@@ -184,15 +207,21 @@ def show_python(steps: Steps, context: Context) -> None:
             if steps.phase in looks:
                 look_once(steps.phase, threading.get_ident())
 
-    looking, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
+    thread, interval = threading.Thread(target=look, daemon=True), sys.getswitchinterval()
     sys.setswitchinterval(2e-5)
-    looking.start()
+    thread.start()
     try:
-        steps.run_timed(context)
+        yield looks
     finally:
         stop.set()
-        looking.join()
+        thread.join()
         sys.setswitchinterval(interval)
+
+
+def show_python(steps: Steps, context: Context) -> None:
+    """Prints which functions the step's threads were seen in, innermost first."""
+    with looking(steps) as looks:
+        steps.run_timed(context)
     for phase, look_of in looks.items():
         print(f"  {phase}:")
         look_of.show(_NUM_TIMED)
@@ -217,6 +246,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--random-lengths", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="while the Session settles")
+    parser.add_argument("--slow-steps", action="store_true", help="say where the host was in steps that took long")
     given = parser.parse_args()
     steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
     steps.run(keep_everything)
@@ -238,7 +268,7 @@ def main() -> None:
     with Session(steps.subject.model, optimizer=steps.subject.optimizer, **options) as session:
         blocks = session.compile() if given.compiled else None
         library.wait()
-        steps.settle(session, given.seconds)
+        steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)
         steps.show(f"Session, {budget:.2f} GiB", session.step)
         if device.type == "cuda":
             show_gaps(steps, session.step)

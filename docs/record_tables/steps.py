@@ -74,22 +74,26 @@ def front(page: Path) -> str:
     return f"{head}\n\n{f'Measured by `torchstorm bench offload`{exact} {every}. {said}'.rstrip()}"
 
 
-def models(page: Path) -> str:
-    """README's table of whole models: step over everything kept, and peak over it."""
-    record = Record.read("h200/models")
+_OF_MODELS = ("checkpoint", "session", "compile-checkpoint", "session-compiled")
+
+
+def models(page: Path, name: str) -> str:
+    """README's table of whole models, from the record of that name: step over everything kept in eager mode, and peak
+    over it."""
+    record = Record.read(name)
     notes = Notes(record, record.rows)
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in record.rows):
         rows = [row for row in record.rows if row["shape"] == shape and row["way"] != "unlimited-again"]
         full = next(row for row in rows if row["way"] == "unlimited")
-        sessions = sorted((row for row in rows if row["way"] == "session"), key=lambda row: -(row["budget_gib"] or 0))
-        theirs = [row for row in rows if row["way"] == "checkpoint"]
-        cells = [
-            "; ".join(_share(row, full["peak_gib"]) + notes.mark(row) for row in ours) for ours in (theirs, sessions)
+        of_ways = [
+            sorted((row for row in rows if row["way"] == way), key=lambda row: -(row["budget_gib"] or 0))
+            for way in _OF_MODELS
         ]
+        cells = ["; ".join(_share(row, full["peak_gib"]) + notes.mark(row) for row in found) for found in of_ways]
         kept = f"{_of(full, 'step_s', _time, '-')}, {_of(full, 'peak_gib', _gib, '-')}"
         lines.append([f"{shape}{notes.mark(full)}", kept, *cells])
-    header = ["model", "everything kept", "its own checkpointing", "Session, by budget"]
+    header = ["model", "everything kept", *(_NAMES[way] for way in _OF_MODELS)]
     return f"{table(header, lines)}\n\n{verdict(record.rows)}\n\n{notes.under(page)}"
 
 
@@ -104,8 +108,8 @@ def verdict(rows: list[Row]) -> str:
         slower += theirs is not None and any(ours is not None and ours > theirs for ours in sessions)
         failed += None in sessions
     return (
-        f"A Session is slower than the model's own checkpointing on {slower} of {len(shapes)} models, "
-        f"and has no time at one of its budgets on {failed}."
+        f"A Session is slower than the model's own checkpointing in {slower} of these {len(shapes)} cases, "
+        f"and has no time at one of its budgets in {failed}."
     )
 
 
@@ -192,9 +196,10 @@ def _cells(row: Row) -> list[str]:
 def _share(row: Row, full_gib: float | None) -> str:
     if row["step_s"] is None:
         return _reason(row["note"])
-    if row["over_unlimited"] is None or row["peak_gib"] is None or not full_gib:  # everything kept does not fit
+    over = row["over_eager"] if row["over_eager"] is not None else row["over_unlimited"]
+    if over is None or row["peak_gib"] is None or not full_gib:  # everything kept does not fit
         return f"{_time(row['step_s'])}, {_of(row, 'peak_gib', _gib, '-')}"
-    return f"{row['over_unlimited']:.2f} x, {row['peak_gib'] / full_gib:.0%}"
+    return f"{over:.2f} x, {row['peak_gib'] / full_gib:.0%}"
 
 
 def _reason(note: str) -> str:

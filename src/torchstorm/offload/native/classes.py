@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.offload.recompute import watched
-from torchstorm.offload.recompute.described import Unfinished, is_given_again
+from torchstorm.offload.recompute.described import NOTHING, Unfinished, is_given_again
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
 from torchstorm.offload.recompute.tensors import tensors_of
@@ -43,6 +43,7 @@ def classes() -> Mapping[str, object]:
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "long_way": LONG_WAY,
+        "nothing": NOTHING,
         "choices": CHOICES,
         "uint8": torch.uint8,
         "content_of": content_of,

@@ -10,7 +10,7 @@
 namespace {
 
 struct Moment {
-    enum Kind { other, stays, unpacks } kind = other;
+    enum Kind { leaves, stays, unpacks } kind = leaves;
     int64_t ordinal = 0, nbytes = 0, counted_bytes = 0;
     PyObject *movable = nullptr, *block = nullptr;  // borrowed of the table's tuples
     bool is_noticed = false, is_read = false, is_busy = false;
@@ -60,8 +60,8 @@ void read_moments(
             one.block = PyTuple_GET_ITEM(stay, 4);
             one.is_noticed = PyTuple_GET_ITEM(stay, 5) == Py_True;
             one.is_read = PyTuple_GET_ITEM(stay, 6) == Py_True;
-        } else if (equal(PyTuple_GET_ITEM(signature, 0), unpack)) {
-            one.kind = Moment::unpacks;
+        } else {
+            if (equal(PyTuple_GET_ITEM(signature, 0), unpack)) one.kind = Moment::unpacks;
             one.ordinal = as_int(PyTuple_GET_ITEM(signature, 1));
             one.nbytes = as_int(PyTuple_GET_ITEM(signature, 2));
         }

@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -18,15 +19,15 @@ namespace {
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
     PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak, *leaf, *getter;
-    PyObject *is_given_again, *free_weak, *long_way, *choices, *uint8, *content_of, *tensors_of;
+    PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *torch_function;
     int64_t num_names, num_counts, num_places, tiny_bytes;
 } of;
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_at) X(_begin) X(_buffers) X(_finish) X(_forget_unless_new) X(_is_compiling_flag) X(_modules) \
-    X(_notice) X(_order) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) \
+    X(_add_output) X(_at) X(_begin) X(_buffers) X(_device) X(_finish) X(_forget_unless_new) X(_give_back_late) \
+    X(_is_compiling_flag) X(_is_leaf) X(_modules) X(_notice) X(_order) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) \
     X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) \
     X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) X(num_used) X(out) X(pack) X(peak_bytes) \
     X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) X(unpack) X(within)
@@ -44,8 +45,8 @@ NAMES(DECLARE)
     X(leaf, address) X(leaf, tensor) X(leaf, version) \
     X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \
     X(saved, address) X(saved, block) X(saved, counter) X(saved, fingerprint) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
-    X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
-    X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, used) \
+    X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, root) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
+    X(parcel, handle) X(parcel, hold) X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, shared) X(parcel, used) \
     X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, ticket) X(kept, version) \
     X(kept_storage, _held) X(kept_storage, address) X(kept_storage, beside) X(kept_storage, block) \
     X(kept_storage, counted_bytes) X(kept_storage, lost) X(kept_storage, movable) X(kept_storage, nbytes) \

@@ -8,15 +8,40 @@ namespace {
 
 enum Answer { no, yes, unknown };
 
-// As `described._is_source_again`, of bytes that this step has made or met before, however they are looked at.
+// As `Value.renew`.
+void renew(PyObject *value, const at::Tensor &tensor, PyObject *before) {
+    put(value, value_watch, before == nullptr ? watch_of(tensor) : Py_NewRef(see(before, value_watch)));
+    put_int(value, value_version, version_of(tensor));
+    put_int(value, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
+    for (const Py_ssize_t place : {value_saved, value_held, value_lost}) put_shared(value, place, Py_None);
+}
+
+// As `Tape.is_made_outside`.
+Answer is_made_outside(PyObject *tape, const at::Tensor &tensor, PyObject *address) {
+    if (static_cast<int64_t>(tensor.storage().nbytes()) < of.tiny_bytes) return yes;
+    Own device(get(tape, s__device));
+    if (!THPDevice_Check(device.at)) return unknown;
+    if (reinterpret_cast<THPDevice *>(device.at)->device != tensor.device()) return yes;
+    Own is_leaf(get(tape, s__is_leaf)), said(checked(PyObject_CallOneArg(is_leaf.at, address)));
+    return said.at == Py_True ? yes : no;
+}
+
+// As `described._is_source_again`, however the bytes are looked at.
 Answer is_source_again(PyObject *tape, PyObject *source, PyObject *arg) {
     if (Py_TYPE(arg) != of.tensor) return no;
     const at::Tensor &tensor = THPVariable_Unpack(arg);
-    if (!has_bytes(tensor) || !is_of_numbers(tensor)) return unknown;
-    if (tensor.is_inference()) return no;
+    if (!has_bytes(tensor) || !is_of_numbers(tensor) || tensor.is_inference()) return no;
     Own address(address_of(tensor)), known(get(tape, s_known));
     const int64_t version = version_of(tensor);
-    if (find(known.at, address.at) != source || see_int(source, value_version) != version) return unknown;
+    PyObject *there = find(known.at, address.at);
+    if (there != source || see_int(source, value_version) != version) {
+        const bool is_new = there == nullptr || see_int(there, value_version) != version;
+        if (see(source, value_call) != Py_None || see(source, value_watch) != Py_None || !is_new) return no;
+        const Answer is_outside = there == nullptr ? is_made_outside(tape, tensor, address.at) : no;
+        if (is_outside != no) return is_outside == yes ? no : unknown;
+        renew(source, tensor, there);
+        checked(PyDict_SetItem(known.at, address.at, source));
+    }
     if (see(source, value_call) == Py_None && see(source, value_saved) == Py_None && see(source, value_held) == Py_None) {
         Own held(checked(PyTuple_New(2)));
         PyTuple_SET_ITEM(held.at, 0, Py_NewRef(arg));
@@ -26,13 +51,24 @@ Answer is_source_again(PyObject *tape, PyObject *source, PyObject *arg) {
     return yes;
 }
 
-// As `described._is_leaf_again`, of a weight.
+// As `described._is_leaf_again`.
 Answer is_leaf_again(PyObject *tape, PyObject *leaf, PyObject *arg) {
-    if (see(leaf, leaf_tensor) != arg || !is_plain_type(arg)) return unknown;
+    const bool is_same = see(leaf, leaf_tensor) == arg;
+    if (is_same ? !is_plain_type(arg) : see(leaf, leaf_tensor) != of.nothing || Py_TYPE(arg) != of.tensor)
+        return is_same ? unknown : no;
     const at::Tensor &tensor = THPVariable_Unpack(arg);
     if (!has_bytes(tensor)) return unknown;
     Own address(address_of(tensor)), known(get(tape, s_known)), leaves(get(tape, s_leaves));
-    if (!equal(address.at, see(leaf, leaf_address)) || find(known.at, address.at) != nullptr) return no;
+    if (find(known.at, address.at) != nullptr) return no;
+    if (is_same) {
+        if (!equal(address.at, see(leaf, leaf_address))) return no;
+    } else {
+        if (!is_of_numbers(tensor) || tensor.is_inference()) return no;
+        const Answer is_outside = is_made_outside(tape, tensor, address.at);
+        if (is_outside != yes) return is_outside;
+        put_shared(leaf, leaf_tensor, arg);
+        put_shared(leaf, leaf_address, address.at);
+    }
     put_int(leaf, leaf_version, version_of(tensor));
     append_at(leaves.at, address.at, leaf);
     return yes;
@@ -147,14 +183,6 @@ PyObject *everything(PyObject *record, PyObject *args, PyObject *kwargs) {
         PyTuple_SET_ITEM(all.at, num + at, Py_NewRef(value));
     }
     return all.give();
-}
-
-// As `Value.renew`.
-void renew(PyObject *value, const at::Tensor &tensor, PyObject *before) {
-    put(value, value_watch, before == nullptr ? watch_of(tensor) : Py_NewRef(see(before, value_watch)));
-    put_int(value, value_version, version_of(tensor));
-    put_int(value, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
-    for (const Py_ssize_t place : {value_saved, value_held, value_lost}) put_shared(value, place, Py_None);
 }
 
 // run(repeats, tape, number, func, args, kwargs): what the function returns; `LONG_WAY` where `Repeats.run` must run it.

@@ -120,6 +120,15 @@ PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tens
     return Py_NewRef(value);
 }
 
+PyObject *new_ticket(const Way *way, PyObject *saved, PyObject *view) {  // takes the view over
+    Own ticket(allocate(of.ticket));
+    put_int(saved, saved_live, see_int(saved, saved_live) + 1);
+    put_shared(ticket.at, ticket__owner, way->owner);
+    put(ticket.at, ticket_view, view);
+    put_shared(ticket.at, ticket_saved, saved);
+    return ticket.give();
+}
+
 // As `Settled._pack_made`, and as `Settled._pack_away` for a result of the call that runs; nullptr without an error where
 // that is not what is saved.
 PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, int64_t moment) {
@@ -150,14 +159,9 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
         put_int(way->progress, running_num_saved, num_saved + 1);
     }
     put_int(way->progress, running_moment, moment);
-    put_int(saved.at, saved_live, see_int(saved.at, saved_live) + 1);
     PyObject *view = see(value.at, value_view);
     const bool is_whole = view != Py_None && !tensor.is_view() && !unfinished;
-    Own seen(is_whole ? Py_NewRef(view) : view_of(object, tensor));
-    Own ticket(allocate(of.ticket));
-    put_shared(ticket.at, ticket__owner, way->owner);
-    put(ticket.at, ticket_view, seen.give());
-    put(ticket.at, ticket_saved, saved.give());
+    Own ticket(new_ticket(way, saved.at, is_whole ? Py_NewRef(view) : view_of(object, tensor)));
     if (one.is_busy) call_at(settled, s__finish, moment);
     return ticket.give();
 }
@@ -215,11 +219,34 @@ PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, Py
     return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
 }
 
+// As `Settled._pack_away`, for what has left and is saved once more; nullptr without an error where that must be called.
+PyObject *pack_again(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
+    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    if (!fits(way, static_cast<int64_t>(tensor.storage().nbytes()), one.nbytes)) return nullptr;
+    Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+    PyObject *group = find(at.at, address);
+    if (group == nullptr || find(by_address.at, address) != nullptr) return nullptr;
+    Own saved(Py_NewRef(PyList_GET_ITEM(group, 0)));
+    PyObject *root = see(saved.at, saved_root), *parcel = see(saved.at, saved_parcel);
+    if (see_int(saved.at, saved_ordinal) != one.ordinal || see_int(saved.at, saved_version) != version_of(tensor)) return nullptr;
+    if (root == Py_None || !equal(see(saved.at, saved_address), address)) return nullptr;
+    PyObject *whole = referent(root);
+    if (whole == nullptr || !(tensor.is_view() ? tensor._base() : tensor).is_same(THPVariable_Unpack(whole))) return nullptr;
+    const bool may_still_stay = see(parcel, parcel_hold) != Py_None && see(parcel, parcel_handle) == Py_None;
+    if (see(parcel, parcel_shared) == Py_True || may_still_stay) return nullptr;
+    if (one.is_busy) call_at(settled, s__begin, moment);
+    put_int(way->progress, running_moment, moment);
+    Own ticket(new_ticket(way, saved.at, view_of(object, tensor)));
+    if (one.is_busy) call_at(settled, s__finish, moment);
+    return ticket.give();
+}
+
 // As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
 PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
     const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
-    if (one.is_busy || !fits(way, nbytes, one.nbytes)) return nullptr;
+    if (!fits(way, nbytes, one.nbytes)) return nullptr;
+    if (one.is_busy) call_at(settled, s__begin, moment);
     Own by_ordinal(get(way->kept, s_by_ordinal)), ordinal(an_int(one.ordinal)), released(get(way->kept, s_released));
     Own value, storage;
     if (one.ordinal == see_int(way->progress, running_num_saved)) {
@@ -244,6 +271,7 @@ PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Ten
         PyObject *alias = see(kept.at, kept_tensor);
         Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
     }
+    if (one.is_busy) call_at(settled, s__finish, moment);
     return kept.give();
 }
 
@@ -265,14 +293,15 @@ PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::
     }
     Own address(address_of(tensor));
     if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);
-    if (!is_planned || (*way->moments->all)[static_cast<size_t>(moment)].kind != Moment::stays) return nullptr;
+    if (!is_planned || (*way->moments->all)[static_cast<size_t>(moment)].kind == Moment::unpacks) return nullptr;
     Locked locked(way->lock);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
     Own released(get(way->kept, s_released));
     const Py_ssize_t num_released = PyObject_Size(released.at);
     if (num_released < 0) throw Failed();
     if (num_released) Own done(checked(PyObject_CallMethodNoArgs(way->kept, s_settle)));
-    return pack_stay(way, settled, object, tensor, address.at, moment);
+    const bool stays = (*way->moments->all)[static_cast<size_t>(moment)].kind == Moment::stays;
+    return (stays ? pack_stay : pack_again)(way, settled, object, tensor, address.at, moment);
 }
 
 Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
@@ -298,16 +327,20 @@ PyObject *pack(PyObject *saved_tensors, PyObject *object) {
     });
 }
 
-// As `Settled.arrive`, at a moment that needs nothing done; false where that must be asked.
+// As `Settled.arrive`; false where that must be asked.
 bool arrives(Way *way, PyObject *settled, PyObject *storage) {
     Locked locked(way->lock);
     if (!is_current(way, settled)) return false;
     const int64_t moment = see_int(way->progress, running_moment) + 1;
     if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
     const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
-    if (one.kind != Moment::unpacks || one.is_busy || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
+    if (one.kind != Moment::unpacks || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
     if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
     put_int(way->progress, running_moment, moment);
+    if (one.is_busy) {
+        call_at(settled, s__begin, moment);
+        call_at(settled, s__finish, moment);
+    }
     return true;
 }
 
@@ -331,6 +364,8 @@ PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
             if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
         }
         set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
+        if (is_kept && see(packed, kept_ticket) != Py_None)  // it has left the plan just now
+            return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
         return tensor.give();
     });
 }

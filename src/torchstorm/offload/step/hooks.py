@@ -213,11 +213,8 @@ class SavedTensors:
         run = self._run
         if type(packed) is Kept and packed.ticket is None and not self.closed:
             if run.settled is not None and run.open is None and run.settled.arrive(packed.storage):
-                if (tensor := packed.unpack()) is not None:
-                    return tensor
-                with self._locked:  # another thread has left the plan just now
-                    assert packed.ticket is not None
-                    return self._give_back(packed.ticket)
+                tensor = packed.unpack()
+                return tensor if tensor is not None else self._give_back_late(packed)
         elif type(packed) is Untouched:
             return packed.unpack()
         if self.closed:
@@ -243,6 +240,12 @@ class SavedTensors:
         self._arrive(UNPACK, saved.ordinal, saved.nbytes, None)
         if self._run.open is not None:
             self._saver.seal(self._run, move=False)
+
+    def _give_back_late(self, packed: Kept) -> torch.Tensor:
+        """What stayed by plan, and has left it since backward asked for it."""
+        with self._locked:
+            assert packed.ticket is not None
+            return self._give_back(packed.ticket)
 
     def _give_back(self, ticket: Ticket) -> torch.Tensor:
         saved, view, run = ticket.saved, ticket.view, self._run
