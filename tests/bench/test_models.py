@@ -82,6 +82,8 @@ def test_the_recorded_models_are_of_the_size_that_is_asked_for() -> None:
     assert sizes["gpt2-xl"] == pytest.approx(1.56, abs=0.005)
     assert sizes["bert-large"] == pytest.approx(0.335, abs=0.005)
     assert sizes["vit-large"] == pytest.approx(0.304, abs=0.005)
+    assert sizes["gpt2"] == pytest.approx(0.124, abs=0.0005)
+    assert sizes["olmoe-1b-7b"] == pytest.approx(6.92, abs=0.005)
     assert 1 <= sizes["qwen3-moe-2b"] <= 8
     assert sizes["vit-huge"] == pytest.approx(0.632, abs=0.005)
     assert sizes["resnet-50"] == pytest.approx(0.0256, abs=0.0001)

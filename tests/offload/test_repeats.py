@@ -28,6 +28,7 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute import replay
 from torchstorm.offload.recompute.repeats import Repeats
+from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.hooks import SavedTensors
@@ -356,6 +357,33 @@ def test_a_settled_step_of_another_size_looks_for_no_operations_and_needs_python
                 assert (len(looked_for), len(in_python)) == settled
     assert settled[0] < 3
     assert (settled[1] < 5) is (library.library() is not None)
+
+
+def test_what_no_record_makes_is_met_again_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    plain = transformers.LlamaForCausalLM(config)
+    model = copy.deepcopy(plain)
+    asked = list[Any]()
+    is_made_outside = Tape.is_made_outside
+    monkeypatch.setattr(Tape, "is_made_outside", lambda *what: asked.append(what) or is_made_outside(*what))
+    with Session(model, ram="4MiB") as session:
+        for length in (64, 64, 64, 64, 64, 64, 48, 56, 64):
+            tokens = torch.randint(64, (4, length))
+            plain.zero_grad()
+            model.zero_grad()
+            plain(input_ids=tokens, labels=tokens).loss.backward()
+            asked.clear()
+            with session.step():
+                model(input_ids=tokens, labels=tokens).loss.backward()
+            theirs, ours = ([one.grad for one in each.parameters()] for each in (plain, model))
+            assert all(map(torch.equal, theirs, ours))
+        plan = session.plan()
+    assert plan is not None
+    assert sum(one.tier == RECOMPUTE for one in plan.placements) > 8
+    assert (len(asked) < 8) is (library.library() is not None), len(asked)
 
 
 def test_bytes_that_an_earlier_step_let_go_are_not_what_this_ones_are_compared_with(tmp_path: Path) -> None:

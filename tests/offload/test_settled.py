@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.forced import force_recompute
 from offload.noted import note_packed
 from torchstorm.errors import OutOfVRAMError, UnsupportedError
+from torchstorm.offload.native import library
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.run.shortage import drop_step
@@ -25,6 +27,7 @@ from torchstorm.offload.step.letting_go import _read_later
 from torchstorm.offload.step.packed import Ticket
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tables import Tables
 from torchstorm.offload.step.views import weak_reference
 from torchstorm.plan.forecast import Figures
@@ -127,6 +130,29 @@ def test_what_stays_in_a_settled_step_takes_the_short_way(
     assert num_kept >= (2 if way == "tight" else NUM_LAYERS - 2), types
     if way == "tight":
         assert session.usage().disk_bytes > 0
+
+
+def test_python_does_no_more_of_a_settled_step_than_to_have_tensors_leave_and_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is saved once more when it has left, nor what stays where another tensor is dropped or fetched."""
+    model, session = settled("tight", tmp_path)
+    called = Counter[str]()
+
+    def count(owner: type, name: str) -> None:
+        before = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (called.update([name]), before(*args))[1])
+
+    for name in ("_pack_planned", "_begin", "arrive"):
+        count(Settled, name)
+    count(saving.Saver, "save_as_planned")
+    settle(model, session, 1)
+    assert session.report().num_planned > 0
+    assert called["save_as_planned"] > 2
+    assert called["_begin"] > 4
+    is_by_cpp = library.library() is not None
+    assert (called["_pack_planned"] == called["save_as_planned"]) is is_by_cpp, called
+    assert (called["arrive"] == 0) is is_by_cpp, called
 
 
 def test_gradients_and_bytes_are_those_without_it(way: str, tmp_path: Path) -> None:

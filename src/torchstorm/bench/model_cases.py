@@ -146,6 +146,17 @@ ON_A_GPU = (
         batch=64,
         seq=512,
     ),
+    # GPT-2 as it was published, 124 million parameters: the host is what its steps wait for.
+    ModelCase(name="gpt2", cls="GPT2LMHeadModel", config="GPT2Config", options={}, batch=12, seq=1024),
+    # OLMoE 1B-7B as it was published: 64 experts, 8 of them per token. The config's other defaults are its.
+    ModelCase(
+        name="olmoe-1b-7b",
+        cls="OlmoeForCausalLM",
+        config="OlmoeConfig",
+        options={"intermediate_size": 1024},
+        batch=2,
+        seq=4096,
+    ),
     # Qwen3-MoE's architecture with 16 layers and 16 experts, 4 of them per token: 2 billion parameters.
     ModelCase(
         name="qwen3-moe-2b",
