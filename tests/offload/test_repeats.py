@@ -361,7 +361,7 @@ def test_a_settled_step_of_another_size_looks_for_no_operations_and_needs_python
 
 def test_what_no_record_makes_is_met_again_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     plain = transformers.LlamaForCausalLM(config)
@@ -369,7 +369,7 @@ def test_what_no_record_makes_is_met_again_without_python(monkeypatch: pytest.Mo
     asked = list[Any]()
     is_made_outside = Tape.is_made_outside
     monkeypatch.setattr(Tape, "is_made_outside", lambda *what: asked.append(what) or is_made_outside(*what))
-    with Session(model, ram="4MiB") as session:
+    with Session(model, ram="6MiB") as session:
         for length in (64, 64, 64, 64, 64, 64, 48, 56, 64):
             tokens = torch.randint(64, (4, length))
             plain.zero_grad()
@@ -383,7 +383,7 @@ def test_what_no_record_makes_is_met_again_without_python(monkeypatch: pytest.Mo
         plan = session.plan()
     assert plan is not None
     assert sum(one.tier == RECOMPUTE for one in plan.placements) > 8
-    assert (len(asked) < 8) is (library.library() is not None), len(asked)
+    assert (len(asked) < 5) is (library.library() is not None), len(asked)
 
 
 def test_bytes_that_an_earlier_step_let_go_are_not_what_this_ones_are_compared_with(tmp_path: Path) -> None:

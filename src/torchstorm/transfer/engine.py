@@ -89,17 +89,15 @@ class _Queue:  # pragma: gpu
             return copy
 
     def flush(self) -> None:
-        """Queues what waits for company."""
-        if self._burst is None:
-            return
-        if not self.events.is_here():
-            with torch.cuda.device(self.events.index):
-                self.flush()
-            return
+        """Queues what waits for company; where another thread does so just now, waits until it has."""
         with self._lock:
-            burst, self._burst = self._burst, None
-            if burst is None:
+            if self._burst is None:
                 return
+            if not self.events.is_here():
+                with torch.cuda.device(self.events.index):
+                    self.flush()
+                return
+            burst, self._burst = self._burst, None
             runtime, handle = self._runtime, self._handle
             runtime.wait(handle, burst.behind if burst.ready is None else burst.ready.handle)
             for copy in burst.after:

@@ -350,9 +350,9 @@ PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
         const bool is_kept = Py_TYPE(packed) == of.kept;
         if (!is_kept && Py_TYPE(packed) != of.untouched) return otherwise();
-        Own tensor(Py_NewRef(see(packed, is_kept ? kept_tensor : untouched_tensor)));
-        if (tensor.at == Py_None) return otherwise();
-        const at::Tensor &is = THPVariable_Unpack(tensor.at);
+        PyObject *tensor = see(packed, is_kept ? kept_tensor : untouched_tensor);  // borrowed: it may have to leave
+        if (tensor == Py_None) return otherwise();
+        const at::Tensor &is = THPVariable_Unpack(tensor);
         if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
         if (is_kept) {
             Own closed(get(saved_tensors, s_closed));
@@ -364,9 +364,11 @@ PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
             if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
         }
         set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
-        if (is_kept && see(packed, kept_ticket) != Py_None)  // it has left the plan just now
+        if (!is_kept) return Py_NewRef(tensor);
+        if (see(packed, kept_ticket) != Py_None)  // it has left the plan just now
             return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
-        return tensor.give();
+        tensor = see(packed, kept_tensor);
+        return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);
     });
 }
 
