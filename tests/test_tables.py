@@ -273,7 +273,7 @@ def test_models_that_lose_are_counted() -> None:
         row(shape="b", way="session", step_s=1.2),
         row(shape="c", way="session", step_s=None),
     ]
-    assert "on 1 of 3 models, and has no time at one of its budgets on 1." in steps.verdict(rows)
+    assert "in 1 of these 3 cases, and has no time at one of its budgets in 1." in steps.verdict(rows)
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: f"{file.parent.name}/{file.stem}")
