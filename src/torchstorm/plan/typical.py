@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import Op, Trace, taking
 
 _FAR = 2.0  # times as long as usual
 _FEW = 4  # of a kind, of which nobody knows what is usual
@@ -39,14 +39,6 @@ def typical(trace: Trace) -> Trace:
     Args:
         trace: of one step, with times as they were measured.
     """
-    sizes = [value.nbytes for value in trace.values]
-    of_ops = _usual(
-        [(op.name, *(sizes[one] for one in op.inputs), -1, *(sizes[one] for one in op.outputs)) for op in trace.ops],
-        [op.compute_s for op in trace.ops],
-        part=4,  # whatever disturbs an operation makes it longer
-    )
-    if trace.device == "cuda":
-        of_ops = _at_the_memory_s_speed(trace, of_ops)
     edge = [("", 0)] * _AROUND
     looks = [*edge, *((moment.kind, moment.nbytes) for moment in trace.moments), *edge]
     of_moments = _usual(
@@ -54,11 +46,18 @@ def typical(trace: Trace) -> Trace:
         [moment.compute_s for moment in trace.moments],
         part=2,
     )
-    return replace(
-        trace,
-        ops=tuple(replace(op, compute_s=took) for op, took in zip(trace.ops, of_ops, strict=True)),
-        moments=tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, of_moments, strict=True)),
+    return replace(trace, ops=typical_ops(trace), moments=taking(trace.moments, of_moments))
+
+
+def typical_ops(trace: Trace) -> tuple[Op, ...]:
+    """The same of its operations alone."""
+    sizes = [value.nbytes for value in trace.values]
+    found = _usual(
+        [(op.name, *(sizes[one] for one in op.inputs), -1, *(sizes[one] for one in op.outputs)) for op in trace.ops],
+        [op.compute_s for op in trace.ops],
+        part=4,  # whatever disturbs an operation makes it longer
     )
+    return taking(trace.ops, _at_the_memory_s_speed(trace, found) if trace.device == "cuda" else found)
 
 
 def forward_of_operations(trace: Trace) -> list[float] | None:
@@ -104,8 +103,8 @@ def without_waiting(trace: Trace) -> Trace:
     found = forward_of_operations(trace)
     if found is None or sum(one.compute_s for one in trace.moments[: len(found)]) <= _LATE * sum(found):
         return trace
-    forward = (replace(one, compute_s=took) for one, took in zip(trace.moments, found, strict=False))
-    return replace(trace, moments=(*forward, *trace.moments[len(found) :]))
+    forward, rest = trace.moments[: len(found)], trace.moments[len(found) :]
+    return replace(trace, moments=(*taking(forward, found), *rest))
 
 
 def _at_the_memory_s_speed(trace: Trace, seconds: list[float]) -> list[float]:

@@ -23,8 +23,8 @@ from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import Replay, replays
-from torchstorm.plan.trace import HostCost, Trace
-from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical
+from torchstorm.plan.trace import HostCost, Trace, taking
+from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical, typical_ops
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
@@ -103,7 +103,7 @@ class Pace:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         times = {call.number: call_seconds(call) * scale for call in self.calls}
-        ops = tuple(replace(op, compute_s=times.get(op.number, op.compute_s)) for op in trace.ops)
+        ops = taking(trace.ops, (times.get(op.number, op.compute_s) for op in trace.ops))
         seconds = [moment.compute_s for moment in trace.moments]
         intervals = list(pairwise(self._points))
         stalls_s = self._stalls_within(intervals) if self._device.type == "cuda" else [0.0] * len(intervals)
@@ -116,15 +116,14 @@ class Pace:
         refined = replace(trace, ops=ops)
         if self._device.type == "cuda":
             again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
-            refined = self._without_gaps(replace(trace, ops=typical(refined).ops), plan, again)
+            refined = self._without_gaps(replace(trace, ops=typical_ops(refined)), plan, again)
             for moment, waited_s in self._waited_for_the_host(refined, again):
                 seconds[moment] += waited_s
             refined = self._without_own_cost(refined, plan, seconds)
         else:
             share = _share_of_the_model(sum(seconds), plan.moved_bytes(DISK) * machine.disk_delay_s_per_byte)
             seconds = [one * share for one in seconds]
-        moments = tuple(replace(one, compute_s=took) for one, took in zip(trace.moments, seconds, strict=True))
-        return typical(replace(refined, moments=moments))
+        return typical(replace(refined, moments=taking(trace.moments, seconds)))
 
     def _stalls_within(self, intervals: list[tuple[_Point, _Point]]) -> list[float]:
         """What the host stood still in each."""
@@ -194,8 +193,8 @@ class Pace:
         if num_points < _FEW or took_s >= said_s:
             return trace
         gap_s = (said_s - took_s) / num_ops
-        ops = (replace(op, compute_s=max((1 - _MOST_OF_OWN) * op.compute_s, op.compute_s - gap_s)) for op in trace.ops)
-        return replace(trace, ops=tuple(ops))
+        seconds = (max((1 - _MOST_OF_OWN) * op.compute_s, op.compute_s - gap_s) for op in trace.ops)
+        return replace(trace, ops=taking(trace.ops, seconds))
 
     def _waited_for_the_host(self, trace: Trace, again: Mapping[int, Replay]) -> Iterator[tuple[int, float]]:
         """Moments of which the device had no more to do than the host took to say it, and what that was beyond what is

@@ -16,7 +16,7 @@ from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
 from torchstorm.plan.solve import shift_base
-from torchstorm.plan.trace import ENTER, HostCost, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import ENTER, HostCost, Moment, SavedStorage, Trace, make_parcels, taking
 from torchstorm.plan.typical import typical, without_waiting
 from torchstorm.transfer.engine import StreamClock
 
@@ -298,7 +298,7 @@ class Recorder:
         if len(moments) != trace.num_moments:
             return trace
         seconds = {call.number: call_seconds(call) for call in self.calls}
-        ops = tuple(replace(op, compute_s=seconds.get(op.number, op.compute_s)) for op in trace.ops)
+        ops = taking(trace.ops, (seconds.get(op.number, op.compute_s) for op in trace.ops))
         found = tuple(
             replace(new, storage=old.storage, nbytes=old.nbytes)
             for old, new in zip(trace.moments, moments, strict=True)
