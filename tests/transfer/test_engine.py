@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import threading
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchstorm.errors import UnsupportedError
 from torchstorm.transfer import engine, runtime
 from torchstorm.transfer.engine import _Queue
 
@@ -95,3 +97,9 @@ def test_tensors_that_cannot_be_copied_as_bytes_are_refused(fake: Runtime) -> No
         queue.copy(torch.zeros(8), torch.zeros(9), (), None)
     with pytest.raises(ValueError, match="contiguous"):
         queue.copy(torch.zeros(4, 4), torch.zeros(4, 4).t(), (), None)
+
+
+def test_a_pytorch_without_a_cuda_runtime_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "__file__", _ctypes.__file__)
+    with pytest.raises(UnsupportedError, match=r"No CUDA runtime was found .*cudaMemcpyAsync.* Install PyTorch"):
+        runtime.Runtime()

@@ -12,6 +12,8 @@ import functools
 
 import torch
 
+from torchstorm.errors import UnsupportedError
+
 _NOT_READY = 600
 _NO_TIMES = 2  # cudaEventDisableTiming
 _BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses tell which is the host's
@@ -28,11 +30,21 @@ _ARGUMENTS = {
 
 
 class Runtime:  # pragma: gpu
-    """The functions. Each raises RuntimeError with the runtime's own words where it fails."""
+    """The functions. Each raises RuntimeError with the runtime's own words where it fails.
+
+    Raises:
+        UnsupportedError: this PyTorch has no CUDA runtime beside it.
+    """
 
     def __init__(self) -> None:
         loaded = torch._C.__file__  # among what this needs is the runtime that PyTorch itself uses
-        found = {name: getattr(ctypes.PyDLL(loaded), name) for name in _ARGUMENTS}
+        try:
+            found = {name: getattr(ctypes.PyDLL(loaded), name) for name in _ARGUMENTS}
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"No CUDA runtime was found beside this PyTorch ({torch.__version__}), as copies between GPU and RAM "
+                f"need: {error}. Install PyTorch from its own wheels for CUDA, which bring one."
+            ) from None
         found["cudaEventSynchronize"] = ctypes.CDLL(loaded).cudaEventSynchronize  # waits, so others may run
         for name, function in found.items():
             function.argtypes, function.restype = _ARGUMENTS[name], ctypes.c_int
