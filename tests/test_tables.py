@@ -276,6 +276,16 @@ def test_models_that_lose_are_counted() -> None:
     assert "in 1 of these 3 cases, and has no time at one of its budgets in 1." in steps.verdict(rows)
 
 
+def test_a_compiled_way_is_shown_over_eager_mode_or_by_its_time(house: Path) -> None:
+    full = row(way="unlimited", against="unlimited", step_s=1.0, over_unlimited=1.0)
+    compiled = row(way="compile-checkpoint", against="compile", step_s=1.5, over_unlimited=3.0)
+    for over, shown in (1.5, "1.50 x, "), (None, "1500 ms, "):  # a run that was cut off does not say
+        write(house, full, {**compiled, "over_eager": over})
+        (line,) = [one for one in steps.models(house / "page.md", "x").splitlines() if one.startswith("| 8x1")]
+        assert shown in line
+        assert "3.00 x" not in line
+
+
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_rows_of_a_record_with_a_hash_have_a_range_of_at_least_five(file: Path) -> None:
     content = json.loads(file.read_text())

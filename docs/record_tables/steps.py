@@ -196,8 +196,8 @@ def _cells(row: Row) -> list[str]:
 def _share(row: Row, full_gib: float | None) -> str:
     if row["step_s"] is None:
         return _reason(row["note"])
-    over = row["over_eager"] if row["over_eager"] is not None else row["over_unlimited"]
-    if over is None or row["peak_gib"] is None or not full_gib:  # everything kept does not fit
+    over = row["over_unlimited"] if row["against"] == "unlimited" else row["over_eager"]
+    if over is None or row["peak_gib"] is None or not full_gib:  # everything kept does not fit, or a run was cut off
         return f"{_time(row['step_s'])}, {_of(row, 'peak_gib', _gib, '-')}"
     return f"{over:.2f} x, {row['peak_gib'] / full_gib:.0%}"
 
