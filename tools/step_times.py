@@ -5,17 +5,16 @@
 Trains a model of `torchstorm bench models`, everything kept, with its own checkpointing, and with a Session. Of the
 Session it prints every step while it settles (with `--slow-steps` also where the host was in those that took long, at
 the price of other plans); of each way the median of ten, whose sizes have been seen, per full batch; what the GPU's
-kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for);
-and where the step's threads are in Python when they are looked at every half millisecond: in which functions of ours,
-in which of others, and where they stood still for long. Gradients are not checked. A tool for those who make a step
-faster: it takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
+kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for); and where the
+step's threads are in Python when they are looked at every half millisecond: in which functions of ours, in which of
+others, and where they stood still for long. Gradients are not checked. A tool for those who make a step faster: it
+takes part of the host's time itself, so `torchstorm bench models` alone says how long steps take.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import statistics
 import sys
 import threading
@@ -95,30 +94,38 @@ class Steps:
     def settle(self, session: Session, seconds: float, *, looks_at_slow: bool) -> None:
         """Prints steps for so long: the size of each, what it took, and how many have followed a plan; if asked to,
         also where the host was in those that took half as long again as they do in the end."""
-        stop, said, slow = time.perf_counter() + seconds, list[str](), list[tuple[float, int, dict[str, Look]]]()
+        stop, said, seen = time.perf_counter() + seconds, list[str](), list[tuple[float, dict[str, Look]]]()
         while time.perf_counter() < stop:
             watch = looking(self) if looks_at_slow else contextlib.nullcontext(dict[str, Look]())
             with watch as looks:
                 took = self.run(session.step)[0]
-            slow.append((took / self.case.share(self.seed), len(slow), looks))
+            seen.append((took / self.case.share(self.seed), looks))
             said.append(f"{self.case.share(self.seed):.2f}: {took:.0f} ({session.report().num_planned})")
             if len(said) == 10:
                 print("  " + ", ".join(said), flush=True)
                 said.clear()
         print("  " + ", ".join(said))
-        usual = statistics.median(took for took, _, _ in slow[len(slow) // 2 :]) if looks_at_slow else math.inf
-        for took, number, looks in slow[1:]:
-            if took > 1.5 * usual:
-                seen = [
-                    f"{phase}: {count / look.ours.total():.0%} of {look.seconds * 1e3:.0f} ms in {name}"
-                    for phase, look in looks.items()
-                    for name, count in look.ours.most_common(4)
-                ]
-                print(f"    step {number}, {took:.0f} ms: " + "; ".join(seen), flush=True)
+        if looks_at_slow:
+            _show_slow(seen)
+
+
+def _show_slow(seen: list[tuple[float, dict[str, Look]]]) -> None:
+    """Prints where the host was in steps that took long, all but the first."""
+    usual = statistics.median(took for took, _ in seen[len(seen) // 2 :])
+    for number, (took, looks) in enumerate(seen):
+        if number and took > 1.5 * usual:
+            places = [
+                f"{phase}: {count / look.ours.total():.0%} of {look.seconds * 1e3:.0f} ms in {name}"
+                for phase, look in looks.items()
+                for name, count in look.ours.most_common(4)
+            ]
+            print(f"    step {number}, {took:.0f} ms: " + "; ".join(places), flush=True)
 
 
 def show_gaps(steps: Steps, context: Context) -> None:
-    """Prints what kernels take in a step, and what was between them."""
+    """Prints what a GPU's kernels take in a step, and what was between them."""
+    if steps.device.type != "cuda":
+        return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         steps.run(context, _TIMED_SEED)
     launched: dict[int, int] = {}
@@ -251,15 +258,13 @@ def main() -> None:
     steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
     steps.run(keep_everything)
     kept = steps.show("everything kept", keep_everything)
-    if device.type == "cuda":
-        show_gaps(steps, keep_everything)
+    show_gaps(steps, keep_everything)
     checkpointing = checkpointing_of(steps.subject.model)
     least = kept
     if checkpointing is not None:
         with checkpointing(None):
             least = steps.show("own checkpointing", keep_everything)
-            if device.type == "cuda":
-                show_gaps(steps, keep_everything)
+            show_gaps(steps, keep_everything)
             show_python(steps, keep_everything)
     clean(device)
     budget = {"checkpoint": least, "middle": (least + kept) / 2, "unlimited": 0.0}[given.budget]
@@ -270,8 +275,7 @@ def main() -> None:
         library.wait()
         steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)
         steps.show(f"Session, {budget:.2f} GiB", session.step)
-        if device.type == "cuda":
-            show_gaps(steps, session.step)
+        show_gaps(steps, session.step)
         show_python(steps, session.step)
         plan, report = session.plan(), session.report()
         tiers = Counter(one.tier for one in plan.placements) if plan is not None else {}

@@ -164,11 +164,10 @@ class CudaCopy:  # pragma: gpu
     def wait(self) -> None:
         """Makes the device's current stream wait for the copy. Does not block the host."""
         events = self.queue.events
-        if events.is_here():
-            self.wait_on(events.current_stream())
-        else:
+        if not events.is_here():
             with torch.cuda.device(events.index):
-                self.wait_on(events.current_stream())
+                return self.wait()
+        self.wait_on(events.current_stream())
 
     def wait_on(self, stream: int) -> None:
         """Makes a stream, by its handle, wait for the copy."""

@@ -27,7 +27,8 @@ PyObject *first;  // (0,)
 
 #define NAMES(X) \
     X(_add_output) X(_at) X(_begin) X(_buffers) X(_device) X(_finish) X(_forget_unless_new) X(_give_back_late) \
-    X(_is_compiling_flag) X(_is_leaf) X(_modules) X(_notice) X(_order) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) \
+    X(_is_compiling_flag) X(_is_leaf) X(_modules) X(_notice) X(_order) X(_parameters) X(_records) X(_run) \
+    X(_save_made) X(_within) X(absent) X(acquire) \
     X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) \
     X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) X(num_used) X(out) X(pack) X(peak_bytes) \
     X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) X(unpack) X(within)

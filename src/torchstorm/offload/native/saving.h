@@ -15,6 +15,8 @@ bool fits(const Way *way, int64_t nbytes, int64_t expected) {
     return nbytes == expected || (!way->is_exact && nbytes < expected);
 }
 
+const Moment &moment_of(const Way *way, int64_t moment) { return (*way->moments->all)[static_cast<size_t>(moment)]; }
+
 bool is_current(const Way *way, PyObject *settled) { return see(way->progress, running_settled) == settled; }
 
 void call_at(PyObject *settled, PyObject *what, int64_t moment) {
@@ -132,7 +134,7 @@ PyObject *new_ticket(const Way *way, PyObject *saved, PyObject *view) {  // take
 // As `Settled._pack_made`, and as `Settled._pack_away` for a result of the call that runs; nullptr without an error where
 // that is not what is saved.
 PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, int64_t moment) {
-    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    const Moment &one = moment_of(way, moment);
     Own value(Py_XNewRef(returned(way, one, tensor))), unfinished;
     if (!value) {
         unfinished.at = get(way->tape, s_unfinished);
@@ -221,7 +223,7 @@ PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, Py
 
 // As `Settled._pack_away`, for what has left and is saved once more; nullptr without an error where that must be called.
 PyObject *pack_again(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
-    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    const Moment &one = moment_of(way, moment);
     if (!fits(way, static_cast<int64_t>(tensor.storage().nbytes()), one.nbytes)) return nullptr;
     Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
     PyObject *group = find(at.at, address);
@@ -243,7 +245,7 @@ PyObject *pack_again(Way *way, PyObject *settled, PyObject *object, const at::Te
 
 // As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
 PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
-    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    const Moment &one = moment_of(way, moment);
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (!fits(way, nbytes, one.nbytes)) return nullptr;
     if (one.is_busy) call_at(settled, s__begin, moment);
@@ -287,21 +289,21 @@ PyObject *new_untouched(PyObject *object, const at::Tensor &tensor) {
 PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor) {
     const int64_t moment = see_int(way->progress, running_moment) + 1;
     const bool is_planned = moment < static_cast<int64_t>(way->moments->all->size());
-    if (is_planned && way->repeats != Py_None && (*way->moments->all)[static_cast<size_t>(moment)].maker != nullptr) {
+    if (is_planned && way->repeats != Py_None && moment_of(way, moment).maker != nullptr) {
         PyObject *ticket = pack_made(way, settled, object, tensor, moment);
         if (ticket != nullptr) return ticket;
     }
     Own address(address_of(tensor));
     if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);
-    if (!is_planned || (*way->moments->all)[static_cast<size_t>(moment)].kind == Moment::unpacks) return nullptr;
+    if (!is_planned || moment_of(way, moment).kind == Moment::unpacks) return nullptr;
     Locked locked(way->lock);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
     Own released(get(way->kept, s_released));
     const Py_ssize_t num_released = PyObject_Size(released.at);
     if (num_released < 0) throw Failed();
     if (num_released) Own done(checked(PyObject_CallMethodNoArgs(way->kept, s_settle)));
-    const bool stays = (*way->moments->all)[static_cast<size_t>(moment)].kind == Moment::stays;
-    return (stays ? pack_stay : pack_again)(way, settled, object, tensor, address.at, moment);
+    const auto pack_it = moment_of(way, moment).kind == Moment::stays ? pack_stay : pack_again;
+    return pack_it(way, settled, object, tensor, address.at, moment);
 }
 
 Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
@@ -333,7 +335,7 @@ bool arrives(Way *way, PyObject *settled, PyObject *storage) {
     if (!is_current(way, settled)) return false;
     const int64_t moment = see_int(way->progress, running_moment) + 1;
     if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
-    const Moment &one = (*way->moments->all)[static_cast<size_t>(moment)];
+    const Moment &one = moment_of(way, moment);
     if (one.kind != Moment::unpacks || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
     if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
     put_int(way->progress, running_moment, moment);

@@ -15,7 +15,7 @@ from torchstorm.plan.forecast import forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import Trace, taking
 from torchstorm.plan.typical import beside_the_host, forward_of_operations
 
 MISS = 0.08  # of what was measured: with so much, the plan itself may be wrong
@@ -50,8 +50,8 @@ def explained(
     if misses(share) <= MISS * measured_s:
         return trace, share
     factor = measured_s / forecast_s(trace, plan.placements, slowed(machine, link_share))
-    moments = tuple(replace(one, compute_s=one.compute_s * factor) for one in trace.moments)
-    ops = tuple(replace(op, compute_s=op.compute_s * factor) for op in trace.ops)
+    moments = taking(trace.moments, (one.compute_s * factor for one in trace.moments))
+    ops = taking(trace.ops, (op.compute_s * factor for op in trace.ops))
     return replace(trace, moments=moments, ops=ops), link_share
 
 
@@ -90,6 +90,5 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
     else:
         share = min(1.0, forward_s / sum(seconds))  # the rest is waiting, for the host or for copies
     seconds, idle_s = beside_the_host([one * share for one in seconds], max(0.0, host_s - own_s))
-    found = (replace(one, compute_s=took) for one, took in zip(trace.moments, seconds, strict=False))
-    moments = (*found, *trace.moments[trace.turn :])
+    moments = (*taking(trace.moments[: trace.turn], seconds), *trace.moments[trace.turn :])
     return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))
