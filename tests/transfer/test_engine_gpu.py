@@ -262,7 +262,7 @@ def test_the_arena_hands_out_pinned_memory(engine: Engine) -> None:
     out = engine.copy_out(slot.pieces[0], source, after=slot.after)
     home = engine.copy_in(back, slot.pieces[0], after=[out])
     arena.free(slot, after=[out, home])
-    following = arena.allocate(3 * MIB)
+    following = arena.allocate(3 * MIB + 1)
     assert following.pieces[0].data_ptr() == slot.pieces[0].data_ptr()
     home.wait()
     assert is_all(back, 5)

@@ -335,6 +335,31 @@ def test_copies_are_handed_on_past_an_owner_who_came_between() -> None:
     assert set(arena.allocate(2 * PAGE).after) == {first, second}
 
 
+def test_copies_that_go_on_are_listed_once_however_often_their_memory_is_given_up() -> None:
+    arena = make_arena(2, segment_pages=2)
+    copies = [FakeCopy() for _ in range(18)]
+    for number, copy in enumerate(copies):
+        arena.free(arena.allocate((1 + number % 2) * PAGE), after=[copy])
+    after = arena.allocate(PAGE).after
+    assert len(after) == len(set(after)) <= len(copies)
+
+
+def test_a_slot_is_the_next_one_of_just_its_size() -> None:
+    arena = make_arena(4)
+    first, second = arena.allocate(PAGE), arena.allocate(PAGE)
+    places, copy = [only(first).data_ptr(), only(second).data_ptr()], FakeCopy()
+    arena.free(second, after=[copy])
+    arena.free(first, after=[])
+    assert arena.used_bytes == 0
+    again = [arena.allocate(PAGE) for _ in range(2)]
+    assert [only(one).data_ptr() for one in again] == places[::-1], "the first freed first"
+    assert [one.after for one in again] == [[copy], []]
+    assert arena.used_bytes == 2 * PAGE
+    for one in again:
+        arena.free(one, after=[])
+    assert arena.allocate(4 * PAGE).nbytes == 4 * PAGE, "all of it is there for another size"
+
+
 def test_ended_copies_do_not_pile_up() -> None:
     arena = make_arena(4)
     for _ in range(100):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -19,6 +20,7 @@ class HostHandle:
     """A storage in the arena."""
 
     phase = 0
+    __slots__ = ("checksum", "label", "nbytes", "reads", "slot", "written")
 
     def __init__(self, slot: Slot, written: Copy, label: str, checksum: int | None) -> None:
         self.slot: Slot | None = slot
@@ -114,12 +116,14 @@ class HostTier:
                     what = handle.label or "a saved tensor"
                     raise CorruptionError(f"{what} ({handle.nbytes} bytes) changed in host memory.")
             copy: Copy = DoneCopy()
-            for part, piece in zip(_split(out, handle.slot.pieces), handle.slot.pieces, strict=True):
+            for part, piece in _parts(out, handle.slot.pieces):
                 if self._engine is None:
                     part.copy_(piece)
                 else:
                     copy = self._engine.copy_in(part, piece, after=[handle.written])
-            handle.reads = [read for read in handle.reads if not read.done()] + [copy]
+            if handle.reads:
+                handle.reads = [read for read in handle.reads if not read.done()]
+            handle.reads.append(copy)
             return copy
 
     def free(self, handle: Handle) -> None:
@@ -152,7 +156,7 @@ class HostTier:
 
     def _copy(self, source: torch.Tensor, slot: Slot, after: list[Copy]) -> Copy:
         copy: Copy = DoneCopy()
-        for part, piece in zip(_split(source, slot.pieces), slot.pieces, strict=True):
+        for part, piece in _parts(source, slot.pieces):
             if self._engine is None:
                 piece.copy_(part)
             else:
@@ -160,11 +164,12 @@ class HostTier:
         return copy  # all copies are on one stream, so the last one ends last
 
 
-def _split(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
+def _parts(tensor: torch.Tensor, pieces: list[torch.Tensor]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a tensor that have their places in these pieces, each beside its piece."""
     if len(pieces) == 1:
-        return [tensor]
-    stops = list(accumulate(piece.nbytes for piece in pieces))
-    return [tensor[stop - piece.nbytes : stop] for piece, stop in zip(pieces, stops, strict=True)]
+        return ((tensor, pieces[0]),)
+    stops = accumulate(piece.nbytes for piece in pieces)
+    return [(tensor[stop - piece.nbytes : stop], piece) for piece, stop in zip(pieces, stops, strict=True)]
 
 
 def _checksum(pieces: list[torch.Tensor]) -> int:

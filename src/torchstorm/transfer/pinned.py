@@ -47,20 +47,20 @@ class Slot:
     Attributes:
         pieces: uint8 tensors on the host, in order. There is one, unless the free memory was fragmented.
         after: copies of previous owners that still use this memory. New copies must wait for them.
+        nbytes: total bytes of the pieces.
     """
 
     pieces: list[torch.Tensor]
     after: list[StreamCopy]
     extents: list[tuple[_Segment, int, int]] = field(repr=False)  # segment, start, bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of the pieces."""
-        return sum(piece.nbytes for piece in self.pieces)
+    nbytes: int
 
 
 class PinnedArena:
     """Pinned host memory up to a budget. Thread-safe.
+
+    A slot that was freed is kept as it is for the next one of just as many bytes, since every step of training asks for
+    the same ones. Where there is no room left for another one, all those are given up.
 
     Args:
         capacity_bytes: the budget, an upper limit for the sum of all segments.
@@ -87,6 +87,7 @@ class PinnedArena:
         self._available_bytes = available_bytes
         self._segment_bytes = segment_bytes
         self._segments: list[_Segment] = []
+        self._spare: dict[int, deque[Slot]] = {}  # freed slots of one piece, by their bytes, the first freed first
         self._lock = threading.RLock()
         self._unpinning: list[threading.Thread] = []
 
@@ -102,7 +103,16 @@ class PinnedArena:
             BudgetError: the budget or the machine's memory is too small.
         """
         with self._lock:
-            extents = self._in_one_segment(nbytes) or self._in_new_segment(nbytes) or self._in_pieces(nbytes)
+            spare = self._spare.get(nbytes)
+            if spare:
+                slot = spare.popleft()
+                slot.after = [copy for copy in slot.after if not copy.done()]
+                self._count(slot.extents[0][2])
+                return slot
+            extents = self._in_one_segment(nbytes)
+            if not extents and self._give_up_spare():
+                extents = self._in_one_segment(nbytes)
+            extents = extents or self._in_new_segment(nbytes) or self._in_pieces(nbytes)
             pieces, after, left = [], [], nbytes
             for segment, start, size in extents:
                 pieces.append(segment.buffer[start : start + min(size, left)])
@@ -111,17 +121,19 @@ class PinnedArena:
                 while busy and busy[0][2].done():  # the first ones end first, and to ask takes the host 3 us
                     busy.popleft()
                 after += [copy for begin, end, copy in busy if begin < stop and start < end and not copy.done()]
-                self.used_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return Slot(pieces, after, extents)
+                self._count(size)
+            return Slot(pieces, after, extents, nbytes)
 
     def free(self, slot: Slot, *, after: list[StreamCopy]) -> None:
         """Frees a slot. `after` are copies that may still use its memory."""
+        slot.after = [*slot.after, *after]  # the owner may have followed none of those before it
         with self._lock:
-            for segment, start, size in slot.extents:
-                segment.extents.free(start, size)
+            for _, _, size in slot.extents:
                 self.used_bytes -= size
-                segment.busy += [(start, start + size, copy) for copy in after]
+            if len(slot.extents) == 1:
+                self._spare.setdefault(slot.nbytes, deque()).append(slot)
+            else:
+                _give_up([slot])
 
     def trim(self, keep_bytes: int, *, beside: bool = False) -> None:
         """Frees empty segments, the largest first, while at least `keep_bytes` remain.
@@ -132,6 +144,7 @@ class PinnedArena:
         """
         leaving = []
         with self._lock:
+            self._give_up_spare()
             for segment in sorted(self._segments, key=lambda one: one.extents.capacity_bytes, reverse=True):
                 size = segment.extents.capacity_bytes
                 if segment.extents.used_bytes == 0 and self.held_bytes - size >= keep_bytes:
@@ -148,8 +161,19 @@ class PinnedArena:
         """Unpins and frees every segment. A second call does nothing."""
         with self._lock:
             self._wait_until_unpinned()
+            self._give_up_spare()
             leaving, self._segments = self._segments, []
             _release(leaving)
+
+    def _count(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def _give_up_spare(self) -> bool:
+        """Makes what freed slots take free for slots of other sizes; returns whether there were any."""
+        spare, self._spare = self._spare, {}
+        _give_up([slot for slots in spare.values() for slot in slots])
+        return bool(spare)
 
     def _wait_until_unpinned(self) -> None:
         while self._unpinning:
@@ -214,6 +238,17 @@ class PinnedArena:
             extents.append((segment, start, size))
             nbytes -= size
         return extents
+
+
+def _give_up(slots: list[Slot]) -> None:
+    """Frees the extents of slots that nobody uses any more."""
+    segments = {id(segment): segment for slot in slots for segment, _, _ in slot.extents}
+    known = {at: {id(copy) for _, _, copy in segment.busy} for at, segment in segments.items()}
+    for slot in slots:
+        for segment, start, size in slot.extents:
+            segment.extents.free(start, size)
+            new = [copy for copy in slot.after if id(copy) not in known[id(segment)]]  # others have a place there
+            segment.busy += [(start, start + size, copy) for copy in new]
 
 
 def _release(segments: list[_Segment]) -> None:
