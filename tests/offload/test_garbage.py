@@ -70,3 +70,33 @@ def test_what_the_user_set_is_kept_where_it_collects_less_often(asked: tuple[int
     with rare_collections():
         assert gc.get_threshold() == asked
     assert gc.get_threshold() == asked
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_first_plan_is_collected_after_at_once_and_no_later_one_and_never_where_the_user_has_it_off(
+    is_enabled: bool,
+) -> None:
+    generations: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    gc.callbacks.append(note)
+    if not is_enabled:
+        gc.disable()
+    try:
+        with Session(model, ram="1MiB") as session:
+            seen = []
+            for _ in range(3):
+                generations.clear()
+                with session.step():
+                    model(torch.ones(2, 4)).sum().backward()
+                seen.append(generations.count(2))
+            assert session.report().num_planned > 0
+    finally:
+        gc.enable()
+        gc.callbacks.remove(note)
+    assert seen[0] == is_enabled
+    assert sum(seen[1:]) == 0

@@ -16,6 +16,7 @@ from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import Clock
+from torchstorm.offload.step.garbage import collect_early
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
@@ -79,6 +80,8 @@ class Shared:
 
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""
+        if self.plans.in_force is None:
+            collect_early()
         self.plans.put(planned, instead_of)
         self.measured.plan_changed()
 
