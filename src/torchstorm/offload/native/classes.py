@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchstorm.offload.recompute import watched
+from torchstorm.offload.recompute import replay, watched
 from torchstorm.offload.recompute.described import NOTHING, Unfinished, is_given_again
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
 from torchstorm.offload.recompute.tensors import tensors_of
+from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.kept import Kept, KeptStorage
-from torchstorm.offload.step.packed import Ticket, Untouched
-from torchstorm.offload.step.parcels import TINY_BYTES, Call, Leaf, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.packed import Ticket, Untouched, is_own_thread
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, content_of
 
@@ -37,11 +38,16 @@ def classes() -> Mapping[str, object]:
         "call": Call,
         "operation": Operator,
         "saved": Saved,
+        "saved_tensors": SavedTensors,
+        "chain": Chain,
         "parcel": Parcel,
         "weak": StorageWeakRef,
         "leaf": Leaf,
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
+        "run_again": replay.run,
+        "apply": torch.autograd.Function.apply.__code__,
+        "is_own_thread": is_own_thread,
         "long_way": LONG_WAY,
         "nothing": NOTHING,
         "choices": CHOICES,

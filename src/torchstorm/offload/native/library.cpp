@@ -1,11 +1,12 @@
-// The short way through a settled step in C++: what `Settled.pack`, `Repeats.run` and `SavedTensors.unpack` do in Python for
-// what a step has most of. It makes the same objects, and hands everything else to those.
+// The short way through a settled step in C++: what `Settled`, `Saver`, `Repeats`, `Residency` and `SavedTensors` do in Python
+// for what a step has most of. It makes the same objects, and hands everything else to those.
 //
 // Every function runs under the GIL. One that finds nothing it knows changes nothing: Python's own is called then.
 
 #include "again.h"
+#include "hooks.h"
+#include "letting_go.h"
 #include "records.h"
-#include "saving.h"
 #include "watch.h"
 
 namespace {
@@ -36,7 +37,7 @@ PyObject *use(PyObject *, PyObject *args) {
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak) TYPE(leaf) TYPE(getter)
+        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
@@ -45,6 +46,9 @@ PyObject *use(PyObject *, PyObject *args) {
         of.uint8 = named("uint8");
         of.content_of = named("content_of");
         of.tensors_of = named("tensors_of");
+        of.apply = named("apply");
+        of.run_again = named("run_again");
+        of.is_own_thread = named("is_own_thread");
         of.known_functions = named("known_functions");
         of.get_to_know = named("get_to_know");
         of.is_plain = named("is_plain");
@@ -57,6 +61,8 @@ PyObject *use(PyObject *, PyObject *args) {
 #define PLACE(type, name) type##_##name = place_of(of.type, #name);
         SLOTS(PLACE)
 #undef PLACE
+        set_finalizer(of.ticket, &ticket_dropped_method);
+        set_finalizer(of.kept, &kept_dropped_method);
         Py_RETURN_NONE;
     });
 }

@@ -18,36 +18,45 @@ namespace {
 
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *parcel, *weak, *leaf, *getter;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of;
+    PyObject *is_own_thread, *apply, *run_again;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *torch_function;
     int64_t num_names, num_counts, num_places, tiny_bytes;
 } of;
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_at) X(_begin) X(_buffers) X(_device) X(_finish) X(_forget_unless_new) X(_give_back_late) \
-    X(_is_compiling_flag) X(_is_leaf) X(_modules) X(_notice) X(_order) X(_parameters) X(_records) X(_run) \
-    X(_save_made) X(_within) X(absent) X(acquire) \
-    X(by_address) X(by_ordinal) X(closed) X(dtype) X(generator) X(get_state) X(hold) X(idle) X(inplace) X(kind) \
-    X(known) X(leaves) X(limit_bytes) X(max_norm) X(native) X(num_calls) X(num_used) X(out) X(pack) X(peak_bytes) \
-    X(release) X(released) X(repeats) X(resident_bytes) X(settle) X(shape) X(unfinished) X(unpack) X(within)
+    X(_add_output) X(_arrived) X(_at) X(_awaited) X(_begin) X(_buffers) X(_device) X(_dropped) X(_empty) X(_finish) \
+    X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) \
+    X(_let_go) X(_modules) X(_notice) X(_order) X(_parameters) \
+    X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) X(append) X(awaited) X(away) X(by_address) \
+    X(by_ordinal) X(checks) X(closed) X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) \
+    X(hold) X(idle) X(in_parts) X(inplace) X(kind) X(known) X(leaves) X(let_go) X(limit_bytes) X(max_norm) X(native) \
+    X(num_calls) X(num_used) X(out) X(over) X(pack) X(peak_bytes) X(phase) X(popleft) X(read_until) X(release) \
+    X(released) X(repeats) X(resident) X(resident_bytes) X(send) X(settle) X(settle_soon) X(shape) X(unfinished) \
+    X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)
 #undef DECLARE
 
 // Attributes of classes with `__slots__`: where they lie in an object.
 #define SLOTS(X) \
-    X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) X(running, settled) \
-    X(value, call) X(value, held) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
+    X(running, has_changed) X(running, inputs) X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) \
+    X(running, pace) X(running, recorder) X(running, settled) X(running, table) \
+    X(chain, calls) X(chain, frees) X(chain, inputs) X(chain, passed) X(chain, sources) \
+    X(value, again) X(value, call) X(value, held) X(value, is_read) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
     X(value, version) X(value, view) X(value, watch) \
     X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, places) X(record, value) \
-    X(call, args) X(call, func) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
+    X(call, args) X(call, func) X(call, inputs) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
     X(leaf, address) X(leaf, tensor) X(leaf, version) \
     X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \
-    X(saved, address) X(saved, block) X(saved, counter) X(saved, fingerprint) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, ordinal) \
+    X(saved, address) X(saved, base) X(saved, base_version) X(saved, block) X(saved, counter) X(saved, fingerprint) \
+    X(saved, kept) X(saved, live) X(saved, lost) X(saved, nbytes) X(saved, offset) X(saved, ordinal) \
     X(saved, origin) X(saved, parcel) X(saved, pointer) X(saved, root) X(saved, stale) X(saved, value) X(saved, version) X(saved, watch) \
-    X(parcel, handle) X(parcel, hold) X(parcel, members) X(parcel, number) X(parcel, order) X(parcel, recomputed) X(parcel, shared) X(parcel, used) \
+    X(parcel, back) X(parcel, block) X(parcel, buffer) X(parcel, filled) X(parcel, handle) X(parcel, hold) \
+    X(parcel, members) X(parcel, movable) X(parcel, nbytes) X(parcel, num_joined) X(parcel, number) \
+    X(parcel, order) X(parcel, recomputed) X(parcel, sealed) X(parcel, shared) X(parcel, tier) X(parcel, used) \
     X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, ticket) X(kept, version) \
     X(kept_storage, _held) X(kept_storage, address) X(kept_storage, beside) X(kept_storage, block) \
     X(kept_storage, counted_bytes) X(kept_storage, lost) X(kept_storage, movable) X(kept_storage, nbytes) \

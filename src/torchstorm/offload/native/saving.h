@@ -1,28 +1,11 @@
-// What a settled step does with a tensor that autograd saves or asks for, as `Settled`, `Saver.save_made` and
-// `SavedTensors` do it.
+// What a settled step does with a tensor that autograd saves, as `Settled` and `Saver` do it.
 
 #pragma once
 
-#include "moments.h"
+#include "moving.h"
 #include "records.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
-
 namespace {
-
-bool fits(const Way *way, int64_t nbytes, int64_t expected) {
-    return nbytes == expected || (!way->is_exact && nbytes < expected);
-}
-
-const Moment &moment_of(const Way *way, int64_t moment) { return (*way->moments->all)[static_cast<size_t>(moment)]; }
-
-bool is_current(const Way *way, PyObject *settled) { return see(way->progress, running_settled) == settled; }
-
-void call_at(PyObject *settled, PyObject *what, int64_t moment) {
-    Own number(an_int(moment));
-    Own done(checked(PyObject_CallMethodOneArg(settled, what, number.at)));
-}
 
 // As `parcels.is_made_by`.
 bool is_made_by(PyObject *call, const Moment &one) {
@@ -69,7 +52,7 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     put_shared(saved.at, saved_stale, Py_False);
     put_shared(saved.at, saved_lost, Py_None);
     put_shared(saved.at, saved_fingerprint, Py_None);
-    put_shared(saved.at, saved_block, one.made_block);
+    put_shared(saved.at, saved_block, one.left_block);
     put_shared(parcel.at, parcel_number, one.parcel);
     put_int(saved.at, saved_ordinal, one.made_ordinal);
     checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
@@ -79,13 +62,6 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
     append_at(at.at, address, saved.at);
     return saved.give();
-}
-
-// As `views.version_counter`.
-PyObject *counter_of(const at::Tensor &tensor) {
-    at::Tensor token = tensor.tensor_data();
-    token.set_data(at::empty({0}, tensor.options()));
-    return checked(THPVariable_Wrap(token));
 }
 
 // Whether a tensor is a result of the call that runs, which autograd saves before it is returned, and that call the one
@@ -149,7 +125,7 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
     const bool is_new = saved.at == Py_None;
     if ((is_new ? num_saved : see_int(saved.at, saved_ordinal)) != one.made_ordinal) return nullptr;
     if (unfinished && !(value.at = name_made(way, unfinished.at, tensor))) return nullptr;
-    if (one.is_busy) call_at(settled, s__begin, moment);
+    begin(way, settled, one, moment);
     if (is_new) {
         Own made(save_made(way, one, value.at, tensor));
         if (!made) {
@@ -164,7 +140,7 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
     PyObject *view = see(value.at, value_view);
     const bool is_whole = view != Py_None && !tensor.is_view() && !unfinished;
     Own ticket(new_ticket(way, saved.at, is_whole ? Py_NewRef(view) : view_of(object, tensor)));
-    if (one.is_busy) call_at(settled, s__finish, moment);
+    finish(way, settled, one, moment);
     return ticket.give();
 }
 
@@ -174,7 +150,7 @@ bool is_its_own(const Way *way, PyObject *object, const at::Tensor &tensor) {
     return !tensor.is_view() || !is_of_parameter(object, tensor);
 }
 
-bool count(const Way *way, int64_t nbytes) {
+bool count_if_it_fits(const Way *way, int64_t nbytes) {
     const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
     if (resident > get_int(way->residency, s_limit_bytes)) return false;
     set_int(way->residency, s_resident_bytes, resident);
@@ -221,13 +197,17 @@ PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, Py
     return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
 }
 
-// As `Settled._pack_away`, for what has left and is saved once more; nullptr without an error where that must be called.
-PyObject *pack_again(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
+PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment);
+
+// As `Settled._pack_away`, for what moves, or has left and is saved once more; nullptr without an error where that must be
+// called.
+PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
     const Moment &one = moment_of(way, moment);
     if (!fits(way, static_cast<int64_t>(tensor.storage().nbytes()), one.nbytes)) return nullptr;
     Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
     PyObject *group = find(at.at, address);
-    if (group == nullptr || find(by_address.at, address) != nullptr) return nullptr;
+    if (group == nullptr) return pack_away(way, settled, object, tensor, address, moment);
+    if (find(by_address.at, address) != nullptr) return nullptr;
     Own saved(Py_NewRef(PyList_GET_ITEM(group, 0)));
     PyObject *root = see(saved.at, saved_root), *parcel = see(saved.at, saved_parcel);
     if (see_int(saved.at, saved_ordinal) != one.ordinal || see_int(saved.at, saved_version) != version_of(tensor)) return nullptr;
@@ -236,10 +216,101 @@ PyObject *pack_again(Way *way, PyObject *settled, PyObject *object, const at::Te
     if (whole == nullptr || !(tensor.is_view() ? tensor._base() : tensor).is_same(THPVariable_Unpack(whole))) return nullptr;
     const bool may_still_stay = see(parcel, parcel_hold) != Py_None && see(parcel, parcel_handle) == Py_None;
     if (see(parcel, parcel_shared) == Py_True || may_still_stay) return nullptr;
-    if (one.is_busy) call_at(settled, s__begin, moment);
+    begin(way, settled, one, moment);
     put_int(way->progress, running_moment, moment);
     Own ticket(new_ticket(way, saved.at, view_of(object, tensor)));
-    if (one.is_busy) call_at(settled, s__finish, moment);
+    finish(way, settled, one, moment);
+    return ticket.give();
+}
+
+// As `parcels.Parcel`, with what `Residency.new_parcel` gives it; the caller counts it.
+PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes) {
+    Own parcel(allocate(of.parcel)), resident(get(way->residency, s_resident));
+    const int64_t order = get_int(way->residency, s__order);
+    set_int(way->residency, s__order, order + 1);
+    put_int(parcel.at, parcel_nbytes, nbytes);
+    put_int(parcel.at, parcel_order, order);
+    put_int(parcel.at, parcel_filled, 0);
+    put_int(parcel.at, parcel_num_joined, 0);
+    put(parcel.at, parcel_members, PySet_New(nullptr));
+    put_shared(parcel.at, parcel_block, one.left_block);
+    put_shared(parcel.at, parcel_number, one.parcel);
+    for (const Py_ssize_t place : {parcel_movable, parcel_sealed}) put_shared(parcel.at, place, Py_True);
+    for (const Py_ssize_t place : {parcel_shared, parcel_used, parcel_recomputed}) put_shared(parcel.at, place, Py_False);
+    for (const Py_ssize_t place : {parcel_buffer, parcel_hold, parcel_tier, parcel_handle, parcel_back})
+        put_shared(parcel.at, place, Py_None);
+    checked(PyDict_SetItem(resident.at, see(parcel.at, parcel_order), parcel.at));
+    return parcel.give();
+}
+
+// As `Saver.save_as_planned`, for a storage that moves alone.
+PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyObject *object, const at::Tensor &tensor, PyObject *address) {
+    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    Own value(way->tape == Py_None ? Py_NewRef(Py_None) : notice(way, settled, tensor, address, one.ordinal));
+    Own parcel(new_parcel(way, one, nbytes)), saved(allocate(of.saved));
+    count(way, nbytes);
+    put(parcel.at, parcel_buffer, bytes_in(tensor, 0, nbytes));
+    put(parcel.at, parcel_hold, THPVariable_Wrap(tensor.tensor_data()));
+    checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
+    PyObject *watch = value.at == Py_None ? Py_None : see(value.at, value_watch);
+    put_shared(saved.at, saved_parcel, parcel.at);
+    put_int(saved.at, saved_nbytes, nbytes);
+    put_int(saved.at, saved_version, version_of(tensor));
+    put_int(saved.at, saved_ordinal, one.ordinal);
+    put_shared(saved.at, saved_address, address);
+    put(saved.at, saved_watch, watch == Py_None ? watch_of(tensor) : Py_NewRef(watch));
+    put(saved.at, saved_pointer, PyLong_FromVoidPtr(const_cast<void *>(tensor.storage().data())));
+    put_shared(saved.at, saved_block, one.left_block);
+    put(saved.at, saved_kept, PyDict_New());
+    put_shared(saved.at, saved_stale, Py_False);
+    for (const Py_ssize_t place : {saved_offset, saved_live, saved_base_version}) put_int(saved.at, place, 0);
+    for (const Py_ssize_t place : {saved_counter, saved_base, saved_origin, saved_fingerprint, saved_lost})
+        put_shared(saved.at, place, Py_None);
+    put_shared(saved.at, saved_value, value.at);
+    if (value.at != Py_None) {
+        put_shared(value.at, value_saved, saved.at);
+        put_shared(value.at, value_held, Py_None);
+    }
+    Own whole(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(object));
+    put(saved.at, saved_root, weak_reference(whole.at));
+    checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
+    Own known(get(way->residency, s_known)), at(get(known.at, s__at));
+    append_at(at.at, address, saved.at);
+    Own done(checked(PyObject_CallMethodObjArgs(way->residency, s_send, parcel.at, one.tier, nullptr)));
+    return saved.give();
+}
+
+// Whether autograd saves what one call of an autograd.Function saves, as `SavedTensors._saved_by_the_same_call` asks.
+bool is_saved_by_a_function() {
+    PyFrameObject *frame = PyEval_GetFrame();  // borrowed
+    if (frame == nullptr) return false;
+    Own code(reinterpret_cast<PyObject *>(PyFrame_GetCode(frame)));
+    return code.at == of.apply;
+}
+
+// As `Settled._pack_away`, for what moves alone and is saved for the first time; nullptr without an error where that must
+// be called, and nothing has changed.
+PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
+    const Moment &one = moment_of(way, moment);
+    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    if (one.tier == nullptr || one.ordinal != see_int(way->progress, running_num_saved) || !fits(way, nbytes, one.nbytes)) return nullptr;
+    Own by_address(get(way->kept, s_by_address));
+    if (find(by_address.at, address) != nullptr || find(see(way->progress, running_inputs), address) != nullptr) return nullptr;
+    if (!is_its_own(way, object, tensor)) return nullptr;
+    if (!tensor.requires_grad() && 4 * static_cast<int64_t>(tensor.nbytes()) < nbytes) return nullptr;  // `Saver.is_input`
+    if (way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes)) return nullptr;
+    if (is_saved_by_a_function()) return nullptr;
+    begin(way, settled, one, moment);
+    Own saved(save_to_move(way, settled, one, object, tensor, address));
+    put_int(way->progress, running_num_saved, one.ordinal + 1);
+    put_int(way->progress, running_moment, moment);
+    Own ticket(new_ticket(way, saved.at, view_of(object, tensor)));
+    PyObject *parcel = see(saved.at, saved_parcel);
+    if (see(parcel, parcel_handle) == Py_None) {  // no tier had room
+        Own number(checked(PyLong_FromVoidPtr(ticket.at)));
+        checked(PyDict_SetItem(see(saved.at, saved_kept), number.at, see(parcel, parcel_hold)));
+    }
+    finish(way, settled, one, moment);
     return ticket.give();
 }
 
@@ -248,14 +319,14 @@ PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Ten
     const Moment &one = moment_of(way, moment);
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (!fits(way, nbytes, one.nbytes)) return nullptr;
-    if (one.is_busy) call_at(settled, s__begin, moment);
+    begin(way, settled, one, moment);
     Own by_ordinal(get(way->kept, s_by_ordinal)), ordinal(an_int(one.ordinal)), released(get(way->kept, s_released));
     Own value, storage;
     if (one.ordinal == see_int(way->progress, running_num_saved)) {
         Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
         if (find(by_address.at, address) != nullptr || find(at.at, address) != nullptr) return nullptr;
         const int64_t counted_bytes = nbytes < one.counted_bytes ? nbytes : one.counted_bytes;
-        if (!is_its_own(way, object, tensor) || !count(way, counted_bytes)) return nullptr;
+        if (!is_its_own(way, object, tensor) || !count_if_it_fits(way, counted_bytes)) return nullptr;
         put_int(way->progress, running_num_saved, one.ordinal + 1);
         if (one.is_noticed && way->tape != Py_None) value.at = notice(way, settled, tensor, address, one.ordinal);
         storage.at = new_storage(address, one, nbytes, counted_bytes);
@@ -273,7 +344,7 @@ PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Ten
         PyObject *alias = see(kept.at, kept_tensor);
         Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
     }
-    if (one.is_busy) call_at(settled, s__finish, moment);
+    finish(way, settled, one, moment);
     return kept.give();
 }
 
@@ -298,92 +369,9 @@ PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::
     if (!is_planned || moment_of(way, moment).kind == Moment::unpacks) return nullptr;
     Locked locked(way->lock);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
-    Own released(get(way->kept, s_released));
-    const Py_ssize_t num_released = PyObject_Size(released.at);
-    if (num_released < 0) throw Failed();
-    if (num_released) Own done(checked(PyObject_CallMethodNoArgs(way->kept, s_settle)));
-    const auto pack_it = moment_of(way, moment).kind == Moment::stays ? pack_stay : pack_again;
+    settle_kept(way);
+    const auto pack_it = moment_of(way, moment).kind == Moment::stays ? pack_stay : pack_leaving;
     return pack_it(way, settled, object, tensor, address.at, moment);
-}
-
-Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
-    if (settled == Py_None) return nullptr;
-    holder.at = get(settled, s_native);
-    return Py_TYPE(holder.at) == way_type ? reinterpret_cast<Way *>(holder.at) : nullptr;
-}
-
-// The hook that autograd calls when it saves a tensor: `SavedTensors.pack`.
-PyObject *pack(PyObject *saved_tensors, PyObject *object) {
-    return guarded([&]() -> PyObject * {
-        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
-        if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
-            return otherwise();
-        if (!is_plain_type(object)) return otherwise();
-        const at::Tensor &tensor = THPVariable_Unpack(object);
-        if (!has_bytes(tensor)) return otherwise();
-        if (Py_TYPE(object) == of.parameter) return new_untouched(object, tensor);
-        Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
-        Way *way = way_of(settled.at, holder);
-        PyObject *packed = way == nullptr ? nullptr : pack_settled(way, settled.at, object, tensor);
-        return packed != nullptr ? packed : otherwise();
-    });
-}
-
-// As `Settled.arrive`; false where that must be asked.
-bool arrives(Way *way, PyObject *settled, PyObject *storage) {
-    Locked locked(way->lock);
-    if (!is_current(way, settled)) return false;
-    const int64_t moment = see_int(way->progress, running_moment) + 1;
-    if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
-    const Moment &one = moment_of(way, moment);
-    if (one.kind != Moment::unpacks || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
-    if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
-    put_int(way->progress, running_moment, moment);
-    if (one.is_busy) {
-        call_at(settled, s__begin, moment);
-        call_at(settled, s__finish, moment);
-    }
-    return true;
-}
-
-// The hook that autograd calls when backward needs a saved tensor: `SavedTensors.unpack`.
-PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
-    return guarded([&]() -> PyObject * {
-        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
-        const bool is_kept = Py_TYPE(packed) == of.kept;
-        if (!is_kept && Py_TYPE(packed) != of.untouched) return otherwise();
-        PyObject *tensor = see(packed, is_kept ? kept_tensor : untouched_tensor);  // borrowed: it may have to leave
-        if (tensor == Py_None) return otherwise();
-        const at::Tensor &is = THPVariable_Unpack(tensor);
-        if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
-        if (is_kept) {
-            Own closed(get(saved_tensors, s_closed));
-            if (see(packed, kept_ticket) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
-            if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
-            Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
-            Way *way = way_of(settled.at, holder);
-            if (way == nullptr || see(run.at, running_open) != Py_None) return otherwise();
-            if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
-        }
-        set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
-        if (!is_kept) return Py_NewRef(tensor);
-        if (see(packed, kept_ticket) != Py_None)  // it has left the plan just now
-            return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
-        tensor = see(packed, kept_tensor);
-        return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);
-    });
-}
-
-PyMethodDef pack_method = {"pack", pack, METH_O, nullptr}, unpack_method = {"unpack", unpack, METH_O, nullptr};
-
-// hooks(saved_tensors): what `torch.autograd.graph.saved_tensors_hooks` takes, in place of its `pack` and `unpack`.
-PyObject *hooks(PyObject *, PyObject *saved_tensors) {
-    return guarded([&]() -> PyObject * {
-        Own both(checked(PyTuple_New(2)));
-        PyTuple_SET_ITEM(both.at, 0, checked(PyCFunction_New(&pack_method, saved_tensors)));
-        PyTuple_SET_ITEM(both.at, 1, checked(PyCFunction_New(&unpack_method, saved_tensors)));
-        return both.give();
-    });
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, storage_of
+from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, is_own_thread, storage_of
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
@@ -40,7 +40,6 @@ from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK
 
-_OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
 _APPLY = torch.autograd.Function.apply.__code__
 _PARAMETER, _is_function_mode_enabled = torch.nn.Parameter, torch._C._is_torch_function_mode_enabled
 
@@ -277,7 +276,7 @@ class SavedTensors:
     def settle_soon(self) -> None:
         """Frees what autograd has let go of; where someone else has the lock, that one does."""
         # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
-        if not threading.current_thread().name.startswith(_OWN_THREADS) and self._lock.acquire(blocking=False):
+        if not is_own_thread() and self._lock.acquire(blocking=False):
             self._unlock()
 
     def before_resize(self, storage: torch.UntypedStorage) -> None:

@@ -123,11 +123,14 @@ class Kept:
             raise resized_error(self.storage.block)
         return tensor
 
-    def __del__(self) -> None:
+    def drop(self) -> None:
+        """Autograd has let go of it: what runs then, by way of C++ where that is there."""
         self._released.append(self.storage)  # from any thread, even from within our own work
         owner = self.storage.owner
         if owner is not None:
             owner.settle_soon()
+
+    __del__ = drop
 
 
 class KeptTensors:

@@ -12,6 +12,8 @@ from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.views import View
 
+_OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
+
 
 class Keeper(Protocol):
     """Who gives tickets out."""
@@ -33,8 +35,11 @@ class Ticket:
         self.saved = saved
         self.view = view
 
-    def __del__(self) -> None:
+    def drop(self) -> None:
+        """Autograd has let go of it: what runs then, by way of C++ where that is there."""
         self._owner.let_go(self.saved, id(self))
+
+    __del__ = drop
 
 
 class Untouched:
@@ -68,6 +73,11 @@ def is_of_parameter(tensor: torch.Tensor) -> bool:
     if base is None:
         return type(tensor) is torch.nn.Parameter
     return base.is_leaf and isinstance(base, torch.nn.Parameter)
+
+
+def is_own_thread() -> bool:
+    """Whether the thread that runs is one of the Session's that copy."""
+    return threading.current_thread().name.startswith(_OWN_THREADS)
 
 
 class Locked:

@@ -126,7 +126,7 @@ class Table:
         """The same for the C++."""
         if self._native is None:
             lists = self.signatures, self.stayers, self.made, self.leaving, self.busy
-            self._native = found.Moments(*lists, UNPACK)
+            self._native = found.Moments(*lists, dict(self._plan.drops), dict(self._plan.fetches), self.turn, UNPACK)
         return self._native
 
     def num_shared(self, other: Table) -> int:

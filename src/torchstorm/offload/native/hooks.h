@@ -1,0 +1,93 @@
+// The hooks that autograd calls, as `SavedTensors` has them.
+
+#pragma once
+
+#include "returning.h"
+#include "saving.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+namespace {
+
+// When it saves a tensor: `SavedTensors.pack`.
+PyObject *pack(PyObject *saved_tensors, PyObject *object) {
+    return guarded([&]() -> PyObject * {
+        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
+        if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
+            return otherwise();
+        if (!is_plain_type(object)) return otherwise();
+        const at::Tensor &tensor = THPVariable_Unpack(object);
+        if (!has_bytes(tensor)) return otherwise();
+        if (Py_TYPE(object) == of.parameter) return new_untouched(object, tensor);
+        Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+        Way *way = way_of(settled.at, holder);
+        PyObject *packed = way == nullptr ? nullptr : pack_settled(way, settled.at, object, tensor);
+        return packed != nullptr ? packed : otherwise();
+    });
+}
+
+// As `Settled.arrive`; false where that must be asked.
+bool arrives(Way *way, PyObject *settled, PyObject *storage) {
+    Locked locked(way->lock);
+    if (!is_current(way, settled)) return false;
+    const int64_t moment = see_int(way->progress, running_moment) + 1;
+    if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
+    const Moment &one = moment_of(way, moment);
+    if (one.kind != Moment::unpacks || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
+    if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
+    put_int(way->progress, running_moment, moment);
+    begin(way, settled, one, moment);
+    finish(way, settled, one, moment);
+    return true;
+}
+
+// When backward needs a saved tensor: `SavedTensors.unpack`.
+PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
+    return guarded([&]() -> PyObject * {
+        const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
+        const bool is_kept = Py_TYPE(packed) == of.kept;
+        if (Py_TYPE(packed) == of.ticket) {
+            Own closed(get(saved_tensors, s_closed)), run(get(saved_tensors, s__run));
+            Own settled(Py_NewRef(see(run.at, running_settled))), holder;
+            Way *way = way_of(settled.at, holder);
+            if (way == nullptr || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            PyObject *tensor = unpack_ticket(way, saved_tensors, settled.at, packed);
+            return tensor != nullptr ? tensor : otherwise();
+        }
+        if (!is_kept && Py_TYPE(packed) != of.untouched) return otherwise();
+        PyObject *tensor = see(packed, is_kept ? kept_tensor : untouched_tensor);  // borrowed: it may have to leave
+        if (tensor == Py_None) return otherwise();
+        const at::Tensor &is = THPVariable_Unpack(tensor);
+        if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
+        if (is_kept) {
+            Own closed(get(saved_tensors, s_closed));
+            if (see(packed, kept_ticket) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
+            Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+            Way *way = way_of(settled.at, holder);
+            if (way == nullptr || see(run.at, running_open) != Py_None) return otherwise();
+            if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
+        }
+        set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
+        if (!is_kept) return Py_NewRef(tensor);
+        if (see(packed, kept_ticket) != Py_None)  // it has left the plan just now
+            return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
+        tensor = see(packed, kept_tensor);
+        return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);
+    });
+}
+
+PyMethodDef pack_method = {"pack", pack, METH_O, nullptr}, unpack_method = {"unpack", unpack, METH_O, nullptr};
+
+// hooks(saved_tensors): what `torch.autograd.graph.saved_tensors_hooks` takes, in place of its `pack` and `unpack`.
+PyObject *hooks(PyObject *, PyObject *saved_tensors) {
+    return guarded([&]() -> PyObject * {
+        Own both(checked(PyTuple_New(2)));
+        PyTuple_SET_ITEM(both.at, 0, checked(PyCFunction_New(&pack_method, saved_tensors)));
+        PyTuple_SET_ITEM(both.at, 1, checked(PyCFunction_New(&unpack_method, saved_tensors)));
+        return both.give();
+    });
+}
+
+}  // namespace

@@ -1,0 +1,242 @@
+// What a settled step does when autograd lets go of a tensor that it saved, as `LetGo`, `Residency` and `KeptTensors` do it.
+
+#pragma once
+
+#include "moments.h"
+
+namespace {
+
+bool fits(const Way *way, int64_t nbytes, int64_t expected) {
+    return nbytes == expected || (!way->is_exact && nbytes < expected);
+}
+
+const Moment &moment_of(const Way *way, int64_t moment) { return (*way->moments->all)[static_cast<size_t>(moment)]; }
+
+bool is_current(const Way *way, PyObject *settled) { return see(way->progress, running_settled) == settled; }
+
+Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
+    if (settled == Py_None) return nullptr;
+    holder.at = get(settled, s_native);
+    return Py_TYPE(holder.at) == way_type ? reinterpret_cast<Way *>(holder.at) : nullptr;
+}
+
+Py_ssize_t size_of(PyObject *object) { return checked(static_cast<int>(PyObject_Size(object))); }
+
+Py_ssize_t size_at(PyObject *object, PyObject *name) {
+    Own found(get(object, name));
+    return size_of(found.at);
+}
+
+// As `SavedStorages._forget`.
+void forget_at(PyObject *at, PyObject *saved, PyObject *address) {
+    PyObject *group = find(at, address);
+    if (group == nullptr) return;
+    for (Py_ssize_t place = 0; place < PyList_GET_SIZE(group); ++place)
+        if (PyList_GET_ITEM(group, place) == saved) {
+            checked(PyList_SetSlice(group, place, place + 1, nullptr));
+            break;
+        }
+    if (!PyList_GET_SIZE(group)) checked(PyDict_DelItem(at, address));
+}
+
+void forget_if_there(PyObject *dict, PyObject *key) {
+    if (find(dict, key) != nullptr) checked(PyDict_DelItem(dict, key));
+}
+
+// As `Residency.discard`, for a parcel of which autograd holds nothing any more.
+void discard(const Way *way, PyObject *parcel) {
+    Own checks(get(way->residency, s_checks));
+    if (checks.at != Py_False || see(parcel, parcel_back) != Py_None || see(parcel, parcel_shared) != Py_False) {
+        Own done(checked(PyObject_CallMethodOneArg(way->residency, s_discard, parcel)));
+        return;
+    }
+    Own resident(get(way->residency, s_resident)), away(get(way->residency, s_away)), absent(get(way->residency, s_absent));
+    PyObject *order = see(parcel, parcel_order);
+    put_shared(parcel, parcel_buffer, Py_None);
+    put_shared(parcel, parcel_hold, Py_None);
+    put_shared(parcel, parcel_used, Py_False);
+    if (find(resident.at, order) != nullptr) {
+        checked(PyDict_DelItem(resident.at, order));
+        const int64_t left = get_int(way->residency, s_resident_bytes) - see_int(parcel, parcel_nbytes);
+        set_int(way->residency, s_resident_bytes, left);
+    }
+    checked(PySet_Discard(absent.at, parcel));
+    forget_if_there(away.at, order);
+    Own handle(Py_NewRef(see(parcel, parcel_handle))), tier(Py_NewRef(see(parcel, parcel_tier)));
+    if (handle.at == Py_None || tier.at == Py_None) return;
+    Own done(checked(PyObject_CallMethodOneArg(tier.at, s_free, handle.at)));
+    put_shared(parcel, parcel_handle, Py_None);
+}
+
+// As `LetGo._remove`.
+void remove(const Way *way, PyObject *saved) {
+    Own known(get(way->residency, s_known)), at(get(known.at, s__at));
+    Own parcel(Py_NewRef(see(saved, saved_parcel))), value(Py_NewRef(see(saved, saved_value)));
+    put_shared(saved, saved_value, Py_None);
+    PyObject *base = see(saved, saved_base);
+    if (base != Py_None) {
+        Own address(address_of(THPVariable_Unpack(base)));
+        forget_at(at.at, saved, address.at);
+        put_shared(saved, saved_base, Py_None);
+    }
+    forget_at(at.at, saved, see(saved, saved_address));
+    Own members(Py_NewRef(see(parcel.at, parcel_members)));
+    checked(PySet_Discard(members.at, saved));
+    if (!PySet_GET_SIZE(members.at) && see(parcel.at, parcel_sealed) == Py_True) discard(way, parcel.at);
+    if (value.at == Py_None || see(value.at, value_saved) != saved) return;
+    put_shared(value.at, value_saved, Py_None);
+    PyObject *group = find(at.at, see(saved, saved_address));
+    for (Py_ssize_t place = 0; group != nullptr && place < PyList_GET_SIZE(group); ++place)
+        if (see(PyList_GET_ITEM(group, place), saved_value) == value.at)  // saved with another version counter, too
+            put_shared(value.at, value_saved, PyList_GET_ITEM(group, place));
+}
+
+// As `LetGo._is_read_later`, of bytes and of the storage that has them.
+bool is_read_later(const Way *way, PyObject *value, PyObject *ordinal) {
+    if (value == Py_None || see(value, value_is_read) != Py_True || !size_at(way->residency, s_absent)) return false;
+    PyObject *table = see(way->progress, running_table);
+    if (table == Py_None || as_int(ordinal) < 0 || see(way->progress, running_has_changed) != Py_False) return true;
+    Own read_until(get(table, s_read_until));
+    PyObject *until = find(read_until.at, ordinal);
+    if (until == nullptr) return see(value, value_call) == Py_None;
+    return see_int(way->progress, running_moment) < as_int(until);
+}
+
+// As `KeptTensors._forget`.
+void forget_kept(const Way *way, PyObject *storage) {
+    const int64_t left = get_int(way->residency, s_resident_bytes) - see_int(storage, kept_storage_counted_bytes);
+    set_int(way->residency, s_resident_bytes, left);
+    put_int(storage, kept_storage_counted_bytes, 0);
+    PyObject *value = see(storage, kept_storage_value);
+    if (value != Py_None && see(value, value_held) == see(storage, kept_storage__held)) put_shared(value, value_held, Py_None);
+    for (const Py_ssize_t place : {kept_storage_value, kept_storage__held, kept_storage_owner})
+        put_shared(storage, place, Py_None);
+    Own by_address(get(way->kept, s_by_address)), in_parts(get(way->kept, s_in_parts));
+    PyObject *address = see(storage, kept_storage_address), *beside = see(storage, kept_storage_beside);
+    if (find(by_address.at, address) != storage) return;
+    if (beside == Py_None)
+        checked(PyDict_DelItem(by_address.at, address));
+    else
+        checked(PyDict_SetItem(by_address.at, address, beside));
+    checked(PySet_Discard(in_parts.at, address));
+}
+
+// As `KeptTensors.settle`.
+void settle_kept(const Way *way) {
+    Own released(get(way->kept, s_released));
+    while (size_of(released.at)) {
+        Own storage(checked(PyObject_CallMethodNoArgs(released.at, s_popleft)));
+        const int64_t live = see_int(storage.at, kept_storage_num_live) - 1;
+        put_int(storage.at, kept_storage_num_live, live);
+        if (live) continue;
+        if (is_read_later(way, see(storage.at, kept_storage_value), see(storage.at, kept_storage_ordinal))) {
+            Own awaited(get(way->kept, s_awaited));
+            checked(PyList_Append(awaited.at, storage.at));
+        } else {
+            forget_kept(way, storage.at);
+        }
+    }
+}
+
+// Whether there is nothing to settle, beside what stays and was let go, and nothing that would be looked for.
+bool is_quiet(const Way *way, PyObject *let_go) {
+    if (size_at(let_go, s__dropped) || see(way->progress, running_recorder) != Py_None) return false;
+    return !size_at(way->kept, s_awaited) && !size_at(let_go, s__awaited);
+}
+
+// As `LetGo.settle`; under the lock.
+void settle(const Way *way, PyObject *let_go) {
+    settle_kept(way);
+    if (!is_quiet(way, let_go)) Own done(checked(PyObject_CallMethodNoArgs(let_go, s_settle)));
+}
+
+// Holds the lock, as `SavedTensors._locked`; what was let go meanwhile is settled in the end.
+struct Holding {
+    const Way *way;
+    Own let_go;
+    bool is_held = false;
+    Holding(const Way *given, PyObject *owner) : way(given), let_go(get(owner, s__let_go)) {}
+    bool take(bool waits) {
+        Own taken(checked(PyObject_CallMethodOneArg(way->lock, s_acquire, waits ? Py_True : Py_False)));
+        return is_held = taken.at == Py_True;
+    }
+    void release() {
+        if (!std::exchange(is_held, false)) return;
+        Own released(checked(PyObject_CallMethodNoArgs(way->lock, s_release)));
+    }
+    ~Holding() {
+        if (!is_held) return;
+        PyObject *type, *error, *trace;
+        PyErr_Fetch(&type, &error, &trace);
+        Own released(PyObject_CallMethodNoArgs(way->lock, s_release));
+        if (!released) PyErr_WriteUnraisable(way->lock);
+        PyErr_Restore(type, error, trace);
+    }
+};
+
+// Whether the thread is one that copies, which may hold its tier's lock just now.
+bool is_own_thread() {
+    thread_local int known = -1;
+    if (known < 0) known = checked(PyObject_CallNoArgs(of.is_own_thread)) == Py_True;
+    return known;
+}
+
+// In place of `Ticket.drop`.
+PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
+    return guarded([&]() -> PyObject * {
+        if (slot(ticket, ticket__owner) == nullptr || slot(ticket, ticket_saved) == nullptr) Py_RETURN_NONE;
+        Own owner(Py_NewRef(see(ticket, ticket__owner))), saved(Py_NewRef(see(ticket, ticket_saved)));
+        const auto otherwise = [&] {
+            Own number(checked(PyLong_FromVoidPtr(ticket)));
+            return PyObject_CallMethodObjArgs(owner.at, s_let_go, saved.at, number.at, nullptr);
+        };
+        if (Py_TYPE(owner.at) != of.saved_tensors || is_own_thread()) return otherwise();
+        Own run(get(owner.at, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+        Way *way = way_of(settled.at, holder);
+        if (way == nullptr) return otherwise();
+        {
+            Holding holding(way, owner.at);
+            if (!holding.take(false)) return otherwise();
+            settle_kept(way);
+            const bool is_read = is_read_later(way, see(saved.at, saved_value), see(saved.at, saved_ordinal));
+            if (is_read || !is_quiet(way, holding.let_go.at)) {
+                holding.release();
+                return otherwise();
+            }
+            PyObject *kept = see(saved.at, saved_kept);
+            if (PyDict_GET_SIZE(kept)) {
+                Own number(checked(PyLong_FromVoidPtr(ticket)));
+                forget_if_there(kept, number.at);
+            }
+            const int64_t live = see_int(saved.at, saved_live) - 1;
+            put_int(saved.at, saved_live, live);
+            if (!live) remove(way, saved.at);
+            const bool is_done = is_quiet(way, holding.let_go.at) && !size_at(way->kept, s_released);
+            holding.release();
+            if (is_done) Py_RETURN_NONE;
+        }
+        return PyObject_CallMethodNoArgs(owner.at, s_settle_soon);
+    });
+}
+
+// In place of `Kept.drop`.
+PyObject *kept_dropped(PyObject *kept, PyObject *) {
+    return guarded([&]() -> PyObject * {
+        if (slot(kept, kept__released) == nullptr || slot(kept, kept_storage) == nullptr) Py_RETURN_NONE;
+        PyObject *storage = see(kept, kept_storage);
+        Own done(checked(PyObject_CallMethodOneArg(see(kept, kept__released), s_append, storage)));
+        Own owner(Py_NewRef(see(storage, kept_storage_owner)));
+        if (owner.at == Py_None) Py_RETURN_NONE;
+        return PyObject_CallMethodNoArgs(owner.at, s_settle_soon);
+    });
+}
+
+PyMethodDef ticket_dropped_method = {"__del__", ticket_dropped, METH_NOARGS, nullptr};
+PyMethodDef kept_dropped_method = {"__del__", kept_dropped, METH_NOARGS, nullptr};
+
+void set_finalizer(PyTypeObject *type, PyMethodDef *method) {
+    Own function(checked(PyDescr_NewMethod(type, method)));
+    checked(PyObject_SetAttrString(reinterpret_cast<PyObject *>(type), "__del__", function.at));
+}
+
+}  // namespace

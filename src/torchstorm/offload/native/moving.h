@@ -1,0 +1,137 @@
+// What a settled step has a moment do: give room back, and begin to bring something back, as `SavedTensors._drop` and `_fetch`
+// do it.
+
+#pragma once
+
+#include "letting_go.h"
+
+namespace {
+
+void call_at(PyObject *settled, PyObject *what, int64_t moment) {
+    Own number(an_int(moment));
+    Own done(checked(PyObject_CallMethodOneArg(settled, what, number.at)));
+}
+
+// As `views.version_counter`.
+PyObject *counter_of(const at::Tensor &tensor) {
+    at::Tensor token = tensor.tensor_data();
+    token.set_data(at::empty({0}, tensor.options()));
+    return checked(THPVariable_Wrap(token));
+}
+
+// As `views.flat_bytes`, of the storage that a tensor lies in.
+PyObject *bytes_in(const at::Tensor &tensor, int64_t offset, int64_t nbytes) {
+    const auto key = at::TensorOptions().device(tensor.device()).dtype(at::kByte).computeDispatchKey();
+    at::Tensor bytes = at::detail::make_tensor<at::TensorImpl>(
+        c10::Storage(tensor.storage()), c10::DispatchKeySet(key), caffe2::TypeMeta::fromScalarType(at::kByte));
+    bytes.unsafeGetTensorImpl()->set_sizes_contiguous(nbytes);
+    bytes.unsafeGetTensorImpl()->set_storage_offset(offset);
+    return checked(THPVariable_Wrap(bytes));
+}
+
+// As `Saved.has_other_memory`.
+bool has_other_memory(PyObject *saved) {
+    auto *weak = static_cast<c10::StorageImpl *>(PyLong_AsVoidPtr(see(see(saved, saved_watch), weak_cdata)));
+    c10::StorageImpl *storage = weak == nullptr ? nullptr : c10::raw::weak_intrusive_ptr::lock(weak);
+    if (storage == nullptr) return false;
+    const auto held = c10::intrusive_ptr<c10::StorageImpl>::reclaim(storage);
+    return held->data() != PyLong_AsVoidPtr(see(saved, saved_pointer));
+}
+
+// Whether the version counter of a tensor, if there is one, has moved on.
+bool has_changed(PyObject *tensor, PyObject *version) {
+    return tensor != Py_None && version_of(THPVariable_Unpack(tensor)) != as_int(version);
+}
+
+// The one storage in a parcel, where its bytes can go as they are; nullptr without an error for anything else. Borrowed.
+PyObject *alone_in(PyObject *parcel) {
+    PyObject *members = see(parcel, parcel_members);
+    if (see(parcel, parcel_shared) != Py_False || PySet_GET_SIZE(members) != 1) return nullptr;
+    Own each(checked(PyObject_GetIter(members))), saved(checked(PyIter_Next(each.at)));
+    if (PyDict_GET_SIZE(see(saved.at, saved_kept)) || has_other_memory(saved.at)) return nullptr;
+    if (has_changed(see(parcel, parcel_hold), see(saved.at, saved_version))) return nullptr;
+    if (has_changed(see(saved.at, saved_base), see(saved.at, saved_base_version))) return nullptr;
+    return saved.at;  // the parcel holds it
+}
+
+void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
+    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
+    set_int(way->residency, s_resident_bytes, resident);
+    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
+}
+
+// As `Residency.drop`.
+void drop(const Way *way, PyObject *parcel) {
+    if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
+    Own saved(Py_XNewRef(alone_in(parcel)));
+    if (!saved) {
+        Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));
+        return;
+    }
+    Own back(Py_NewRef(see(parcel, parcel_back))), copy;
+    copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
+    Own waited(checked(PyObject_CallMethodNoArgs(copy.at, s_wait)));
+    put_shared(parcel, parcel_back, Py_None);
+    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    PyObject *order = see(parcel, parcel_order), *base = see(saved.at, saved_base);
+    checked(PyDict_SetItem(away.at, order, parcel));
+    if (base != Py_None) {
+        Own known(get(way->residency, s_known)), at(get(known.at, s__at)), address(address_of(THPVariable_Unpack(base)));
+        forget_at(at.at, saved.at, address.at);
+        put_shared(saved.at, saved_base, Py_None);
+    }
+    PyObject *hold = see(parcel, parcel_hold);
+    if (hold != Py_None && see(saved.at, saved_counter) == Py_None)
+        put(saved.at, saved_counter, counter_of(THPVariable_Unpack(hold)));
+    put_shared(parcel, parcel_buffer, Py_None);
+    put_shared(parcel, parcel_hold, Py_None);
+    put_shared(parcel, parcel_used, Py_False);
+    if (find(resident.at, order) == nullptr) return;
+    checked(PyDict_DelItem(resident.at, order));
+    count(way, -see_int(parcel, parcel_nbytes));
+}
+
+// As `Residency.fetch`.
+void fetch(const Way *way, PyObject *parcel) {
+    const int64_t nbytes = see_int(parcel, parcel_nbytes);
+    if (way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes)) {
+        Own done(checked(PyObject_CallMethodOneArg(way->residency, s_fetch, parcel)));
+        return;
+    }
+    Own tier(Py_NewRef(see(parcel, parcel_tier))), handle(Py_NewRef(see(parcel, parcel_handle)));
+    Own phase(get(handle.at, s_phase));
+    put(parcel, parcel_buffer,
+        PyObject_CallMethodObjArgs(way->residency, s__empty, see(parcel, parcel_nbytes), phase.at, nullptr));
+    Own buffer(Py_NewRef(see(parcel, parcel_buffer)));
+    put(parcel, parcel_back, PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
+    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    PyObject *order = see(parcel, parcel_order);
+    forget_if_there(away.at, order);
+    checked(PyDict_SetItem(resident.at, order, parcel));
+    count(way, nbytes);
+}
+
+// As `Settled._begin`.
+void begin(const Way *way, PyObject *settled, const Moment &one, int64_t moment) {
+    if (!one.is_busy) return;
+    if (one.is_turn || see(way->progress, running_pace) != Py_None) return call_at(settled, s__begin, moment);
+    for (PyObject *number : one.drops) {
+        Own parcel(Py_XNewRef(find(see(way->progress, running_numbered), number)));
+        if (parcel) drop(way, parcel.at);
+    }
+}
+
+// As `Settled._finish`.
+void finish(const Way *way, PyObject *settled, const Moment &one, int64_t moment) {
+    if (!one.is_busy) return;
+    if (see(way->progress, running_pace) != Py_None) return call_at(settled, s__finish, moment);
+    Own let_go(get(way->owner, s__let_go));
+    settle(way, let_go.at);
+    for (PyObject *number : one.fetches) {
+        Own parcel(Py_XNewRef(find(see(way->progress, running_numbered), number)));
+        if (!parcel || see(parcel.at, parcel_handle) == Py_None || see(parcel.at, parcel_buffer) != Py_None) continue;
+        if (PySet_GET_SIZE(see(parcel.at, parcel_members))) fetch(way, parcel.at);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,197 @@
+// What has left in a settled step, when backward asks for it, as `SavedTensors` and `Residency` do it.
+
+#pragma once
+
+#include "again.h"
+#include "moving.h"
+
+namespace {
+
+bool is_absent(PyObject *parcel) { return see(parcel, parcel_buffer) == Py_None && see(parcel, parcel_handle) == Py_None; }
+
+void wait_until_back(PyObject *parcel) {
+    Own back(Py_NewRef(see(parcel, parcel_back)));
+    if (back.at == Py_None) return;
+    Own done(checked(PyObject_CallMethodNoArgs(back.at, s_wait)));
+    put_shared(parcel, parcel_back, Py_None);
+}
+
+// As `Residency._is_back`.
+void is_back(const Way *way, PyObject *saved, PyObject *base) {
+    const at::Tensor &tensor = THPVariable_Unpack(base);
+    put_shared(saved, saved_base, base);
+    put_int(saved, saved_base_version, version_of(tensor));
+    Own known(get(way->residency, s_known)), at(get(known.at, s__at)), address(address_of(tensor));
+    if (!equal(address.at, see(saved, saved_address))) append_at(at.at, address.at, saved);
+}
+
+// ------------------------------------------------------------------ computed again
+
+// As `Chain.serves`.
+bool serves(PyObject *chain, PyObject *value) {
+    PyObject *calls = see(chain, chain_calls), *inputs = see(chain, chain_inputs);
+    const Py_ssize_t num = PyList_GET_SIZE(calls);
+    if (!num || see(value, value_call) != PyList_GET_ITEM(calls, num - 1)) return false;
+    for (Py_ssize_t at = 0; at < num; ++at)
+        if (see(PyList_GET_ITEM(calls, at), call_inputs) != PyList_GET_ITEM(inputs, at)) return false;
+    Own each(checked(PyObject_GetIter(see(chain, chain_passed))));
+    while (Own one{PyIter_Next(each.at)}) {
+        PyObject *saved = see(one.at, value_saved);
+        if (see(one.at, value_held) != Py_None || (saved != Py_None && !is_absent(see(saved, saved_parcel)))) return false;
+    }
+    if (PyErr_Occurred()) throw Failed();
+    return true;
+}
+
+// What holds the bytes of a value, as `replay._find` asks; nullptr without an error where Python must be asked.
+PyObject *bytes_of(const Way *way, PyObject *value) {
+    Own saved(Py_NewRef(see(value, value_saved)));
+    if (saved.at == Py_None) {
+        PyObject *held = see(value, value_held);
+        if (held == Py_None || has_changed(PyTuple_GET_ITEM(held, 0), PyTuple_GET_ITEM(held, 1))) return nullptr;
+        PyObject *tensor = PyTuple_GET_ITEM(held, 0);
+        return THPVariable_Unpack(tensor).scalar_type() == at::kByte ? nullptr : Py_NewRef(tensor);
+    }
+    Own parcel(Py_NewRef(see(saved.at, saved_parcel)));
+    if (see(saved.at, saved_stale) != Py_False || see(parcel.at, parcel_shared) != Py_False) return nullptr;
+    if (is_absent(parcel.at)) return nullptr;
+    if (has_changed(see(parcel.at, parcel_hold), see(saved.at, saved_version))) return nullptr;
+    if (has_changed(see(saved.at, saved_base), see(saved.at, saved_base_version))) return nullptr;
+    if (see(parcel.at, parcel_buffer) == Py_None) fetch(way, parcel.at);
+    wait_until_back(parcel.at);
+    PyObject *base = see(saved.at, saved_base);
+    return Py_NewRef(base != Py_None ? base : see(parcel.at, parcel_buffer));
+}
+
+// As `Residency._arrived`.
+void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wanted) {
+    Own parcel(Py_NewRef(see(saved, saved_parcel)));
+    const at::Tensor &tensor = THPVariable_Unpack(content);
+    const bool is_row = tensor.scalar_type() == at::kByte;
+    const int64_t nbytes = static_cast<int64_t>(is_row ? tensor.nbytes() : tensor.storage().nbytes());
+    const int64_t resident_bytes = get_int(way->residency, s_resident_bytes), limit = get_int(way->residency, s_limit_bytes);
+    const bool is_tight = way->device < 0 && resident_bytes + std::max(nbytes, see_int(parcel.at, parcel_nbytes)) > limit;
+    if (nbytes != see_int(saved, saved_nbytes) || see(saved, saved_fingerprint) != Py_None || is_tight) {
+        Own function(get(way->residency, s__arrived)), args(PyTuple_Pack(2, saved, content)), kwargs(PyDict_New());
+        checked(PyDict_SetItem(checked(kwargs.at), s_wanted, wanted));
+        Own done(checked(PyObject_Call(function.at, checked(args.at), kwargs.at)));
+        return;
+    }
+    Own absent(get(way->residency, s_absent)), away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    put_shared(parcel.at, parcel_buffer, content);
+    checked(PySet_Discard(absent.at, parcel.at));
+    forget_if_there(away.at, see(parcel.at, parcel_order));
+    checked(PyDict_SetItem(resident.at, see(parcel.at, parcel_order), parcel.at));
+    count(way, see_int(parcel.at, parcel_nbytes));
+    is_back(way, saved, content);
+}
+
+// As `replay._run_into`.
+void run_into(const Way *way, PyObject *there, PyObject *call, PyObject *passed, PyObject *wanted) {
+    PyObject *of_call[] = {call, there};
+    Own contents(checked(again(nullptr, of_call, 2)));
+    if (contents.at == of.long_way) {
+        Own run(PyObject_CallFunctionObjArgs(of.run_again, call, there, nullptr));
+        std::swap(contents.at, run.at);
+        checked(contents.at);
+    }
+    Own outputs(Py_NewRef(see(call, call_outputs)));
+    if (PyList_GET_SIZE(outputs.at) != PyList_GET_SIZE(contents.at)) {
+        PyErr_SetString(PyExc_ValueError, "an operation gave other outputs than it was recorded with");
+        throw Failed();
+    }
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(outputs.at); ++at) {
+        Own made(Py_XNewRef(referent(PyList_GET_ITEM(outputs.at, at))));
+        if (!made) continue;
+        PyObject *content = PyList_GET_ITEM(contents.at, at);
+        if (checked(PySet_Contains(passed, made.at))) checked(PyDict_SetItem(there, made.at, content));
+        Own saved(Py_NewRef(see(made.at, value_saved)));
+        if (saved.at != Py_None && is_absent(see(saved.at, saved_parcel))) arrived(way, saved.at, content, wanted);
+    }
+}
+
+// As `replay.compute_again`, where the operations are known that make a value; false where that must be called.
+bool compute_again(const Way *way, PyObject *saved) {
+    Own value(Py_NewRef(see(saved, saved_value)));
+    if (value.at == Py_None || Py_TYPE(see(value.at, value_again)) != of.chain) return false;
+    Own chain(Py_NewRef(see(value.at, value_again))), there(checked(PyDict_New()));
+    if (!serves(chain.at, value.at)) return false;
+    PyObject *sources = see(chain.at, chain_sources), *calls = see(chain.at, chain_calls), *frees = see(chain.at, chain_frees);
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(sources); ++at) {
+        Own found(bytes_of(way, PyList_GET_ITEM(sources, at)));
+        if (!found) return false;
+        checked(PyDict_SetItem(there.at, PyList_GET_ITEM(sources, at), found.at));
+    }
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(calls); ++at) {
+        run_into(way, there.at, PyList_GET_ITEM(calls, at), see(chain.at, chain_passed), saved);
+        PyObject *done = PyList_GET_ITEM(frees, at);
+        for (Py_ssize_t place = 0; place < PyList_GET_SIZE(done); ++place)
+            checked(PyDict_DelItem(there.at, PyList_GET_ITEM(done, place)));
+    }
+    return true;
+}
+
+// Whether a storage that was let go, to be computed again, was changed since.
+bool has_changed_since(PyObject *saved) {
+    PyObject *counter = see(saved, saved_counter), *origin = see(saved, saved_origin);
+    if (counter == Py_None && origin != Py_None) counter = referent(origin);
+    return counter != nullptr && has_changed(counter, see(saved, saved_version));
+}
+
+// ------------------------------------------------------------------ all of it
+
+// As `Residency.rebuild`; nullptr without an error where that must be called.
+PyObject *rebuild(const Way *way, PyObject *saved, PyObject *view) {
+    Own parcel(Py_NewRef(see(saved, saved_parcel)));
+    if (see(saved, saved_lost) != Py_None || see(saved, saved_stale) != Py_False || PyDict_GET_SIZE(see(saved, saved_kept)))
+        return nullptr;
+    if (has_other_memory(saved)) return nullptr;
+    if (is_absent(parcel.at) && (has_changed_since(saved) || !compute_again(way, saved))) return nullptr;
+    PyObject *buffer = see(parcel.at, parcel_buffer);
+    if (buffer == Py_None || Py_TYPE(buffer) != of.tensor) return nullptr;
+    if (has_changed(see(parcel.at, parcel_hold), see(saved, saved_version))) return nullptr;
+    if (has_changed(see(saved, saved_base), see(saved, saved_base_version))) return nullptr;
+    const at::Tensor row = THPVariable_Unpack(buffer);
+    const bool is_new = see(saved, saved_base) == Py_None;
+    if (is_new && (row.scalar_type() != at::kByte || see(parcel.at, parcel_shared) != Py_False)) return nullptr;
+    wait_until_back(parcel.at);
+    if (is_new) {
+        Own bytes(bytes_in(row, see_int(saved, saved_offset), see_int(saved, saved_nbytes)));
+        is_back(way, saved, bytes.at);
+    }
+    Own there(Py_NewRef(see(saved, saved_base)));
+    PyObject *tensor = seen_over(view, there.at);
+    return tensor != nullptr ? tensor : checked(PyObject_CallMethodOneArg(view, s_over, there.at));
+}
+
+// As `SavedTensors.unpack` for a ticket; nullptr without an error where that must be called.
+PyObject *unpack_ticket(Way *way, PyObject *saved_tensors, PyObject *settled, PyObject *ticket) {
+    Own saved(Py_NewRef(see(ticket, ticket_saved))), tensor;
+    Holding holding(way, saved_tensors);
+    holding.take(true);
+    if (!is_current(way, settled) || see(way->progress, running_pace) != Py_None) return nullptr;
+    if (see(way->progress, running_open) != Py_None) return nullptr;
+    settle(way, holding.let_go.at);
+    const int64_t moment = see_int(way->progress, running_moment) + 1;
+    if (moment >= static_cast<int64_t>(way->moments->all->size())) return nullptr;
+    const Moment &one = moment_of(way, moment);
+    if (one.kind != Moment::unpacks || one.ordinal != see_int(saved.at, saved_ordinal)) return nullptr;
+    if (!fits(way, see_int(saved.at, saved_nbytes), one.nbytes)) return nullptr;
+    set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
+    put_int(way->progress, running_moment, moment);
+    begin(way, settled, one, moment);
+    tensor.at = rebuild(way, saved.at, see(ticket, ticket_view));
+    if (!tensor) {
+        tensor.at = checked(PyObject_CallMethodOneArg(saved_tensors, s__give_back, ticket));  // which ends the moment, too
+    } else {
+        put_shared(see(saved.at, saved_parcel), parcel_used, Py_True);
+        finish(way, settled, one, moment);
+    }
+    settle(way, holding.let_go.at);
+    holding.release();
+    if (size_at(holding.let_go.at, s__dropped) || size_at(way->kept, s_released))
+        Own done(checked(PyObject_CallMethodNoArgs(saved_tensors, s_settle_soon)));
+    return tensor.give();
+}
+
+}  // namespace
