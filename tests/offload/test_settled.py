@@ -235,6 +235,24 @@ def test_a_change_in_place_is_the_error_that_autograd_raises(way: str, tmp_path:
         step()
 
 
+def test_a_change_in_place_of_what_is_to_be_computed_again_is_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = NUM_LAYERS // 2
+    force_recompute(monkeypatch, lambda one: one == number)
+    model = chain()
+    with Session(model, ram=40 * LAYER_BYTES, disk=str(tmp_path)) as session:
+        settle(model, session, 10)  # by the last of which the operations that make it are known
+        assert session.plan().placements[number].tier == RECOMPUTE  # type: ignore[union-attr]
+
+        def change(_: nn.Module, given: tuple[torch.Tensor], out: torch.Tensor) -> None:
+            given[0].detach().add_(1)
+
+        model.layers[number + 1].register_forward_hook(change)  # which has saved it once more
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), session.step():
+            model(data(7)).square().mean().backward()
+
+
 @pytest.mark.parametrize("refill", [False, True], ids=["freed", "refilled"])
 def test_a_storage_that_is_resized_is_refused(way: str, refill: bool, tmp_path: Path) -> None:
     model, session = settled(way, tmp_path)

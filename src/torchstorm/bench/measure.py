@@ -170,22 +170,25 @@ class Meter:
         """
         for _ in range(warm):
             self.step(context)
-        seeds = [_timed_seed(number) for number in range(steps)]
-        if self.subject.share is not None:
-            for seed in seeds:
-                self.step(context, seed=seed)
-        timings = [self.step(context, seed=seed) for seed in seeds]
+        self.meet_sizes(context, steps=steps)
+        timings = [self.step(context, seed=_timed_seed(number)) for number in range(steps)]
         return Timing(
             seconds=tuple(timing.seconds[0] for timing in timings),
             host_seconds=tuple(timing.host_seconds[0] for timing in timings),
             peak_bytes=max(timing.peak_bytes for timing in timings),
         )
 
+    def meet_sizes(self, context: Context, *, steps: int) -> None:
+        """Where batches differ in size, runs the very steps that will be timed; else none."""
+        for number in range(steps if self.subject.share is not None else 0):
+            self.step(context, seed=_timed_seed(number))
+
     def profile(self, context: Context) -> Busy:
-        """How busy the GPU is in one step; nothing on a CPU."""
+        """How busy the GPU is in one step, of a size that was met where batches differ in size; nothing on a CPU."""
         if self.subject.device.type == "cpu":
             return Busy()
-        return profile_step(lambda: self.step(context).seconds[0])  # pragma: gpu
+        seed = None if self.subject.share is None else _timed_seed(0)  # pragma: gpu
+        return profile_step(lambda: self.step(context, seed=seed).seconds[0])  # pragma: gpu
 
     def saved_bytes(self, context: Context) -> int:
         """Peak of the bytes of saved storages in a step within a context, by a Session that keeps all; for a CPU."""

@@ -66,6 +66,7 @@ def measure_session(
     clean(meter.subject.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         library.wait()  # what a compiler builds beside a machine's first Session
+        meter.meet_sizes(session.step, steps=steps)  # the largest ones are planned for then
         warm, forecast, before, begun = 0, None, session.report(), time.perf_counter()
         while not _is_settled(before, warm, time.perf_counter() - begun):
             meter.step(session.step)
