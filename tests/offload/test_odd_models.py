@@ -94,6 +94,10 @@ class GatesOfOneBuffer(nn.Module):
         return x
 
 
+def rectified() -> nn.Module:
+    return nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.RReLU())))
+
+
 def large_step(model: nn.Module, index: int) -> torch.Tensor:
     return square(model(batch(4096, WIDTH)))
 
@@ -326,6 +330,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, float]] = {
     "packed LSTM": (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2), packed_step, 0.85),
     "gates of one buffer": (GatesOfOneBuffer, plain_step, 0.5),
     "gates of one large buffer": (GatesOfOneBuffer, large_step, 0.5),
+    "noise drawn after it was saved": (rectified, plain_step, 0.5),
+    "much noise drawn after it was saved": (rectified, large_step, 0.5),
     "broadcast, empty and 0-dim tensors": (OddShapes, plain_step, 0.5),
     "complex weights": (Complex, plain_step, 0.5),
     "overlapping views": (mlp, overlapping_views_step, 0.7),

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import force_recompute
 from offload.noted import note_packed
-from torchstorm.errors import OutOfVRAMError, UnsupportedError
+from torchstorm.errors import OutOfVRAMError, StorageError, UnsupportedError
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import TINY_BYTES
@@ -31,7 +32,7 @@ from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tables import Tables
 from torchstorm.offload.step.views import weak_reference
-from torchstorm.plan.forecast import Figures
+from torchstorm.plan.forecast import KEEP, Figures
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Trace
@@ -478,6 +479,129 @@ def test_nothing_waits_for_what_would_make_bytes_that_are_held(is_held: bool) ->
     storage = torch.zeros(1).untyped_storage()
     absent.members.add(Saved(absent, 4, 0, 0, None, 0, weak_reference(storage), 0, "", value=third))
     assert _read_later({absent}) == ({second} if is_held else {first, second})
+
+
+def test_what_only_something_read_that_has_gone_by_itself_goes_with_it() -> None:
+    add = operator(torch.ops.aten.add.Tensor)
+    first = Value(4, None)
+    second = Value(4, Call(torch.device("cpu"), add, add, (), {}, [first], [], [], None, 0, 0))
+    residency = Residency(
+        torch.device("cpu"),
+        limit_bytes=1024,
+        tiers={},
+        default_tier=KEEP,
+        empty=lambda nbytes, phase: torch.empty(nbytes),
+        staging_bytes=0,
+        check=False,
+    )
+    let_go = LetGo(residency, running=Running)
+    storages = [torch.zeros(1).untyped_storage() for _ in range(2)]
+    parcels = [residency.new_parcel(4, "", movable=True), residency.new_absent_parcel(4, "")]
+    for parcel, storage, value in zip(parcels, storages, (first, second), strict=True):
+        parcel.buffer = None if value is second else torch.zeros(4, dtype=torch.uint8)
+        saved = Saved(parcel, 4, 0, 0, None, storage._cdata, weak_reference(storage), 0, "", live=1, value=value)
+        value.saved, value.is_read = saved, True
+        parcel.members.add(saved)
+        residency.known.add(saved, saved.address)
+    assert second.saved is not None
+    for value in first, second:  # of which the first is read by what makes the second, and that by nothing
+        assert value.saved is not None
+        let_go.add(value.saved, 0)
+    let_go.settle()
+    assert not residency.known
+    assert not residency.absent
+    assert residency.resident_bytes == 0
+
+
+class Failing:
+    """A tier whose next copies back fail, and whose copies out are waited for as they are told to be."""
+
+    def __init__(self, tier: Any) -> None:
+        self._tier, self.num_failures = tier, 0
+        self.while_waiting: Callable[[torch.Tensor], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def get(self, handle: Any, out: torch.Tensor) -> Any:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise StorageError("a test")
+        return self._tier.get(handle, out)
+
+    def put(self, content: torch.Tensor, *, label: str = "") -> Any:
+        handle, tier = self._tier.put(content, label=label), self
+        copy, wait = handle.written, handle.written.wait
+
+        class Waited:
+            def wait(self) -> None:
+                wait()
+                if tier.while_waiting is not None:
+                    tier.while_waiting(content)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(copy, name)
+
+        handle.written = Waited()
+        return handle
+
+
+def failing_in(session: Session) -> Failing:
+    tiers = session._shared.residency._tiers
+    tiers["disk"] = found = Failing(tiers["disk"])
+    return found
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_copy_back_that_failed_is_begun_again_where_backward_is(num_failures: int, tmp_path: Path) -> None:
+    plain = chain()
+    model, session = settled("tight", tmp_path)
+    plain(data(7)).square().mean().backward()
+    tier = failing_in(session)
+    with session.step():
+        loss = model(data(7)).square().mean()
+        for _ in range(num_failures):
+            tier.num_failures = 1
+            with pytest.raises(StorageError, match="a test"):
+                loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+    assert all(map(torch.equal, gradients(plain), gradients(model)))
+
+
+class Spaced(Chain):
+    """What its tanh saves, nothing saves once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made.clear()
+        for layer in self.layers:
+            x = layer(x).tanh()
+            self.made.append(x.detach())
+            x = x * 1.0
+        return x
+
+
+def test_a_change_while_a_copy_out_is_waited_for_is_the_error_that_autograd_raises(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Spaced()
+    with Session(model, ram=10 * LAYER_BYTES, disk=str(tmp_path), recompute=False) as session:
+        settle(model, session, 6)
+        tier = failing_in(session)
+
+        def change(content: torch.Tensor) -> None:
+            for one in model.made:
+                if tier.while_waiting is not None and one.data_ptr() == content.data_ptr():
+                    tier.while_waiting = None
+                    one.add_(1)
+
+        tier.while_waiting = change
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"), session.step():
+            model(data(7)).square().mean().backward()
+        assert tier.while_waiting is None
 
 
 class Twice(nn.Module):

@@ -63,14 +63,14 @@ void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
 // As `Residency.drop`.
 void drop(const Way *way, PyObject *parcel) {
     if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
-    Own saved(Py_XNewRef(alone_in(parcel)));
+    Own back(Py_NewRef(see(parcel, parcel_back))), copy;
+    copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
+    Own waited(checked(PyObject_CallMethodNoArgs(copy.at, s_wait)));
+    Own saved(Py_XNewRef(alone_in(parcel)));  // as it is now: another thread may have run meanwhile
     if (!saved) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));
         return;
     }
-    Own back(Py_NewRef(see(parcel, parcel_back))), copy;
-    copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
-    Own waited(checked(PyObject_CallMethodNoArgs(copy.at, s_wait)));
     put_shared(parcel, parcel_back, Py_None);
     Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
     PyObject *order = see(parcel, parcel_order), *base = see(saved.at, saved_base);
@@ -99,11 +99,10 @@ void fetch(const Way *way, PyObject *parcel) {
         return;
     }
     Own tier(Py_NewRef(see(parcel, parcel_tier))), handle(Py_NewRef(see(parcel, parcel_handle)));
-    Own phase(get(handle.at, s_phase));
-    put(parcel, parcel_buffer,
-        PyObject_CallMethodObjArgs(way->residency, s__empty, see(parcel, parcel_nbytes), phase.at, nullptr));
-    Own buffer(Py_NewRef(see(parcel, parcel_buffer)));
+    Own phase(get(handle.at, s_phase)), size(Py_NewRef(see(parcel, parcel_nbytes)));
+    Own buffer(checked(PyObject_CallMethodObjArgs(way->residency, s__empty, size.at, phase.at, nullptr)));
     put(parcel, parcel_back, PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
+    put(parcel, parcel_buffer, buffer.give());
     Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
     PyObject *order = see(parcel, parcel_order);
     forget_if_there(away.at, order);

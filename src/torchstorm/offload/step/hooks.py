@@ -60,8 +60,7 @@ class SavedTensors:
         self.closed = ""
         self.num_used = 0  # saved tensors that backward has asked for
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
-        self._run = Running()
-        self._tables = Tables()
+        self._run, self._tables = Running(), Tables()
         self._room = Room(residency, running=lambda: self._run, give_up_kept=lambda: self._saver.give_up_kept(self))
         self._saver = Saver(
             residency, self._room, made_otherwise=lambda *moment: self._departing.made_otherwise(*moment)
@@ -275,7 +274,6 @@ class SavedTensors:
 
     def settle_soon(self) -> None:
         """Frees what autograd has let go of; where someone else has the lock, that one does."""
-        # A collection can run in a thread that copies, which may hold its tier's lock just then: leave it to others.
         if not is_own_thread() and self._lock.acquire(blocking=False):
             self._unlock()
 

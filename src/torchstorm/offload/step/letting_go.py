@@ -56,16 +56,22 @@ class LetGo:
                 self._awaited.append(saved)
             else:
                 self._remove(saved)
-        if self._awaited or kept.awaited:
-            read = _read_later(self._residency.absent)
-            kept.forget_all_but(read)
-            self._num_awaited = len(kept.awaited)
-            awaited, self._awaited = self._awaited, []
-            for saved in awaited:
-                if saved.value in read:
-                    self._awaited.append(saved)
-                else:
-                    self._remove(saved)
+        while (self._awaited or kept.awaited) and self._look():
+            pass
+
+    def _look(self) -> bool:
+        """Forgets what nothing reads that is yet to be computed again; returns whether something less is now."""
+        kept, absent = self._residency.kept, self._residency.absent
+        read, num_absent = _read_later(absent), len(absent)
+        kept.forget_all_but(read)
+        self._num_awaited = len(kept.awaited)
+        awaited, self._awaited = self._awaited, []
+        for saved in awaited:
+            if saved.value in read:
+                self._awaited.append(saved)
+            else:
+                self._remove(saved)
+        return len(absent) < num_absent
 
     def _is_read_later(self, run: Running, saved: Saved | KeptStorage) -> bool:
         """Whether something else may yet be computed again from it, because backward takes another order than it did

@@ -209,8 +209,9 @@ class Residency:
         assert parcel.tier is not None
         assert parcel.handle is not None
         self.make_room(parcel.nbytes, parcel.block)
-        parcel.buffer = self._empty(parcel.nbytes, parcel.handle.phase)
-        parcel.back = parcel.tier.get(parcel.handle, parcel.buffer)
+        buffer = self._empty(parcel.nbytes, parcel.handle.phase)
+        parcel.back = parcel.tier.get(parcel.handle, buffer)
+        parcel.buffer = buffer  # not before, since `get` may fail
         self._hold(parcel)
 
     def rebuild(self, saved: Saved, view: View) -> torch.Tensor | None:

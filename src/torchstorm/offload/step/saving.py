@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.packed import Keeper, Ticket
@@ -27,6 +31,7 @@ from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
+_OURS = str(Path(__file__).parents[2])  # begins the names of the files of whatever runs between an operation and this
 _FEW = 2**18  # of storages that a budget has room for, whatever each of them holds
 
 
@@ -130,7 +135,7 @@ class Saver:
             run.num_saved += 1
         is_input = self.is_input(run, storage, tensor)
         is_large = nbytes >= self._least_moved if run.plan is None else run.plan.trace.storages[ordinal].parcel >= 0
-        movable = is_large and not is_input
+        movable = is_large and not is_input and (tensor.requires_grad or not _is_filled_later())
         number, num_together = -1, 0
         tier = self._residency.default_tier if movable else KEEP
         value = run.tape.value_to_save(storage, tensor._version) if run.tape is not None else None
@@ -322,6 +327,14 @@ class Saver:
             if run.plan is not None and parcel.number >= 0:
                 tier = run.plan.placements[parcel.number].tier
             self._residency.put(parcel, tier)
+
+
+def _is_filled_later() -> bool:
+    """Whether what is saved is filled only afterwards, as rrelu does with its noise: a copy would hold none of it."""
+    caller: types.FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_filename.startswith(_OURS):
+        caller = caller.f_back
+    return caller is not None and caller.f_code is F.rrelu.__code__
 
 
 def _is_made_as_planned(plan: Plan, ordinal: int, call: Call | None) -> bool:
