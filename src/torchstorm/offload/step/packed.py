@@ -76,8 +76,8 @@ def is_of_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_own_thread() -> bool:
-    """Whether the thread that runs is one of the Session's that copy. It may hold its tier's lock when the collector runs
-    in it, so that what has a tier free something is left to others."""
+    """Whether the thread that runs is one of the Session's that copy. It may hold its tier's lock when the collector
+    runs in it, so that what has a tier free something is left to others."""
     return threading.current_thread().name.startswith(_OWN_THREADS)
 
 
