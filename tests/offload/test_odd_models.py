@@ -376,6 +376,12 @@ def test_an_odd_model_trains_to_the_same_bits(name: str, tmp_path: Path) -> None
     assert_exact_within(make, step, tmp_path, share=share)
 
 
+@pytest.mark.parametrize("name", ["GRU cell", "gates of one large buffer"])
+def test_a_check_takes_parts_that_change_while_the_others_are_written_for_no_fault(name: str, tmp_path: Path) -> None:
+    make, step, share = CASES[name]
+    assert_exact_within(make, step, tmp_path, share=share, recompute=False, check=True, num_steps=6)
+
+
 def run_in_child(spill: str) -> None:
     torch.set_num_threads(1)
     for name in IN_A_CHILD:

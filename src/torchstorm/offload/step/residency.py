@@ -160,6 +160,8 @@ class Residency:
         """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else row_of(parcel.buffer)
+        if self.checks and self.device.type == "cpu" and parcel.hold is not None and parcel.hold.nbytes < parcel.nbytes:
+            content = content.clone()  # parts with a version counter of their own may change while it is written
         label = label_of(parcel.block)
         for candidate in (self._tiers[tier], *self._others[tier]):
             try:
