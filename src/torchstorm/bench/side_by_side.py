@@ -118,11 +118,16 @@ class SideBySide:
         return Session(subject.model, ram=budget_bytes, disk=self._disk, optimizer=optimizer)
 
     def finish(self, row: Row) -> Row:
-        """Adds a row, with its time over what there is of the way that it compares with."""
-        base = row if row.way == row.against else self.results.find(self.shape, row.against)
-        if row.step_s is not None and base is not None and base.step_s is not None:
-            row = replace(row, over_unlimited=row.step_s / base.step_s)
-        return self.results.add(row)
+        """Adds a row, with its time over what there is of the way that it compares with, and of everything kept."""
+        return self.results.add(
+            replace(row, over_unlimited=self._over(row, row.against), over_eager=self._over(row, ways.UNLIMITED))
+        )
+
+    def _over(self, row: Row, way: str) -> float | None:
+        base = row if row.way == way else self.results.find(self.shape, way)
+        if row.step_s is None or base is None or base.step_s is None:
+            return None
+        return row.step_s / base.step_s
 
     def settle(self, way: str, *rows: Row) -> float | None:
         """Relates all rows that compare with a way to the mean of those rows of it, in seconds; None without any."""
