@@ -156,6 +156,7 @@ def test_a_step_never_waits_for_the_search_and_keeps_its_budget(
 
 
 def test_the_step_that_is_timed_waits_for_no_plan(monkeypatch: pytest.MonkeyPatch, storm: Session) -> None:
+    monkeypatch.setattr(beside, "_ARGUMENTS", NEVER)  # no better one is there by then
     run_steps(storm, 1)
     first = storm.plan()
 
