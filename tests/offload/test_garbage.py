@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchstorm.offload.session import Session
+from torchstorm.offload.step import garbage
 from torchstorm.offload.step.garbage import rare_collections
 
 
@@ -72,10 +73,12 @@ def test_what_the_user_set_is_kept_where_it_collects_less_often(asked: tuple[int
     assert gc.get_threshold() == asked
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-def test_the_first_plan_is_collected_after_at_once_and_no_later_one_and_never_where_the_user_has_it_off(
-    is_enabled: bool,
+@pytest.mark.parametrize(("is_enabled", "is_large"), [(True, True), (True, False), (False, True)])
+def test_the_first_plan_of_a_large_step_is_collected_after_at_once_unless_the_user_has_it_off(
+    is_enabled: bool, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if is_large:
+        monkeypatch.setattr(garbage, "MANY_MOMENTS", 1)
     generations: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -98,5 +101,5 @@ def test_the_first_plan_is_collected_after_at_once_and_no_later_one_and_never_wh
     finally:
         gc.enable()
         gc.callbacks.remove(note)
-    assert seen[0] == is_enabled
+    assert seen[0] == (is_enabled and is_large)
     assert sum(seen[1:]) == 0

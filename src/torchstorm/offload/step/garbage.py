@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 _NUM_OBJECTS = 50_000  # more objects made than freed, before the collector runs; Python's own default is 700 to 2000
 
+MANY_MOMENTS = 500  # of a step: some hundreds of tensors are saved and asked for
+
 _lock = threading.Lock()
 _num_steps = 0
 _before = gc.get_threshold()
@@ -37,11 +39,15 @@ def rare_collections() -> Iterator[None]:
                 gc.set_threshold(*_before)
 
 
-def collect_early() -> None:
+def collect_early(num_moments: int) -> None:
     """Runs the collector through all objects of the process, at the end of a step that takes long anyway.
 
-    A step that is traced and planned leaves tens of thousands of objects that live on. Python runs through everything
-    when those that are new to it are a quarter of all, which would be in one of the next steps: these are not.
+    A step that is traced and planned leaves objects that live on, for a large model tens of thousands. Python runs
+    through everything when those that are new to it are a quarter of all, which would be in one of the next steps.
+    Those of a small model are too few for that.
+
+    Args:
+        num_moments: of the step.
     """
-    if gc.isenabled():
+    if gc.isenabled() and num_moments >= MANY_MOMENTS:
         gc.collect()

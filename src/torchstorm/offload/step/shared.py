@@ -81,7 +81,7 @@ class Shared:
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""
         if self.plans.in_force is None:
-            collect_early()
+            collect_early(planned.trace.num_moments)
         self.plans.put(planned, instead_of)
         self.measured.plan_changed()
 
