@@ -43,6 +43,33 @@ void forget_if_there(PyObject *dict, PyObject *key) {
     if (find(dict, key) != nullptr) checked(PyDict_DelItem(dict, key));
 }
 
+void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
+    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
+    set_int(way->residency, s_resident_bytes, resident);
+    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
+}
+
+// As `SavedStorages.remove_base`.
+void remove_base(PyObject *at, PyObject *saved) {
+    PyObject *base = see(saved, saved_base);
+    if (base == Py_None) return;
+    Own address(address_of(THPVariable_Unpack(base)));
+    forget_at(at, saved, address.at);
+    put_shared(saved, saved_base, Py_None);
+}
+
+// As `Residency._release`, but for what that does with each storage in the parcel.
+void release(const Way *way, PyObject *parcel) {
+    Own resident(get(way->residency, s_resident));
+    PyObject *order = see(parcel, parcel_order);
+    put_shared(parcel, parcel_buffer, Py_None);
+    put_shared(parcel, parcel_hold, Py_None);
+    put_shared(parcel, parcel_used, Py_False);
+    if (find(resident.at, order) == nullptr) return;
+    checked(PyDict_DelItem(resident.at, order));
+    count(way, -see_int(parcel, parcel_nbytes));
+}
+
 // As `Residency.discard`, for a parcel of which autograd holds nothing any more.
 void discard(const Way *way, PyObject *parcel) {
     Own checks(get(way->residency, s_checks));
@@ -50,18 +77,10 @@ void discard(const Way *way, PyObject *parcel) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_discard, parcel)));
         return;
     }
-    Own resident(get(way->residency, s_resident)), away(get(way->residency, s_away)), absent(get(way->residency, s_absent));
-    PyObject *order = see(parcel, parcel_order);
-    put_shared(parcel, parcel_buffer, Py_None);
-    put_shared(parcel, parcel_hold, Py_None);
-    put_shared(parcel, parcel_used, Py_False);
-    if (find(resident.at, order) != nullptr) {
-        checked(PyDict_DelItem(resident.at, order));
-        const int64_t left = get_int(way->residency, s_resident_bytes) - see_int(parcel, parcel_nbytes);
-        set_int(way->residency, s_resident_bytes, left);
-    }
+    Own away(get(way->residency, s_away)), absent(get(way->residency, s_absent));
+    release(way, parcel);
     checked(PySet_Discard(absent.at, parcel));
-    forget_if_there(away.at, order);
+    forget_if_there(away.at, see(parcel, parcel_order));
     Own handle(Py_NewRef(see(parcel, parcel_handle))), tier(Py_NewRef(see(parcel, parcel_tier)));
     if (handle.at == Py_None || tier.at == Py_None) return;
     Own done(checked(PyObject_CallMethodOneArg(tier.at, s_free, handle.at)));
@@ -73,12 +92,7 @@ void remove(const Way *way, PyObject *saved) {
     Own known(get(way->residency, s_known)), at(get(known.at, s__at));
     Own parcel(Py_NewRef(see(saved, saved_parcel))), value(Py_NewRef(see(saved, saved_value)));
     put_shared(saved, saved_value, Py_None);
-    PyObject *base = see(saved, saved_base);
-    if (base != Py_None) {
-        Own address(address_of(THPVariable_Unpack(base)));
-        forget_at(at.at, saved, address.at);
-        put_shared(saved, saved_base, Py_None);
-    }
+    remove_base(at.at, saved);
     forget_at(at.at, saved, see(saved, saved_address));
     Own members(Py_NewRef(see(parcel.at, parcel_members)));
     checked(PySet_Discard(members.at, saved));
@@ -104,8 +118,7 @@ bool is_read_later(const Way *way, PyObject *value, PyObject *ordinal) {
 
 // As `KeptTensors._forget`.
 void forget_kept(const Way *way, PyObject *storage) {
-    const int64_t left = get_int(way->residency, s_resident_bytes) - see_int(storage, kept_storage_counted_bytes);
-    set_int(way->residency, s_resident_bytes, left);
+    count(way, -see_int(storage, kept_storage_counted_bytes));
     put_int(storage, kept_storage_counted_bytes, 0);
     PyObject *value = see(storage, kept_storage_value);
     if (value != Py_None && see(value, value_held) == see(storage, kept_storage__held)) put_shared(value, value_held, Py_None);

@@ -54,12 +54,6 @@ PyObject *alone_in(PyObject *parcel) {
     return saved.at;  // the parcel holds it
 }
 
-void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
-    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
-    set_int(way->residency, s_resident_bytes, resident);
-    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
-}
-
 // As `Residency.drop`.
 void drop(const Way *way, PyObject *parcel) {
     if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
@@ -72,23 +66,22 @@ void drop(const Way *way, PyObject *parcel) {
         return;
     }
     put_shared(parcel, parcel_back, Py_None);
-    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
-    PyObject *order = see(parcel, parcel_order), *base = see(saved.at, saved_base);
-    checked(PyDict_SetItem(away.at, order, parcel));
-    if (base != Py_None) {
-        Own known(get(way->residency, s_known)), at(get(known.at, s__at)), address(address_of(THPVariable_Unpack(base)));
-        forget_at(at.at, saved.at, address.at);
-        put_shared(saved.at, saved_base, Py_None);
-    }
+    Own away(get(way->residency, s_away)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+    checked(PyDict_SetItem(away.at, see(parcel, parcel_order), parcel));
+    remove_base(at.at, saved.at);
     PyObject *hold = see(parcel, parcel_hold);
     if (hold != Py_None && see(saved.at, saved_counter) == Py_None)
         put(saved.at, saved_counter, counter_of(THPVariable_Unpack(hold)));
-    put_shared(parcel, parcel_buffer, Py_None);
-    put_shared(parcel, parcel_hold, Py_None);
-    put_shared(parcel, parcel_used, Py_False);
-    if (find(resident.at, order) == nullptr) return;
-    checked(PyDict_DelItem(resident.at, order));
-    count(way, -see_int(parcel, parcel_nbytes));
+    release(way, parcel);
+}
+
+// As `Residency._hold`.
+void make_resident(const Way *way, PyObject *parcel) {
+    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    PyObject *order = see(parcel, parcel_order);
+    forget_if_there(away.at, order);
+    checked(PyDict_SetItem(resident.at, order, parcel));
+    count(way, see_int(parcel, parcel_nbytes));
 }
 
 // As `Residency.fetch`.
@@ -103,11 +96,7 @@ void fetch(const Way *way, PyObject *parcel) {
     Own buffer(checked(PyObject_CallMethodObjArgs(way->residency, s__empty, size.at, phase.at, nullptr)));
     put(parcel, parcel_back, PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
     put(parcel, parcel_buffer, buffer.give());
-    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
-    PyObject *order = see(parcel, parcel_order);
-    forget_if_there(away.at, order);
-    checked(PyDict_SetItem(resident.at, order, parcel));
-    count(way, nbytes);
+    make_resident(way, parcel);
 }
 
 // As `Settled._begin`.

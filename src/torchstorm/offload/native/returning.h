@@ -77,12 +77,10 @@ void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wante
         Own done(checked(PyObject_Call(function.at, checked(args.at), kwargs.at)));
         return;
     }
-    Own absent(get(way->residency, s_absent)), away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    Own absent(get(way->residency, s_absent));
     put_shared(parcel.at, parcel_buffer, content);
     checked(PySet_Discard(absent.at, parcel.at));
-    forget_if_there(away.at, see(parcel.at, parcel_order));
-    checked(PyDict_SetItem(resident.at, see(parcel.at, parcel_order), parcel.at));
-    count(way, see_int(parcel.at, parcel_nbytes));
+    make_resident(way, parcel.at);
     is_back(way, saved, content);
 }
 
