@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from offload.steps import Outcome, Step, assert_same
 from plan import naive
 from torchstorm.errors import BudgetError
+from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.session import Session
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -502,3 +503,11 @@ def test_what_ram_has_no_room_for_goes_to_disk_and_comes_back_the_same(tmp_path:
     assert max(found.peaks[2:]) <= budget
     found.session.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_fingerprint_takes_little_memory_beside_the_tensor() -> None:
+    row = torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fingerprint(row)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * MIB

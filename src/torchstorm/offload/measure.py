@@ -34,7 +34,7 @@ _WIDTH, _NUM_ALONE, _NUM_TURNS = 512, 20, 4  # of matrices of 1 MiB
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """How fast bytes move between a GPU and the host, each way while the other is busy too.
+    """How fast bytes move between a GPU and the host, each way while the other is idle.
 
     Attributes:
         d2h_bytes_per_s: from the GPU to the host.
@@ -166,10 +166,11 @@ def _with_gpu(machine: Machine) -> Machine:  # pragma: gpu
 
 
 def measure_link(device: torch.device) -> LinkSpeed:  # pragma: gpu
-    """Times copies of 64 MiB each way between a CUDA device and pinned host memory, then both ways at once.
+    """Times copies of 64 MiB each way between a CUDA device and pinned host memory.
 
-    In backward both ways are busy, and each is slower for it: the speeds are those. Takes 128 MiB on both for a moment,
-    or, of a device that is nearly full, as much as there is. The median of five copies counts.
+    One way at a time, as a step uses the link: what goes out does so in forward, and comes back in backward. Takes 128
+    MiB on both for a moment, or, of a device that is nearly full, as much as there is. The median of five copies
+    counts.
 
     Returns:
         The speeds; those of pageable memory, with the reason, where memory cannot be pinned.
@@ -185,30 +186,26 @@ def measure_link(device: torch.device) -> LinkSpeed:  # pragma: gpu
     except RuntimeError as error:
         not_pinned = str(error)
     try:
-        seconds: dict[str, list[float]] = {"out": [], "in": [], "both": []}
+        out_s, back_s = list[float](), list[float]()
+        ways = (
+            (out_s, functools.partial(engine.copy_out, host_out, device_out)),
+            (back_s, functools.partial(engine.copy_in, device_in, host_in)),
+        )
         for turn in range(_NUM_COPIES + 1):
-            for direction in seconds:
+            for seconds, begin_copy in ways:
                 start = clock.mark()
-                copies = []
-                if direction != "in":
-                    copies.append(engine.copy_out(host_out, device_out))
-                if direction != "out":
-                    copies.append(engine.copy_in(device_in, host_in))
-                for copy in copies:
-                    copy.wait()
+                begin_copy().wait()
                 stop = clock.mark()
                 stop.synchronize()
                 if turn:  # the first copy each way warms up
-                    seconds[direction].append(seconds_between(start, stop))
+                    seconds.append(seconds_between(start, stop))
     finally:
         engine.synchronize()
         if unpin is not None:
             unpin()
-    out_s, in_s, both_s = (statistics.median(times) for times in seconds.values())
-    share = min(1.0, max(out_s, in_s) / both_s)
     return LinkSpeed(
-        d2h_bytes_per_s=copy_bytes / out_s * share,
-        h2d_bytes_per_s=copy_bytes / in_s * share,
+        d2h_bytes_per_s=copy_bytes / statistics.median(out_s),
+        h2d_bytes_per_s=copy_bytes / statistics.median(back_s),
         not_pinned=not_pinned,
     )
 

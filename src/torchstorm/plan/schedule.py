@@ -26,7 +26,9 @@ TIERS = (KEEP, RECOMPUTE, RAM, DISK)
 KEPT, RECOMPUTED, TO_RAM, TO_DISK = range(4)
 """A choice has one byte per parcel: the index of its tier in `TIERS`."""
 
-_MARGIN = 0.3  # relative safety margin: a copy has surely ended after 1.3 times its forecast duration
+# A copy has surely ended after 1.3 times the time from the step's begin to its forecast end. The model may compute
+# faster than when it was measured, and the link be slower. Copies wait for each other, so they are late together.
+_MARGIN = 0.3
 _DROP, _SEAL, _REPLAY, _NEED, _FETCH = range(5)  # events of one moment, in this order
 
 Floats = npt.NDArray[np.float64]
@@ -280,7 +282,7 @@ class Scheduler:
                     place = int(full.argmax())
                     if full[place]:
                         forced = done + place
-                surely = ended + _MARGIN * legs[codes[first]][-1][first] - delay
+                surely = ended * (1 + _MARGIN) - delay
                 free = bisect_left(clock, surely, done, moment)
                 if min(free, forced) >= moment:
                     break

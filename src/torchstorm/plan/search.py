@@ -3,8 +3,8 @@
 With few parcels, every choice is tried. With many, equal parcels (same bytes, same operations to recompute them) form a
 group: the same tensor of every repeated block. The search starts from a few choices. It changes several members of a
 group at once, the first or the last ones, by large steps and then by small ones, as long as the forecast improves. Then
-it uses simulated annealing, and exchanges small parcels that move for fewer large ones. In the end it keeps parcels
-that need not move. The forecast does not change if their copies overlap with compute, but they wear the disk, and on a
+it uses simulated annealing, and exchanges what becomes of parcels of two groups. In the end it keeps parcels that need
+not move. The forecast does not change if their copies overlap with compute, but they wear the disk, and on a
 CPU the copying threads compete for the same cores.
 """
 
@@ -123,17 +123,19 @@ class Search:
         if best.over_bytes or best.slow_over_bytes:
             return best
         if best.seconds > self.scheduler.compute_s * (1 + _GOOD):
-            best = self._exchanged(self._annealed(best))
+            # A step cannot become faster than its compute. Where that is close, as in steps of a few milliseconds, a
+            # long search takes more than a training would ever gain. The forecast says how close, and no clock does, so
+            # that a trace always has the same plan.
+            num_parcels = len(self._able)
+            repaid = (best.seconds - self.scheduler.compute_s) * _REPAID / (_STEP_S * num_parcels)
+            most = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
+            best = self._annealed(best, int(min(most, repaid)))
+            if repaid > most:
+                best = self._exchanged(best)
         return self._keeping_more(best)
 
-    def _annealed(self, best: Schedule) -> Schedule:
+    def _annealed(self, best: Schedule, num_steps: int) -> Schedule:
         groups = [(one.members, tuple(self._options(one))) for one in self._groups]
-        num_parcels = len(self._able)
-        # A step cannot become faster than its compute. Where that is close, as in steps of a few milliseconds, a long
-        # search takes more than a training would ever gain. The forecast says how close, and no clock does, so that a
-        # trace always has the same plan.
-        repaid = (best.seconds - self.scheduler.compute_s) * _REPAID / (_STEP_S * num_parcels)
-        num_steps = int(min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels, repaid))
         for seed in range(_ROUNDS):
             found = anneal(
                 best,
@@ -226,32 +228,41 @@ class Search:
                 yield found
 
     def _exchanged(self, best: Schedule) -> Schedule:
-        """Keeps small parcels that moved, and gives up fewer larger ones for that: where a copy takes the host longer
-        than the link, many small ones cost more than their bytes. Neither change alone fits and is faster."""
-        if self.scheduler.trace.device != "cuda" or not self.scheduler.trace.host.move_s:
-            return best
-        return self._improved(best, self._exchanges)
+        """Exchanges what becomes of some parcels of one group for what becomes of others, of as many bytes: a parcel
+        that is computed again for one that moves or stays, or one that moves for one that stays. Either change alone
+        does not fit, or is slower."""
+        while True:
+            found = self._climb(self._improved(best, self._exchanges), _SMALL_STEP)
+            if not _is_better(found, best) or self._late():
+                return found
+            best = found
 
     def _exchanges(self, best: Schedule) -> Iterator[bytes]:
-        """Choices that keep some members of one group that moved, and give up at least as many bytes of another, whose
-        parcels are larger."""
+        """Choices in which some members of one group become what members of another are, and those what the first were.
+        These have at least as many bytes, and the fewest that do."""
         choice = best.choice
-        for small, large in itertools.product(self._groups, self._groups):
-            moved = [number for number in small.members if choice[number] >= TO_RAM]
-            kept = [number for number in large.members if choice[number] == KEPT]
-            step = self._largest_step if moved and small.nbytes < large.nbytes else 0
-            while step:
-                num_back = min(step * large.nbytes // small.nbytes, len(moved))
-                if step <= len(kept) and (step == 1 or num_back * small.nbytes > (step - 1) * large.nbytes):
-                    ends = itertools.product((moved[:num_back], moved[-num_back:]), (kept[:step], kept[-step:]))
-                    for (back, away), target in itertools.product(ends, self._options(large)[1:]):
-                        changed = bytearray(choice)
-                        for number in back:
-                            changed[number] = KEPT
-                        for number in away:
-                            changed[number] = target
-                        yield bytes(changed)
-                step //= 2
+        for one, other in itertools.permutations(self._groups, 2):
+            for code, better in ((RECOMPUTED, KEPT), (RECOMPUTED, self.scheduler.away), (self.scheduler.away, KEPT)):
+                gain = [number for number in one.members if self._kind(choice[number]) == code]
+                give = [number for number in other.members if self._kind(choice[number]) == better]
+                step = self._largest_step if gain and give and code in self._options(other) else 0
+                while step:
+                    if one.nbytes < other.nbytes:
+                        num_gained, num_given = min(step * other.nbytes // one.nbytes, len(gain)), step
+                    else:
+                        num_gained, num_given = step, -(-step * one.nbytes // other.nbytes)
+                    if num_gained <= len(gain) and num_given <= len(give):
+                        ends = itertools.product(
+                            (gain[:num_gained], gain[-num_gained:]), (give[:num_given], give[-num_given:])
+                        )
+                        for gaining, giving in ends:
+                            changed = bytearray(choice)
+                            for number in gaining:
+                                changed[number] = better
+                            for number in giving:
+                                changed[number] = code
+                            yield bytes(changed)
+                    step //= 2
 
     def _keeping_more(self, best: Schedule) -> Schedule:
         """Keeps parcels while the step stays as fast: the largest first, and of a group the last created first."""

@@ -49,6 +49,11 @@ void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
     if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
 }
 
+// Whether so many bytes more exceed what may be resident; a GPU's plans see to that themselves.
+bool is_too_much(const Way *way, int64_t nbytes) {
+    return way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes);
+}
+
 // As `SavedStorages.remove_base`.
 void remove_base(PyObject *at, PyObject *saved) {
     PyObject *base = see(saved, saved_base);

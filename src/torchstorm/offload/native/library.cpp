@@ -67,25 +67,35 @@ PyObject *use(PyObject *, PyObject *args) {
     });
 }
 
-// look(tensors): a number that is another one where any of a model's tensors is another, lies elsewhere, or is of another
-// kind; None where one of them is more than numbers in a storage.
-PyObject *look(PyObject *, PyObject *tensors) {
+// Asks the processor for an object of a list, if it is that long: at a step's begin none of a model is in its caches.
+void fetch_soon(PyObject *list, Py_ssize_t at) {
+    if (at < PyList_GET_SIZE(list)) __builtin_prefetch(PyList_GET_ITEM(list, at));
+}
+
+// look(tensors...): a number that is another one where any of a model's tensors, in these lists, is another, lies
+// elsewhere, or is of another kind; None where one of them is more than numbers in a storage.
+PyObject *look(PyObject *, PyObject *const *given, Py_ssize_t num) {
     return guarded([&]() -> PyObject * {
-        if (!PyList_CheckExact(tensors)) Py_RETURN_NONE;
         uint64_t seen = 0xcbf29ce484222325;  // FNV-1a
         const auto add = [&seen](uint64_t part) { seen = (seen ^ part) * 0x100000001b3; };
-        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(tensors); ++at) {
-            PyObject *object = PyList_GET_ITEM(tensors, at);
-            if (!is_plain_type(object)) Py_RETURN_NONE;
-            const at::Tensor &tensor = THPVariable_Unpack(object);
-            if (!has_bytes(tensor)) Py_RETURN_NONE;
-            add(reinterpret_cast<uint64_t>(object));
-            add(reinterpret_cast<uint64_t>(storage_of(tensor)));
-            add(static_cast<uint64_t>(tensor.scalar_type()));
-            add(static_cast<uint64_t>(tensor.device().type()));
-            add(static_cast<uint64_t>(tensor.device().index()));
-            add(static_cast<uint64_t>(tensor.numel()));
-            add(tensor.requires_grad());
+        for (PyObject *const *tensors = given; tensors < given + num; ++tensors) {
+            if (!PyList_CheckExact(*tensors)) Py_RETURN_NONE;
+            for (Py_ssize_t at = 0; at < PyList_GET_SIZE(*tensors); ++at) {
+                fetch_soon(*tensors, at + 16);
+                if (at + 8 < PyList_GET_SIZE(*tensors) && is_plain_type(PyList_GET_ITEM(*tensors, at + 8)))
+                    __builtin_prefetch(THPVariable_Unpack(PyList_GET_ITEM(*tensors, at + 8)).unsafeGetTensorImpl());
+                PyObject *object = PyList_GET_ITEM(*tensors, at);
+                if (!is_plain_type(object)) Py_RETURN_NONE;
+                const at::Tensor &tensor = THPVariable_Unpack(object);
+                if (!has_bytes(tensor)) Py_RETURN_NONE;
+                add(reinterpret_cast<uint64_t>(object));
+                add(reinterpret_cast<uint64_t>(storage_of(tensor)));
+                add(static_cast<uint64_t>(tensor.scalar_type()));
+                add(static_cast<uint64_t>(tensor.device().type()));
+                add(static_cast<uint64_t>(tensor.device().index()));
+                add(static_cast<uint64_t>(tensor.numel()));
+                add(tensor.requires_grad());
+            }
         }
         return PyLong_FromUnsignedLongLong(seen);
     });
@@ -99,7 +109,9 @@ PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
             if (num != 3 || !PyList_CheckExact(given[at])) Py_RETURN_FALSE;
         PyObject *modules = given[0], *held = given[1], *items = given[2], *item;
         Py_ssize_t num_held = 0, num_items = 0;
-        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(modules); ++at)
+        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(modules); ++at) {
+            fetch_soon(modules, at + 8);
+            for (Py_ssize_t place = 0; place < 3; ++place) fetch_soon(held, 3 * (at + 8) + place);
             for (PyObject *name : {s__parameters, s__buffers, s__modules}) {
                 Own dict(get(PyList_GET_ITEM(modules, at), name));
                 if (num_held >= PyList_GET_SIZE(held) || PyList_GET_ITEM(held, num_held++) != dict.at) Py_RETURN_FALSE;
@@ -107,13 +119,14 @@ PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
                 for (Py_ssize_t next = 0; PyDict_Next(dict.at, &next, nullptr, &item);)
                     if (num_items >= PyList_GET_SIZE(items) || PyList_GET_ITEM(items, num_items++) != item) Py_RETURN_FALSE;
             }
+        }
         return PyBool_FromLong(num_held == PyList_GET_SIZE(held) && num_items == PyList_GET_SIZE(items));
     });
 }
 
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
-    METHOD(use, METH_VARARGS), METHOD(look, METH_O), METHOD(holds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
+    METHOD(use, METH_VARARGS), METHOD(look, METH_FASTCALL), METHOD(holds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
     METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

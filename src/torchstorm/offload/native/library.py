@@ -37,8 +37,8 @@ class Library(Protocol):
     Moments: Callable[..., object]
     Way: Callable[..., object]
 
-    def look(self, tensors: list[Any]) -> int | None:
-        """A number that is another one where a model's tensors are; None where it does not know them."""
+    def look(self, *tensors: list[Any]) -> int | None:
+        """A number that is another one where a model's tensors, in lists, are; None where it does not know them."""
 
     def holds(self, modules: list[Any], held: list[Any], items: list[Any]) -> bool:
         """As `inputs.holds`."""

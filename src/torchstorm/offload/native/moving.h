@@ -87,7 +87,7 @@ void make_resident(const Way *way, PyObject *parcel) {
 // As `Residency.fetch`.
 void fetch(const Way *way, PyObject *parcel) {
     const int64_t nbytes = see_int(parcel, parcel_nbytes);
-    if (way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes)) {
+    if (is_too_much(way, nbytes)) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_fetch, parcel)));
         return;
     }

@@ -247,6 +247,9 @@ PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes) {
 PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyObject *object, const at::Tensor &tensor, PyObject *address) {
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     Own value(way->tape == Py_None ? Py_NewRef(Py_None) : notice(way, settled, tensor, address, one.ordinal));
+    if (is_too_much(way, nbytes)) {  // even without what is dropped at this moment
+        Own size(an_int(nbytes)), done(checked(PyObject_CallMethodObjArgs(way->residency, s_make_room, size.at, one.left_block, nullptr)));
+    }
     Own parcel(new_parcel(way, one, nbytes)), saved(allocate(of.saved));
     count(way, nbytes);
     put(parcel.at, parcel_buffer, bytes_in(tensor, 0, nbytes));
@@ -298,7 +301,6 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     if (find(by_address.at, address) != nullptr || find(see(way->progress, running_inputs), address) != nullptr) return nullptr;
     if (!is_its_own(way, object, tensor)) return nullptr;
     if (!tensor.requires_grad() && 4 * static_cast<int64_t>(tensor.nbytes()) < nbytes) return nullptr;  // `Saver.is_input`
-    if (way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes)) return nullptr;
     if (is_saved_by_a_function()) return nullptr;
     begin(way, settled, one, moment);
     Own saved(save_to_move(way, settled, one, object, tensor, address));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_COLUMNS = 1024
+_ROWS = 64
 
 
 def fingerprint(row: torch.Tensor) -> torch.Tensor:
@@ -23,12 +23,13 @@ def fingerprint(row: torch.Tensor) -> torch.Tensor:
     nbytes = row.nbytes
     whole = 0 if start else nbytes // 8
     words = row[: whole * 8].view(torch.int64)
-    num_rows = whole // _COLUMNS
-    table = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
-    if num_rows * _COLUMNS * 8 == nbytes:  # nearly always: few launches, for a traced step has thousands of these
+    # With few columns and many rows, a GPU would take twice the tensor's memory to sum the columns.
+    num_columns = whole // _ROWS
+    table = words[: _ROWS * num_columns].view(_ROWS, num_columns)
+    if _ROWS * num_columns * 8 == nbytes:  # nearly always: few launches, for a traced step has thousands of these
         rest = torch.zeros((), dtype=torch.int64, device=row.device)
     else:
-        rest = _weighted(torch.cat([words[num_rows * _COLUMNS :], row[whole * 8 :].to(torch.int64)]))
+        rest = _weighted(torch.cat([words[_ROWS * num_columns :], row[whole * 8 :].to(torch.int64)]))
     return torch.stack([_weighted(table.sum(0)), _weighted(table.sum(1)), rest])
 
 

@@ -62,7 +62,7 @@ class ModelTensors:
         are_held = found.holds if found is not None else holds
         if not self._held or not are_held(self._modules, self._held, self._items):
             self._find()
-        seen = found.look([*self.parameters, *self.buffers]) if found is not None else None
+        seen = found.look(self.parameters, self.buffers) if found is not None else None
         if seen is None or seen != self._seen:
             self._seen = None
             self._check(self.parameters)
