@@ -19,7 +19,19 @@ from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures, Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
-from torchstorm.plan.trace import ENTER, PACK, UNPACK, HostCost, Moment, Op, SavedStorage, Trace, Value, make_parcels
+from torchstorm.plan.trace import (
+    ENTER,
+    PACK,
+    UNPACK,
+    HostCost,
+    Moment,
+    Op,
+    Parcel,
+    SavedStorage,
+    Trace,
+    Value,
+    make_parcels,
+)
 
 
 class Hand:
@@ -149,7 +161,7 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
 @pytest.mark.parametrize(
     ("device_s", "copies_s", "idle_s", "forward_s"),
     [
-        # Ten parcels move, which takes the host 120 us each.
+        # Ten tensors move in three parcels, which takes the host 120 us each.
         pytest.param(1e-3, 0.0, 0.0, 10e-3 - 10 * 120e-6, id="the device waits"),
         pytest.param(2e-3, 0.0, 20e-3 - (10e-3 - 10 * 120e-6), 20e-3, id="the host does"),
         pytest.param(1e-3, 1e-3, 10e-3 - (10e-3 - 10 * 120e-6), 10e-3, id="both do, for copies"),
@@ -172,8 +184,12 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
         Moment(kind=kind, storage=storage, nbytes=8 * (at + 1), compute_s=device_s, other_bytes=0)
         for at, (kind, storage) in enumerate(kinds)
     )
-    trace = replace(trace_of(0.0), device="cuda", moments=moments)
-    plan = plan_of(trace, *[Placement(tier="ram", drop=2, fetch=3)] * 10)
+    parcels = tuple(
+        Parcel(nbytes=8, made=1, owned=1, sealed=1, needed=10, freed=11, num_storages=num, block="")
+        for num in (1, 4, 5)
+    )
+    trace = replace(trace_of(0.0), device="cuda", moments=moments, parcels=parcels)
+    plan = plan_of(trace, *[Placement(tier="ram", drop=2, fetch=3)] * 3)
     found = pace.refine(trace, plan, Machine(name="bare"))
     record_s = 35e-6 if library() is None else 20e-6
     assert found.host == HostCost(record_s=record_s, move_s=120e-6, idle_s=pytest.approx(idle_s))

@@ -258,7 +258,8 @@ def step_s(
         now_s += moment.compute_s
     if trace.device == "cpu":
         return now_s + sum(trace.parcels[number].nbytes for number in moved) * machine.disk_delay_s_per_byte
-    host_s = len(moved) * trace.host.move_s + sum(len(one.ops) for one in again.values()) * trace.host.record_s
+    num_moved = sum(trace.parcels[number].num_storages for number in moved)
+    host_s = num_moved * trace.host.move_s + sum(len(one.ops) for one in again.values()) * trace.host.record_s
     return now_s + max(0.0, host_s - trace.host.idle_s)
 
 

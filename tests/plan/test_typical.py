@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Op, SavedStorage, Trace, Value, make_parcels
-from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical, without_waiting
+from torchstorm.plan.typical import beside_the_host, forward_of_operations, spare_s, typical, without_waiting
 
 
 def moment(seconds: float, *, kind: str = PACK, nbytes: int = 8) -> Moment:
@@ -170,3 +170,11 @@ def test_a_forward_in_which_a_gpu_waited_for_marks_takes_what_its_operations_do(
 def test_a_host_that_is_faster_has_time_to_spare_and_a_slower_one_sets_the_pace() -> None:
     assert beside_the_host([1.0, 2.0], 2.0) == ([1.0, 2.0], 1.0)
     assert beside_the_host([1.0, 2.0], 6.0) == ([2.0, 4.0], 0.0)
+
+
+def test_a_long_operation_at_the_end_gives_the_host_no_time_before_it() -> None:
+    blocks = [1.0] * 19
+    assert spare_s([*blocks, 50.0], 5.0) == pytest.approx(20 - 5)
+    assert spare_s([*blocks, 0.0], 5.0) == pytest.approx(19 - 5)
+    assert spare_s([*blocks, 50.0], 25.0) == 0.0
+    assert spare_s([], 0.0) == 0.0

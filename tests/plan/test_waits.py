@@ -24,9 +24,10 @@ def test_compute_recompute_waiting_and_the_work_of_the_host_are_the_forecast(tra
     waits = waiting_seconds(trace, plan.placements, machine)
     again = recompute_seconds(trace, plan.placements)
     assert all(seconds >= 0 for seconds in (*waits, *again))
-    moved = [one.nbytes for one, to in zip(trace.parcels, plan.placements, strict=True) if to.tier in ("ram", "disk")]
+    moved = [one for one, to in zip(trace.parcels, plan.placements, strict=True) if to.tier in ("ram", "disk")]
     played = (replays(trace, plan.placements) or {}).values()
-    work_s = host_s(trace, machine, played, num_moved=len(moved), moved_bytes=sum(moved))
+    num_moved, moved_bytes = sum(one.num_storages for one in moved), sum(one.nbytes for one in moved)
+    work_s = host_s(trace, machine, played, num_moved=num_moved, moved_bytes=moved_bytes)
     total = trace.compute_s + sum(waits) + sum(again) + work_s
     assert total == pytest.approx(forecast_s(trace, plan.placements, machine), rel=1e-9, abs=1e-12)
 

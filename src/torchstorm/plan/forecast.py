@@ -184,8 +184,9 @@ def forecast_s(
             if number not in back:
                 back[number] = move(number, "back", max(clock, left[number]))
         clock += moment.compute_s
-    moved = [one.nbytes for one, to in zip(trace.parcels, placements, strict=True) if to.tier in (RAM, DISK)]
-    return clock + host_s(trace, machine, again.values(), num_moved=len(moved), moved_bytes=sum(moved))
+    moved = [one for one, to in zip(trace.parcels, placements, strict=True) if to.tier in (RAM, DISK)]
+    num_moved, moved_bytes = sum(one.num_storages for one in moved), sum(one.nbytes for one in moved)
+    return clock + host_s(trace, machine, again.values(), num_moved=num_moved, moved_bytes=moved_bytes)
 
 
 def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved: int, moved_bytes: float) -> float:
@@ -194,7 +195,7 @@ def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved
     Args:
         trace, machine: as in `solve`.
         again: what is computed again.
-        num_moved, moved_bytes: of the parcels that move.
+        num_moved, moved_bytes: of the storages that move.
     """
     if trace.device == "cpu":
         return moved_bytes * machine.disk_delay_s_per_byte

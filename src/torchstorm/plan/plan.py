@@ -83,8 +83,12 @@ class Plan:
 
     @property
     def num_moved(self) -> int:
-        """Number of parcels that move to a slower tier."""
-        return sum(placement.tier not in (KEEP, RECOMPUTE) for placement in self.placements)
+        """Number of storages that move to a slower tier."""
+        return sum(
+            parcel.num_storages
+            for parcel, placement in zip(self.trace.parcels, self.placements, strict=True)
+            if placement.tier not in (KEEP, RECOMPUTE)
+        )
 
     def maker(self, ordinal: int) -> tuple[int, str]:
         """Number and name of the operation that creates a storage; equal in steps with the same operations."""

@@ -89,6 +89,7 @@ class Scheduler:
         parcels = trace.parcels
         self._nbytes = [parcel.nbytes for parcel in parcels]
         self._sizes = np.array(self._nbytes, dtype=np.float64)
+        self._num_storages = np.array([parcel.num_storages for parcel in parcels], dtype=np.int64)
         self._owned = np.array([parcel.owned for parcel in parcels], dtype=np.int64)
         self._sealed = np.array([parcel.sealed for parcel in parcels], dtype=np.int64)
         self._needed = np.array([parcel.needed for parcel in parcels], dtype=np.int64)
@@ -421,5 +422,5 @@ class Scheduler:
 
     def _own_s(self, moved: npt.NDArray[np.bool_], again: dict[int, Replay]) -> float:
         """What following the choice takes the host."""
-        num_moved, moved_bytes = int(np.count_nonzero(moved)), float(self._sizes @ moved)
+        num_moved, moved_bytes = int(self._num_storages @ moved), float(self._sizes @ moved)
         return host_s(self.trace, self.machine, again.values(), num_moved=num_moved, moved_bytes=moved_bytes)

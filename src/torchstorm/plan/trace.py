@@ -120,7 +120,7 @@ class HostCost:
 
     Attributes:
         record_s: seconds per operation that is recorded to run again.
-        move_s: seconds per parcel that moves.
+        move_s: seconds per storage that moves; small ones that move together are copied into one buffer one by one.
         idle_s: seconds of that which the device does not notice, since it is the one that comes late.
     """
 
@@ -129,7 +129,7 @@ class HostCost:
     idle_s: float = 0.0
 
     def own_s(self, *, num_recorded: int, num_moved: int) -> float:
-        """Seconds of the host for so many operations and parcels, whether the device notices or not."""
+        """Seconds of the host for so many operations and storages, whether the device notices or not."""
         return num_moved * self.move_s + self.record_s * num_recorded
 
 

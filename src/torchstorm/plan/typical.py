@@ -10,6 +10,7 @@ little else. So one takes no longer than its bytes need at the speed of the fast
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
 _LATE = 1.25  # times what its operations take: of a forward in which the device has waited for the host
 _MOST = 0.9  # of the saved bytes
+_MOST_OF_FORWARD = 0.9  # of its intervals
 
 
 def typical(trace: Trace) -> Trace:
@@ -93,8 +95,23 @@ def beside_the_host(operations: list[float], base_s: float) -> tuple[list[float]
     """
     device_s = sum(operations)
     if base_s <= device_s:
-        return operations, device_s - base_s
+        return operations, spare_s(operations, base_s)
     return [one * base_s / device_s for one in operations], 0.0
+
+
+def spare_s(seconds: Sequence[float], base_s: float) -> float:
+    """How many seconds the host has to spare in a forward, if it takes as long for each of its intervals.
+
+    A model's last operations, as those of a large vocabulary, may take the device long. They do not make up for a host
+    that came late before them.
+
+    Args:
+        seconds: of the device, per interval of the forward.
+        base_s: what all of it takes the host, but for what plans differ in.
+    """
+    num_most = math.ceil(_MOST_OF_FORWARD * len(seconds))
+    as_most_s = sum(seconds[:num_most]) * len(seconds) / num_most if num_most else 0.0
+    return max(0.0, min(sum(seconds), as_most_s) - base_s)
 
 
 def without_waiting(trace: Trace) -> Trace:

@@ -24,7 +24,7 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import Replay, replays
 from torchstorm.plan.trace import HostCost, Trace, taking
-from torchstorm.plan.typical import beside_the_host, forward_of_operations, typical, typical_ops
+from torchstorm.plan.typical import beside_the_host, forward_of_operations, spare_s, typical, typical_ops
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
@@ -144,8 +144,7 @@ class Pace:
         own_s = timed.own_s(num_recorded=len(self.calls), num_moved=plan.num_moved)
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
-            idle_s = max(0.0, sum(seconds[:forward]) - (whole_s - own_s))
-            return replace(trace, host=replace(own, idle_s=idle_s))
+            return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - own_s)))
         operations = forward_of_operations(trace)
         if operations is not None:
             base_s = max(whole_s - own_s, (1 - _MOST_OF_OWN) * whole_s)
