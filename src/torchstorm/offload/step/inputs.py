@@ -33,6 +33,7 @@ class ModelTensors:
 
     Attributes:
         parameters, buffers: as of the last `read`.
+        numbers: of the parameters, by `id`.
         asks_for_modes: whether a module of it computes in another way where a function mode is active.
         state: what tells steps of the model from those after its parameters were replaced or frozen, or their type was
             changed; None where a lazy module has not seen its first batch.
@@ -50,6 +51,7 @@ class ModelTensors:
         self._items: list[Any] = []  # in these
         self.parameters: list[torch.nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
+        self.numbers: set[int] = set()
         self.asks_for_modes = False
 
     def read(self) -> None:
@@ -75,6 +77,7 @@ class ModelTensors:
         self._items = list(chain.from_iterable(map(dict.values, self._held)))
         self.parameters = list(_each_once(one._parameters for one in modules))
         self.buffers = list(_each_once(one._buffers for one in modules))
+        self.numbers = set(map(id, self.parameters))
         self.asks_for_modes = any(map(asks_for_function_modes, {type(one) for one in modules}))
 
 

@@ -68,8 +68,8 @@ class Step:
         refuse_compiled_whole(shared.model)
         shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
         optimizer = shared.state.optimizer()
-        own = set(map(id, tensors.parameters))
-        others = [one for one in held_by(optimizer) if id(one) not in own] if optimizer is not None else []
+        held = held_by(optimizer) if optimizer is not None else []
+        others = [one for one in held if id(one) not in tensors.numbers]
         self._gradients = Gradients([*tensors.parameters, *others], names=partial(trained, shared.model, optimizer))
         self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
