@@ -66,6 +66,15 @@ def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free
     assert planner.slack_bytes > over  # new kinds of steps keep it free, too
 
 
+def test_plans_leave_a_tenth_of_the_link_free() -> None:
+    plan = plan_of()
+    assert plan.machine is not None
+    counted_on = planner_of(plan, in_force(plan)).machine()
+    assert counted_on.d2h_bytes_per_s == 0.9 * plan.machine.d2h_bytes_per_s
+    assert counted_on.h2d_bytes_per_s == 0.9 * plan.machine.h2d_bytes_per_s
+    assert counted_on.disk_write_bytes_per_s == plan.machine.disk_write_bytes_per_s
+
+
 def test_a_plan_that_left_room_does_not_hide_how_much_was_not_forecast() -> None:
     plan = plan_of()
     plans = in_force(plan)
