@@ -105,6 +105,7 @@ class Search:
         self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
+        self._num_exchanges = 0  # that are still to be tried
 
     def run(self) -> Schedule:
         """The best schedule found. It exceeds the limit if none was found that fits."""
@@ -131,6 +132,7 @@ class Search:
             most = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
             best = self._annealed(best, int(min(most, repaid)))
             if repaid > most:
+                self._num_exchanges = most
                 best = self._exchanged(best)
         return self._keeping_more(best)
 
@@ -240,9 +242,10 @@ class Search:
     def _exchanges(self, best: Schedule) -> Iterator[bytes]:
         """Choices in which some members of one group become what members of another are, and those what the first were.
         These have at least as many bytes, and the fewest that do."""
-        choice = best.choice
+        choice, away = best.choice, self.scheduler.away
+        pairs = [(RECOMPUTED, KEPT), *([(RECOMPUTED, away), (away, KEPT)] if away != KEPT else [])]
         for one, other in itertools.permutations(self._groups, 2):
-            for code, better in ((RECOMPUTED, KEPT), (RECOMPUTED, self.scheduler.away), (self.scheduler.away, KEPT)):
+            for code, better in pairs:
                 gain = [number for number in one.members if self._kind(choice[number]) == code]
                 give = [number for number in other.members if self._kind(choice[number]) == better]
                 step = self._largest_step if gain and give and code in self._options(other) else 0
@@ -256,6 +259,9 @@ class Search:
                             (gain[:num_gained], gain[-num_gained:]), (give[:num_given], give[-num_given:])
                         )
                         for gaining, giving in ends:
+                            self._num_exchanges -= 1
+                            if self._num_exchanges < 0:
+                                return
                             changed = bytearray(choice)
                             for number in gaining:
                                 changed[number] = better
