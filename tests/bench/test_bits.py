@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstorm.bench.bits import differences, fingerprints, relative_error
+from torchstorm.offload.recompute.fingerprint import fingerprint
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool]
 
@@ -51,6 +52,47 @@ def test_rows_and_words_that_changed_places_are_told_apart() -> None:
 
 def test_a_negative_zero_is_another_one() -> None:
     assert fingerprints({"x": torch.tensor([0.0, 1.0])}) != fingerprints({"x": torch.tensor([-0.0, 1.0])})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+    numel=st.sampled_from([2, 9, 64, 513, 5 * 2048 + 11]),
+    places=st.sets(st.integers(0, 10**6), min_size=1, max_size=4),
+)
+def test_numbers_that_change_their_signs_are_seen_however_many_they_are(
+    dtype: torch.dtype, numel: int, places: set[int]
+) -> None:
+    one = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    other = one.clone()
+    for place in {place % numel for place in places}:
+        other[place] *= -1
+    assert fingerprints({"x": one}) != fingerprints({"x": other})
+    assert fingerprints({"x": one}) != fingerprints({"x": -one})
+    zeros = torch.zeros(numel, dtype=dtype)
+    assert fingerprints({"x": zeros}) != fingerprints({"x": -zeros})
+
+
+@settings(max_examples=100, deadline=None)
+@given(numel=st.integers(2, 3000), pair=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)))
+def test_a_number_and_its_negative_that_change_places_are_seen(numel: int, pair: tuple[int, int]) -> None:
+    first, second = (place % numel for place in pair)
+    one = torch.zeros(numel, dtype=torch.float64)
+    one[first], one[second] = 3.0, -3.0
+    other = one.clone()
+    other[first], other[second] = one[second].clone(), one[first].clone()
+    assert (fingerprints({"x": one}) != fingerprints({"x": other})) == (first != second)
+
+
+@pytest.mark.parametrize("offset", range(16))
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 511, 512, 4096, 5000])
+def test_bytes_have_a_fingerprint_wherever_they_begin(offset: int, nbytes: int) -> None:
+    row = torch.arange(offset + nbytes).to(torch.uint8)[offset:]
+    assert torch.equal(fingerprint(row), fingerprint(row.clone()))
+    for place in {0, nbytes // 2, nbytes - 1} & set(range(nbytes)):
+        other = row.clone()
+        other[place] += 1
+        assert not torch.equal(fingerprint(row), fingerprint(other))
 
 
 def test_what_is_missing_differs() -> None:

@@ -510,4 +510,4 @@ def test_a_fingerprint_takes_little_memory_beside_the_tensor() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fingerprint(row)
-    assert torch.cuda.max_memory_allocated() - before <= 2 * MIB
+    assert torch.cuda.max_memory_allocated() - before <= 8 * MIB

@@ -1,4 +1,4 @@
-"""Compares gradients of different runs through fingerprints: three numbers per tensor, computed on its device."""
+"""Compares gradients of different runs through fingerprints: six numbers per tensor, computed on its device."""
 
 from __future__ import annotations
 

@@ -17,20 +17,27 @@ def fingerprint(row: torch.Tensor) -> torch.Tensor:
         row: (nbytes,) uint8, on any device.
 
     Returns:
-        (3,) int64 on the same device. The host does not wait.
+        (6,) int64 on the same device. The host does not wait.
     """
-    start = int(row.storage_offset()) % 8  # words must be aligned
+    if row.storage_offset() % 8:
+        row = row.clone()  # words must be aligned
+    # The top bits of two words would cancel: each counts 2^63, whatever its weight. So these are summed as well, as the
+    # bytes of other words.
+    signs = row[: row.nbytes // 8 * 8].view(torch.int64) < 0
+    return torch.stack([*_sums(row), *_sums(signs.view(torch.uint8))])
+
+
+def _sums(row: torch.Tensor) -> list[torch.Tensor]:
     nbytes = row.nbytes
-    whole = 0 if start else nbytes // 8
+    whole = nbytes // 8
     words = row[: whole * 8].view(torch.int64)
     # With few columns and many rows, a GPU would take twice the tensor's memory to sum the columns.
     num_columns = whole // _ROWS
     table = words[: _ROWS * num_columns].view(_ROWS, num_columns)
+    columns, rows = _weighted(table.sum(0)), _weighted(table.sum(1))
     if _ROWS * num_columns * 8 == nbytes:  # nearly always: few launches, for a traced step has thousands of these
-        rest = torch.zeros((), dtype=torch.int64, device=row.device)
-    else:
-        rest = _weighted(torch.cat([words[_ROWS * num_columns :], row[whole * 8 :].to(torch.int64)]))
-    return torch.stack([_weighted(table.sum(0)), _weighted(table.sum(1)), rest])
+        return [columns, rows, rows]
+    return [columns, rows, _weighted(torch.cat([words[_ROWS * num_columns :], row[whole * 8 :].to(torch.int64)]))]
 
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:

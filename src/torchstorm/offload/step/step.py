@@ -69,7 +69,7 @@ class Step:
         shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
         optimizer = shared.state.optimizer()
         held = held_by(optimizer) if optimizer is not None else []
-        others = [one for one in held if id(one) not in tensors.numbers]
+        others = {id(one): one for one in held if id(one) not in tensors.numbers}.values()
         self._gradients = Gradients([*tensors.parameters, *others], names=partial(trained, shared.model, optimizer))
         self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
