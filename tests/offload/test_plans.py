@@ -11,13 +11,18 @@ import torch
 from torch import nn
 
 import torchstorm
+from plan.naive import all_away_bytes
+from plan.traces import gpt_trace
+from torchstorm.offload.replan.explain import counted_on
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Kind, Planned, Plans
-from torchstorm.offload.step.clock import CpuClock, Span
+from torchstorm.offload.step.clock import CpuClock, Span, Took
 from torchstorm.offload.step.shared import Shared
-from torchstorm.plan.forecast import Figures
+from torchstorm.plan.forecast import Figures, forecast_s
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.solve import solve
 
 MIB = 2**20
 
@@ -66,13 +71,40 @@ def test_steps_above_the_budget_are_planned_anew_with_what_was_missing_kept_free
     assert planner.slack_bytes > over  # new kinds of steps keep it free, too
 
 
-def test_plans_leave_a_tenth_of_the_link_free() -> None:
+def test_plans_leave_a_tenth_of_the_link_free_and_say_what_a_step_takes_with_all_of_it() -> None:
     plan = plan_of()
     assert plan.machine is not None
-    counted_on = planner_of(plan, in_force(plan)).machine()
-    assert counted_on.d2h_bytes_per_s == 0.9 * plan.machine.d2h_bytes_per_s
-    assert counted_on.h2d_bytes_per_s == 0.9 * plan.machine.h2d_bytes_per_s
-    assert counted_on.disk_write_bytes_per_s == plan.machine.disk_write_bytes_per_s
+    planner = planner_of(plan, in_force(plan))
+    assert planner.machine() == plan.machine
+    tenth_less = counted_on(plan.machine)
+    assert tenth_less.d2h_bytes_per_s == 0.9 * plan.machine.d2h_bytes_per_s
+    assert tenth_less.h2d_bytes_per_s == 0.9 * plan.machine.h2d_bytes_per_s
+    assert tenth_less.disk_write_bytes_per_s == plan.machine.disk_write_bytes_per_s
+    planned = planner.plan_within(0, plan.trace, plan.trace.base_bytes, 2)
+    assert planned.plan is not None
+    solved = solve(plan.trace, tenth_less, plan.budget)
+    assert planned.plan.placements == solved.placements
+    assert planned.forecast.step_ms == forecast_s(plan.trace, solved.placements, plan.machine) * 1e3
+
+
+@pytest.mark.parametrize("link", [12e9, 25e9])
+def test_steps_whose_copies_get_all_of_the_link_are_no_miss(link: float) -> None:
+    """Where everything is away, every step waits for copies."""
+    trace = gpt_trace(3, tokens=8192, sequences=2)
+    trace = replace(trace, ops=(), values=(), storages=tuple(replace(one, value=-1) for one in trace.storages))
+    machine = Machine(name="slow link", d2h_bytes_per_s=link, h2d_bytes_per_s=link)
+    budget = Budget(vram=all_away_bytes(trace), ram=2**40)
+    plan = solve(trace, counted_on(machine), budget)
+    plans = Plans(None, 2)
+    planner = planner_of(replace(plan, machine=machine), plans)
+    plans.put(planner.plan_within(0, trace, trace.base_bytes, 2))
+    assert plans.in_force is not None
+    plans.in_force.kind = Kind(("a step",))
+    assert plans.in_force.plan is not None
+    took_s = forecast_s(trace, plans.in_force.plan.placements, machine)
+    for _ in range(12):
+        planner.learn([Took(took_s, 0.0, 0.0)], 0)
+    assert planner.lessons == []
 
 
 def test_a_plan_that_left_room_does_not_hide_how_much_was_not_forecast() -> None:

@@ -107,7 +107,7 @@ def test_behind_a_slow_link_what_is_cheap_to_compute_again_is_and_what_is_dear_m
     slow_link = replace(H200, d2h_bytes_per_s=2.5e10, h2d_bytes_per_s=2.5e10)
     plan = solve(trace, slow_link, budget, time_limit_s=UNHURRIED_S)
     assert_keeps_to(plan, budget)
-    assert plan.forecast.step_ms <= 1.02 * trace.compute_s * 1e3
+    assert plan.forecast.step_ms <= 1.025 * trace.compute_s * 1e3
 
 
 def test_a_model_that_computes_faster_than_it_was_measured_does_not_wait_for_copies() -> None:

@@ -26,9 +26,7 @@ TIERS = (KEEP, RECOMPUTE, RAM, DISK)
 KEPT, RECOMPUTED, TO_RAM, TO_DISK = range(4)
 """A choice has one byte per parcel: the index of its tier in `TIERS`."""
 
-# A copy has surely ended after 1.3 times the time from the step's begin to its forecast end. The model may compute
-# faster than when it was measured, and the link be slower. Copies wait for each other, so they are late together.
-_MARGIN = 0.3
+_MARGIN = 0.3  # relative safety margin: a copy has surely ended after 1.3 times its forecast duration
 _DROP, _SEAL, _REPLAY, _NEED, _FETCH = range(5)  # events of one moment, in this order
 
 Floats = npt.NDArray[np.float64]
@@ -79,9 +77,14 @@ class Scheduler:
     def __init__(self, trace: Trace, machine: Machine, *, ram_bytes: int | None, disk_bytes: int | None) -> None:
         self.trace, self.machine, self.num = trace, machine, trace.num_moments
         self.limits = {TO_RAM: ram_bytes, TO_DISK: disk_bytes}
+        # Whether a copy has surely ended only after 1.3 times the time from the step's begin to its forecast end, or
+        # when backward begins: the model may compute faster than it was measured, and copies that wait for each other
+        # are late together.
+        self.drops_late = False
         self.spreads = True  # whether parcels that do not fit in RAM go to disk; otherwise the choice says which do
         self.replayer = Replayer(trace)
         self.away = TO_RAM if ram_bytes is not None else TO_DISK if disk_bytes is not None else KEPT
+        self._turn = trace.turn
         self._clock = [0.0, *accumulate(moment.compute_s for moment in trace.moments)]
         self.compute_s = self._clock[-1]
         self._other = np.array([m.other_bytes for m in trace.moments], dtype=np.float64) + trace.staging_bytes
@@ -283,8 +286,10 @@ class Scheduler:
                     place = int(full.argmax())
                     if full[place]:
                         forced = done + place
-                surely = ended * (1 + _MARGIN) - delay
-                free = bisect_left(clock, surely, done, moment)
+                surely = ended + _MARGIN * legs[codes[first]][-1][first]
+                if self.drops_late:
+                    surely = max(surely, min(ended * (1 + _MARGIN), clock[self._turn]))
+                free = bisect_left(clock, surely - delay, done, moment)
                 if min(free, forced) >= moment:
                     break
                 if forced < free:

@@ -106,9 +106,20 @@ class Search:
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
         self._num_exchanges = 0  # that are still to be tried
+        self._has_fitting = False  # whether a choice that fits is known
 
     def run(self) -> Schedule:
         """The best schedule found. It exceeds the limit if none was found that fits."""
+        found = self._best()
+        if found.over_bytes or found.slow_over_bytes:
+            return found
+        # In the search this would take room that fetches have a use for, and choices are tried faster without it.
+        self.scheduler.drops_late = True
+        late = self.scheduler.place(found.choice, self.limit)
+        self.scheduler.drops_late = False
+        return late if late is not None and _is_as_good(late, found) else found
+
+    def _best(self) -> Schedule:
         away = [self.scheduler.away] if self.scheduler.away != KEPT else []
         options = [[KEPT, *away, *([RECOMPUTED] if able else [])] for able in self._able]
         for number, code in self._fixed.items():
@@ -118,6 +129,7 @@ class Search:
         ranked = self._ranked(self._groups)
         if ranked[0].over_bytes:
             ranked = self._ranked(self._by_bytes)
+        self._has_fitting = not (ranked[0].over_bytes or ranked[0].slow_over_bytes)
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
         if best.slow_over_bytes and not best.over_bytes:
             best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
@@ -244,21 +256,19 @@ class Search:
         These have at least as many bytes, and the fewest that do."""
         choice, away = best.choice, self.scheduler.away
         pairs = [(RECOMPUTED, KEPT), *([(RECOMPUTED, away), (away, KEPT)] if away != KEPT else [])]
-        for one, other in itertools.permutations(self._groups, 2):
-            for code, better in pairs:
-                gain = [number for number in one.members if self._kind(choice[number]) == code]
-                give = [number for number in other.members if self._kind(choice[number]) == better]
-                step = self._largest_step if gain and give and code in self._options(other) else 0
-                while step:
-                    if one.nbytes < other.nbytes:
-                        num_gained, num_given = min(step * other.nbytes // one.nbytes, len(gain)), step
-                    else:
-                        num_gained, num_given = step, -(-step * one.nbytes // other.nbytes)
-                    if num_gained <= len(gain) and num_given <= len(give):
-                        ends = itertools.product(
-                            (gain[:num_gained], gain[-num_gained:]), (give[:num_given], give[-num_given:])
-                        )
-                        for gaining, giving in ends:
+        members: list[dict[int, list[int]]] = [{} for _ in self._groups]
+        for one, by_code in zip(self._groups, members, strict=True):
+            for number in one.members:
+                by_code.setdefault(self._kind(choice[number]), []).append(number)
+        groups = list(zip(self._groups, members, strict=True))
+        for one, mine in groups:
+            if self._late():
+                return
+            for other, theirs in groups:
+                for code, better in pairs if other is not one else ():
+                    gain, give = mine.get(code), theirs.get(better)
+                    if gain and give and code in self._options(other):
+                        for gaining, giving in self._ends(one, gain, other, give):
                             self._num_exchanges -= 1
                             if self._num_exchanges < 0:
                                 return
@@ -268,7 +278,22 @@ class Search:
                             for number in giving:
                                 changed[number] = code
                             yield bytes(changed)
-                    step //= 2
+
+    def _ends(
+        self, one: ParcelGroup, gain: list[int], other: ParcelGroup, give: list[int]
+    ) -> Iterator[tuple[list[int], list[int]]]:
+        """The first or last of some members of one group, and of another as many as have at least their bytes."""
+        step = self._largest_step
+        while step:
+            if one.nbytes < other.nbytes:
+                num_gained, num_given = min(step * other.nbytes // one.nbytes, len(gain)), step
+            else:
+                num_gained, num_given = step, -(-step * one.nbytes // other.nbytes)
+            if num_gained <= len(gain) and num_given <= len(give):
+                yield from itertools.product(
+                    (gain[:num_gained], gain[-num_gained:]), (give[:num_given], give[-num_given:])
+                )
+            step //= 2
 
     def _keeping_more(self, best: Schedule) -> Schedule:
         """Keeps parcels while the step stays as fast: the largest first, and of a group the last created first."""
@@ -304,7 +329,7 @@ class Search:
             for changed in choices(best):
                 # No time limit until a choice fits, so that an error message names the true requirement.
                 fits = not (best.over_bytes or best.slow_over_bytes)
-                if fits and self._late():
+                if (fits or self._has_fitting) and self._late():
                     return best
                 found = self.attempt(changed, best.seconds * (1 - _SAME) if fits else math.inf)
                 if found is not None and _is_better(found, best):
@@ -338,6 +363,10 @@ class Search:
 
     def _kind(self, code: int) -> int:
         return self.scheduler.away if code >= TO_RAM else code
+
+
+def _is_as_good(found: Schedule, best: Schedule) -> bool:
+    return not (found.over_bytes or found.slow_over_bytes) and found.seconds <= best.seconds * (1 + _SAME)
 
 
 def _is_better(found: Schedule, best: Schedule) -> bool:

@@ -19,6 +19,9 @@ from torchstorm.plan.trace import Trace, taking
 from torchstorm.plan.typical import beside_the_host, forward_of_operations
 
 MISS = 0.08  # of what was measured: with so much, the plan itself may be wrong
+# Of a link's speed. Where the model computes faster than it was measured, copies come late, and steps wait for them.
+# What is computed again instead takes a tenth of what its copy would.
+_COUNTED_ON = 0.9
 _LINK_SHARES = tuple(1 - step / 20 for step in range(15))
 
 
@@ -64,6 +67,21 @@ def slowed(machine: Machine, share: float) -> Machine:
         disk_write_bytes_per_s=machine.disk_write_bytes_per_s * share,
         disk_read_bytes_per_s=machine.disk_read_bytes_per_s * share,
     )
+
+
+def counted_on(machine: Machine) -> Machine:
+    """A machine with the part of a GPU's link that a plan fills."""
+    return replace(
+        machine,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s * _COUNTED_ON,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s * _COUNTED_ON,
+    )
+
+
+def stated(plan: Plan, machine: Machine) -> Plan:
+    """A plan, which may count on a part of a link, with the time that it takes where copies get all of it."""
+    step_s = forecast_s(plan.trace, plan.placements, machine)
+    return replace(plan, forecast=replace(plan.forecast, step_ms=step_s * 1e3))
 
 
 def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Trace:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Stack, bounce_buffers
-from torchstorm.offload.replan.explain import MISS, explained, slowed
+from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
 from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
@@ -31,9 +31,6 @@ _NUM_JUDGED = 3
 _NOISE = 0.02  # a miss that is none
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
-# Of a link's speed. Where the model computes faster than it was measured, copies come late, and steps wait for them.
-# What is computed again instead takes a tenth of what its copy would.
-_COUNTED_ON = 0.9
 _QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
@@ -56,13 +53,8 @@ class Planner:
         self.lessons: list[str] = []
 
     def machine(self) -> Machine:
-        """Speeds as measured and as steps have shown them since, those of a GPU's link as far as plans count on it."""
-        found = slowed(self._stack.machine(), self._link_share)
-        return replace(
-            found,
-            d2h_bytes_per_s=_COUNTED_ON * found.d2h_bytes_per_s,
-            h2d_bytes_per_s=_COUNTED_ON * found.h2d_bytes_per_s,
-        )
+        """Speeds as measured, and as steps have shown them since."""
+        return slowed(self._stack.machine(), self._link_share)
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
@@ -93,10 +85,11 @@ class Planner:
         problem = self._problem(
             slack_bytes, trace, base_bytes, time_limit_s=_FULL_S if self._beside is None else _QUICK_S
         )
-        plan = self._solve(problem)
+        found = self._solve(problem)
+        plan = stated(found, self.machine())
         planned = Planned(plan, trace, plan.forecast, base_bytes, num_measured)
         if self._beside is not None and plan.notes:  # the time was up
-            planned.asked = replace(problem, time_limit_s=_FULL_S, than_s=plan.forecast.step_ms / 1e3)
+            planned.asked = replace(problem, time_limit_s=_FULL_S, than_s=found.forecast.step_ms / 1e3)
             self._beside.ask(planned.asked)
         return planned
 
@@ -132,14 +125,15 @@ class Planner:
         problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=time_limit_s)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
-        planned.forecast = measured or replace(planned.forecast, step_ms=than_s * 1e3)
-        planned.plan = replace(plan, trace=problem.trace, forecast=planned.forecast)
+        planned.plan = stated(replace(plan, trace=problem.trace), self.machine())
+        planned.forecast = measured or planned.plan.forecast
+        planned.plan = replace(planned.plan, forecast=planned.forecast)
         beside.ask(planned.asked)
 
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
         return Problem(
             trace=shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace,
-            machine=self.machine(),
+            machine=counted_on(self.machine()),
             budget=self._stack.budget,
             spare=self._stack.spare_with(slack_bytes),
             time_limit_s=time_limit_s,
@@ -249,7 +243,8 @@ class Planner:
         is_better = better.forecast.step_ms < problem.than_s * 1e3
         now = planned
         if is_better:
-            now = replace(planned, plan=better, forecast=better.forecast, times_s=[], recent=[])
+            plan = stated(better, self.machine())
+            now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[])
             now.replaced = _last_proven(planned)
         is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
         if is_quick and self._times_first:
