@@ -142,9 +142,9 @@ def test_a_search_is_no_longer_than_what_it_may_gain_repays(monkeypatch: pytest.
     place, tried, slower = Scheduler.place, [0, 0], []
     for run, speed in enumerate((1, 10_000)):
 
-        def counted(self: Scheduler, *args: Any, run: int = run) -> Schedule | None:
+        def counted(self: Scheduler, *args: Any, run: int = run, **options: Any) -> Schedule | None:
             tried[run] += 1
-            return place(self, *args)
+            return place(self, *args, **options)
 
         monkeypatch.setattr(Scheduler, "place", counted)
         trace = gpt_trace(4)

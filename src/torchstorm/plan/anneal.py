@@ -58,7 +58,7 @@ def anneal(
         # Drawn first, so that most of what is not taken need not be scheduled.
         most_s = now.seconds - temperature * math.log(1 - rng.random())
         found = attempt(bytes(choice), most_s)
-        if found is None or found.over_bytes or found.slow_over_bytes:
+        if found is None or not found.fits:
             continue
         if found.seconds < most_s:
             now = found

@@ -54,6 +54,11 @@ class Schedule:
     seconds: float
 
     @property
+    def fits(self) -> bool:
+        """Whether it is within the limits of all tiers."""
+        return not (self.over_bytes or self.slow_over_bytes)
+
+    @property
     def score(self) -> tuple[int, int, float]:
         """Sort key, smaller is better: bytes over the limits first, then time."""
         return (self.over_bytes, self.slow_over_bytes, self.seconds)
@@ -77,10 +82,6 @@ class Scheduler:
     def __init__(self, trace: Trace, machine: Machine, *, ram_bytes: int | None, disk_bytes: int | None) -> None:
         self.trace, self.machine, self.num = trace, machine, trace.num_moments
         self.limits = {TO_RAM: ram_bytes, TO_DISK: disk_bytes}
-        # Whether a copy has surely ended only after 1.3 times the time from the step's begin to its forecast end, or
-        # when backward begins: the model may compute faster than it was measured, and copies that wait for each other
-        # are late together.
-        self.drops_late = False
         self.spreads = True  # whether parcels that do not fit in RAM go to disk; otherwise the choice says which do
         self.replayer = Replayer(trace)
         self.away = TO_RAM if ram_bytes is not None else TO_DISK if disk_bytes is not None else KEPT
@@ -219,9 +220,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ time
 
-    def place(self, choice: bytes, limit: int, most_s: float = inf) -> Schedule | None:
+    def place(self, choice: bytes, limit: int, most_s: float = inf, *, drops_late: bool = False) -> Schedule | None:
         """Schedules a choice within a limit on the fast tier; None if a recomputation is impossible, or if even a step
-        that waits for no copy takes `most_s` or longer, which is known without the moments of the copies."""
+        that waits for no copy takes `most_s` or longer, which is known without the moments of the copies.
+
+        With `drops_late` a copy has surely ended only after 1.3 times the time from the step's begin to its forecast
+        end, or when backward begins: the model may compute faster than it was measured, and copies that wait for each
+        other are late together.
+        """
         if most_s < inf and self.least_s(choice, {}) >= most_s:
             return None
         choice, slow_over = self.slow_over(choice)
@@ -245,7 +251,7 @@ class Scheduler:
         codes = bytearray(choice)
         back = need.tolist()
         moved = self._by_seal[np.frombuffer(choice, dtype=np.uint8)[self._by_seal] >= TO_RAM]
-        drops = self._drop(profile, codes, moved, back, limit)
+        drops = self._drop(profile, codes, moved, back, limit, drops_late=drops_late)
         self._fetch(profile, codes, moved, back, drops, limit)
         for number, code in enumerate(codes):
             if code == RECOMPUTED:
@@ -255,7 +261,9 @@ class Scheduler:
             choice=bytes(codes), drops=drops, fetches=back, over_bytes=0, slow_over_bytes=slow_over, seconds=seconds
         )
 
-    def _drop(self, profile: Floats, codes: bytearray, moved: Ints, need: list[int], limit: int) -> list[int]:
+    def _drop(
+        self, profile: Floats, codes: bytearray, moved: Ints, need: list[int], limit: int, *, drops_late: bool
+    ) -> list[int]:
         """Chooses the drops, and adds the parcels' bytes until then to the profile. Parcels without a drop are kept."""
         drops = [0] * len(codes)
         if not moved.size:
@@ -287,7 +295,7 @@ class Scheduler:
                     if full[place]:
                         forced = done + place
                 surely = ended + _MARGIN * legs[codes[first]][-1][first]
-                if self.drops_late:
+                if drops_late:
                     surely = max(surely, min(ended * (1 + _MARGIN), clock[self._turn]))
                 free = bisect_left(clock, surely - delay, done, moment)
                 if min(free, forced) >= moment:

@@ -105,18 +105,15 @@ class Search:
         self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
-        self._num_exchanges = 0  # that are still to be tried
         self._has_fitting = False  # whether a choice that fits is known
 
     def run(self) -> Schedule:
         """The best schedule found. It exceeds the limit if none was found that fits."""
         found = self._best()
-        if found.over_bytes or found.slow_over_bytes:
+        if not found.fits:
             return found
         # In the search this would take room that fetches have a use for, and choices are tried faster without it.
-        self.scheduler.drops_late = True
-        late = self.scheduler.place(found.choice, self.limit)
-        self.scheduler.drops_late = False
+        late = self.scheduler.place(found.choice, self.limit, drops_late=True)
         return late if late is not None and _is_as_good(late, found) else found
 
     def _best(self) -> Schedule:
@@ -129,11 +126,11 @@ class Search:
         ranked = self._ranked(self._groups)
         if ranked[0].over_bytes:
             ranked = self._ranked(self._by_bytes)
-        self._has_fitting = not (ranked[0].over_bytes or ranked[0].slow_over_bytes)
+        self._has_fitting = ranked[0].fits
         best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
         if best.slow_over_bytes and not best.over_bytes:
             best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
-        if best.over_bytes or best.slow_over_bytes:
+        if not best.fits:
             return best
         if best.seconds > self.scheduler.compute_s * (1 + _GOOD):
             # A step cannot become faster than its compute. Where that is close, as in steps of a few milliseconds, a
@@ -144,8 +141,7 @@ class Search:
             most = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
             best = self._annealed(best, int(min(most, repaid)))
             if repaid > most:
-                self._num_exchanges = most
-                best = self._exchanged(best)
+                best = self._exchanged(best, most)
         return self._keeping_more(best)
 
     def _annealed(self, best: Schedule, num_steps: int) -> Schedule:
@@ -180,7 +176,7 @@ class Search:
     def _try_all(self, options: list[list[int]]) -> Schedule:
         choices = [bytes(choice) for choice in itertools.product(*options)]
         best = min((found for choice in choices if (found := self.attempt(choice))), key=lambda found: found.score)
-        if best.over_bytes or best.slow_over_bytes:
+        if not best.fits:
             return best
         to_disk = any(TO_DISK in found.choice for found in self._seen.values() if found is not None)
         if to_disk and self.scheduler.away != TO_DISK:
@@ -241,21 +237,31 @@ class Search:
             if found is not None:
                 yield found
 
-    def _exchanged(self, best: Schedule) -> Schedule:
+    def _exchanged(self, best: Schedule, most: int) -> Schedule:
         """Exchanges what becomes of some parcels of one group for what becomes of others, of as many bytes: a parcel
         that is computed again for one that moves or stays, or one that moves for one that stays. Either change alone
-        does not fit, or is slower."""
+        does not fit, or is slower. Tries `most` exchanges."""
+        exchanges = functools.partial(self._exchanges, tries=iter(range(most)))
         while True:
-            found = self._climb(self._improved(best, self._exchanges), _SMALL_STEP)
+            found = self._climb(self._improved(best, exchanges), _SMALL_STEP)
             if not _is_better(found, best) or self._late():
                 return found
             best = found
 
-    def _exchanges(self, best: Schedule) -> Iterator[bytes]:
+    def _exchanges(self, best: Schedule, tries: Iterator[int]) -> Iterator[bytes]:
         """Choices in which some members of one group become what members of another are, and those what the first were.
         These have at least as many bytes, and the fewest that do."""
-        choice, away = best.choice, self.scheduler.away
-        pairs = [(RECOMPUTED, KEPT), *([(RECOMPUTED, away), (away, KEPT)] if away != KEPT else [])]
+        for one, gain, other, give in self._pairs(best.choice):
+            code, better = (self._kind(best.choice[some[0]]) for some in (gain, give))
+            for gaining, giving in self._ends(one, gain, other, give):
+                if next(tries, None) is None:
+                    return
+                yield _changed(best.choice, (gaining, better), (giving, code))
+
+    def _pairs(self, choice: bytes) -> Iterator[tuple[ParcelGroup, list[int], ParcelGroup, list[int]]]:
+        """Members of one group, and members of another of which there is something better."""
+        away = self.scheduler.away
+        codes = [(RECOMPUTED, KEPT), *([(RECOMPUTED, away), (away, KEPT)] if away != KEPT else [])]
         members: list[dict[int, list[int]]] = [{} for _ in self._groups]
         for one, by_code in zip(self._groups, members, strict=True):
             for number in one.members:
@@ -265,19 +271,10 @@ class Search:
             if self._late():
                 return
             for other, theirs in groups:
-                for code, better in pairs if other is not one else ():
+                for code, better in codes if other is not one else ():
                     gain, give = mine.get(code), theirs.get(better)
                     if gain and give and code in self._options(other):
-                        for gaining, giving in self._ends(one, gain, other, give):
-                            self._num_exchanges -= 1
-                            if self._num_exchanges < 0:
-                                return
-                            changed = bytearray(choice)
-                            for number in gaining:
-                                changed[number] = better
-                            for number in giving:
-                                changed[number] = code
-                            yield bytes(changed)
+                        yield one, gain, other, give
 
     def _ends(
         self, one: ParcelGroup, gain: list[int], other: ParcelGroup, give: list[int]
@@ -297,18 +294,14 @@ class Search:
 
     def _keeping_more(self, best: Schedule) -> Schedule:
         """Keeps parcels while the step stays as fast: the largest first, and of a group the last created first."""
-        most_s = best.seconds * (1 + _SAME)
-        step = self._largest_step
+        start, step = best, self._largest_step
         while step:
             for one in self._by_bytes:
                 while moved := [number for number in one.members if best.choice[number] >= TO_RAM]:
                     if self._late():
                         return best
-                    choice = bytearray(best.choice)
-                    for number in moved[-step:]:
-                        choice[number] = KEPT
-                    found = self.attempt(bytes(choice))
-                    if found is None or found.over_bytes or found.slow_over_bytes or found.seconds > most_s:
+                    found = self.attempt(_changed(best.choice, (moved[-step:], KEPT)))
+                    if found is None or not _is_as_good(found, start):
                         break
                     best = found
             step //= 2
@@ -328,10 +321,9 @@ class Search:
             improved = False
             for changed in choices(best):
                 # No time limit until a choice fits, so that an error message names the true requirement.
-                fits = not (best.over_bytes or best.slow_over_bytes)
-                if (fits or self._has_fitting) and self._late():
+                if (best.fits or self._has_fitting) and self._late():
                     return best
-                found = self.attempt(changed, best.seconds * (1 - _SAME) if fits else math.inf)
+                found = self.attempt(changed, best.seconds * (1 - _SAME) if best.fits else math.inf)
                 if found is not None and _is_better(found, best):
                     best, improved = found, True
                     break
@@ -352,10 +344,7 @@ class Search:
                 if target == source:
                     continue
                 for chosen in (places[:step], places[-step:]) if len(places) > step else (places,):
-                    changed = bytearray(choice)
-                    for number in chosen:
-                        changed[number] = target
-                    yield bytes(changed)
+                    yield _changed(choice, (chosen, target))
 
     def _options(self, one: ParcelGroup) -> list[int]:
         """The codes that parcels of a group may have."""
@@ -365,8 +354,17 @@ class Search:
         return self.scheduler.away if code >= TO_RAM else code
 
 
+def _changed(choice: bytes, *changes: tuple[list[int], int]) -> bytes:
+    """A choice with other codes for some parcels."""
+    changed = bytearray(choice)
+    for numbers, code in changes:
+        for number in numbers:
+            changed[number] = code
+    return bytes(changed)
+
+
 def _is_as_good(found: Schedule, best: Schedule) -> bool:
-    return not (found.over_bytes or found.slow_over_bytes) and found.seconds <= best.seconds * (1 + _SAME)
+    return found.fits and found.seconds <= best.seconds * (1 + _SAME)
 
 
 def _is_better(found: Schedule, best: Schedule) -> bool:

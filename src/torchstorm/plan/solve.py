@@ -76,7 +76,7 @@ def solve(
     codes = {number: _code(tier, scheduler) for number, tier in fixed.items()}
     search = Search(scheduler, limit, deadline, codes)
     found = search.run()
-    if codes and (found.over_bytes or found.slow_over_bytes):
+    if codes and not found.fits:
         search = Search(scheduler, limit, deadline)
         found = search.run()
     if found.over_bytes:

@@ -32,7 +32,7 @@ _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
 _LATE = 1.25  # times what its operations take: of a forward in which the device has waited for the host
 _MOST = 0.9  # of the saved bytes
-_MOST_OF_FORWARD = 0.9  # of its intervals
+MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 
 
 def typical(trace: Trace) -> Trace:
@@ -109,7 +109,7 @@ def spare_s(seconds: Sequence[float], base_s: float) -> float:
         seconds: of the device, per interval of the forward.
         base_s: what all of it takes the host, but for what plans differ in.
     """
-    num_most = math.ceil(_MOST_OF_FORWARD * len(seconds))
+    num_most = math.ceil(MOST_OF_FORWARD * len(seconds))
     as_most_s = sum(seconds[:num_most]) * len(seconds) / num_most if num_most else 0.0
     return max(0.0, min(sum(seconds), as_most_s) - base_s)
 

@@ -28,6 +28,7 @@ def fingerprint(row: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(row: torch.Tensor) -> list[torch.Tensor]:
+    """Three of them, whatever the number of bytes: so many fingerprints can be stacked."""
     nbytes = row.nbytes
     whole = nbytes // 8
     words = row[: whole * 8].view(torch.int64)

@@ -125,9 +125,9 @@ class Planner:
         problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=time_limit_s)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
-        planned.plan = stated(replace(plan, trace=problem.trace), self.machine())
-        planned.forecast = measured or planned.plan.forecast
-        planned.plan = replace(planned.plan, forecast=planned.forecast)
+        plan = replace(plan, trace=problem.trace)
+        planned.forecast = measured or stated(plan, self.machine()).forecast
+        planned.plan = replace(plan, forecast=planned.forecast)
         beside.ask(planned.asked)
 
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:

@@ -24,7 +24,14 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import Replay, replays
 from torchstorm.plan.trace import HostCost, Trace, taking
-from torchstorm.plan.typical import beside_the_host, forward_of_operations, spare_s, typical, typical_ops
+from torchstorm.plan.typical import (
+    MOST_OF_FORWARD,
+    beside_the_host,
+    forward_of_operations,
+    spare_s,
+    typical,
+    typical_ops,
+)
 from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
@@ -32,7 +39,6 @@ _LITTLE_MORE = 1.25
 _RECORD_S, _MOVE_S = 35e-6, 120e-6
 _RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
 _TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two marks that time it
-_MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _FEW = 8  # marks that tell too little
 _STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
@@ -169,7 +175,7 @@ class Pace:
         took_s = [after - before for (_, before), (_, after) in pairwise(marks)]
         stalls_s = _stalls(took_s)
         host_s = list(accumulate(map(operator.sub, took_s, stalls_s), initial=0.0))
-        num_most = sum(passed_s <= _MOST_OF_FORWARD * host_s[-1] for passed_s in host_s)
+        num_most = sum(passed_s <= MOST_OF_FORWARD * host_s[-1] for passed_s in host_s)
         if num_most < _FEW:
             return 0.0, 0.0, 0.0
         device_s = seconds_between(marks[0][0], marks[num_most - 1][0]) - sum(stalls_s[: num_most - 1])
