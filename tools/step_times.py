@@ -58,14 +58,16 @@ class Steps:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = time.perf_counter()
+        self.phase = "entry"
         with context():
             self.phase = "forward"
             loss = subject.loss(batch)
             turn = time.perf_counter()
             self.phase = "backward"
             loss.backward()
-            self.phase = ""
+            self.phase = "end"
             end = time.perf_counter()
+        self.phase = ""
         assert subject.optimizer is not None
         subject.optimizer.step()
         subject.model.zero_grad(set_to_none=True)
@@ -200,13 +202,13 @@ class Look:
 @contextlib.contextmanager
 def looking(steps: Steps) -> Iterator[dict[str, Look]]:
     """Looks at the threads of the steps that run inside."""
-    looks = {"forward": Look(), "backward": Look()}
+    looks = {phase: Look() for phase in ("entry", "forward", "backward", "end")}
     main, stop = threading.get_ident(), threading.Event()
 
     def look_once(phase: str, me: int) -> None:  # frames, with the tensors in them, are let go at its end
         for thread, frame in sys._current_frames().items():
             is_planner = frame.f_code.co_qualname == "_Run._speak"  # which waits for the process that plans
-            if thread != me and (thread == main) == (phase == "forward") and not is_planner:
+            if thread != me and (thread == main) == (phase != "backward") and not is_planner:
                 looks[phase].take(frame)
 
     def look() -> None:
