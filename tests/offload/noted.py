@@ -42,7 +42,7 @@ def note_repeats(patch: pytest.MonkeyPatch, note: Callable[[Any, bool], None]) -
             instead = found.watch(mode, tape, *rest)
             return instead if instead is None else _NotedWatch(instead, tape, note)
 
-        return SimpleNamespace(watch=watch)
+        return SimpleNamespace(watch=watch, see_writes=found.see_writes)
 
     patch.setattr(Repeats, "run", noted)
     patch.setattr(watched, "library", by_library)
@@ -58,6 +58,9 @@ class _NotedWatch:
     @property
     def moment(self) -> int:
         return int(self._instead.moment)
+
+    def leave(self) -> Any:
+        return self._instead.leave()
 
     def __call__(self, func: Any, *rest: Any) -> Any:
         before, in_python = self._tape.num_calls, []

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import DeviceContext
 
 from torchstorm.offload.recompute import replay, watched
 from torchstorm.offload.recompute.described import NOTHING, Unfinished, is_given_again
@@ -43,6 +44,7 @@ def classes() -> Mapping[str, object]:
         "parcel": Parcel,
         "weak": StorageWeakRef,
         "leaf": Leaf,
+        "device_context": DeviceContext,
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,

@@ -4,14 +4,14 @@
 
 #include "returning.h"
 #include "saving.h"
+#include "watch.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace {
 
-// When it saves a tensor: `SavedTensors.pack`.
-PyObject *pack(PyObject *saved_tensors, PyObject *object) {
+// When it saves a tensor.
+PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
         if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
@@ -42,8 +42,8 @@ bool arrives(Way *way, PyObject *settled, PyObject *storage) {
     return true;
 }
 
-// When backward needs a saved tensor: `SavedTensors.unpack`.
-PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
+// When backward needs a saved tensor.
+PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
         const bool is_kept = Py_TYPE(packed) == of.kept;
@@ -77,6 +77,19 @@ PyObject *unpack(PyObject *saved_tensors, PyObject *packed) {
         return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);
     });
 }
+
+// What a hook returns, whose moment has come.
+PyObject *having_come(PyObject *result) {
+    if (away == nullptr || result == nullptr) return result;
+    return guarded([&]() -> PyObject * {
+        Own owned(result);
+        come_back_if_due();
+        return owned.give();
+    });
+}
+
+PyObject *pack(PyObject *saved_tensors, PyObject *object) { return having_come(pack_now(saved_tensors, object)); }
+PyObject *unpack(PyObject *saved_tensors, PyObject *packed) { return having_come(unpack_now(saved_tensors, packed)); }
 
 PyMethodDef pack_method = {"pack", pack, METH_O, nullptr}, unpack_method = {"unpack", unpack, METH_O, nullptr};
 

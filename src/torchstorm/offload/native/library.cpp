@@ -37,7 +37,7 @@ PyObject *use(PyObject *, PyObject *args) {
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain)
+        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
@@ -127,7 +127,7 @@ PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
     METHOD(use, METH_VARARGS), METHOD(look, METH_FASTCALL), METHOD(holds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
-    METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL),
+    METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL), METHOD(see_writes, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
@@ -141,7 +141,7 @@ PyType_Slot way_slots[] = {
 PyType_Slot watch_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void *>(watch_dealloc)}, {Py_tp_traverse, reinterpret_cast<void *>(watch_traverse)},
     {Py_tp_clear, reinterpret_cast<void *>(watch_clear)}, {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
-    {Py_tp_members, watch_members}, {Py_tp_getset, watch_getters}, {0, nullptr}};
+    {Py_tp_members, watch_members}, {Py_tp_methods, watch_methods}, {Py_tp_getset, watch_getters}, {0, nullptr}};
 constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
 PyType_Spec moments_spec = {"torchstorm_native.Moments", sizeof(Moments), 0, flags, moments_slots};
 PyType_Spec way_spec = {"torchstorm_native.Way", sizeof(Way), 0, flags, way_slots};

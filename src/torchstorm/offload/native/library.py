@@ -65,8 +65,15 @@ class Library(Protocol):
         numbers: Set[int],
         names: Set[int],
         moments: Set[int],
+        present: Set[int] | None,
     ) -> Any:
-        """In place of `WatchedCalls.__torch_function__`; None where it does not know the progress."""
+        """In place of `WatchedCalls.__torch_function__`; None where it does not know the progress. The mode leaves the
+        stack after moments that are not among the `present` ones. Where those are not known, its `leave` returns the
+        moments that have come within functions which may call others."""
+
+    def see_writes(self, whether: bool, /) -> bool:
+        """From now on, in this thread, the tape is told of what operations write to while a mode is away, or no more.
+        Returns whether it is."""
 
     def use(self, classes: Mapping[str, object]) -> None:
         """Tells it what it makes and reads."""

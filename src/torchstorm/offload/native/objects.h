@@ -18,7 +18,7 @@ namespace {
 
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of;
     PyObject *is_own_thread, *apply, *run_again;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *torch_function;
@@ -32,7 +32,7 @@ PyObject *first;  // (0,)
     X(_let_go) X(_modules) X(_notice) X(_order) X(_parameters) \
     X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) X(append) X(awaited) X(away) X(by_address) \
     X(by_ordinal) X(checks) X(closed) X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) \
-    X(hold) X(idle) X(in_parts) X(inplace) X(kind) X(known) X(leaves) X(let_go) X(limit_bytes) X(make_room) X(max_norm) X(native) \
+    X(has_changed) X(hold) X(idle) X(in_parts) X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(limit_bytes) X(make_room) X(max_norm) X(native) \
     X(num_calls) X(num_used) X(out) X(over) X(pack) X(peak_bytes) X(phase) X(popleft) X(read_until) X(release) \
     X(released) X(repeats) X(resident) X(resident_bytes) X(send) X(settle) X(settle_soon) X(shape) X(unfinished) \
     X(unpack) X(wait) X(wanted) X(within) X(written)

@@ -2,20 +2,12 @@
 
 #pragma once
 
+#include "away.h"
 #include "records.h"
 
 namespace {
 
-// In place of that method of one mode: it has the same attributes, which Dynamo asks for.
-struct Watch {
-    PyObject_HEAD
-    PyObject *mode, *tape, *progress, *counts;
-    PyObject *numbers, *names, *moments;  // of the calls within which operations are recorded
-    PyObject *moment;                     // after which the counted calls come
-    vectorcallfunc call;
-};
-
-#define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(moment)
+#define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(present) X(within) X(moment)
 
 COLLECTED(Watch, watch, EACH_OF_WATCH)
 
@@ -38,6 +30,34 @@ PyObject *number_of_call(Watch *self, PyObject *name) {
     return an_int((as_int(moment) * of.num_counts + count) * of.num_names + as_int(name));
 }
 
+PyObject *watched_call(Watch *self, PyObject *func, PyObject *args, PyObject *kwargs) {
+    const auto plainly = [&] { return PyObject_Call(func, args, kwargs); };
+    if (checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return plainly();
+    Own known(Py_XNewRef(find(of.known_functions, func)));
+    if (!known) known.at = checked(PyObject_CallOneArg(of.get_to_know, func));
+    PyObject *name = PyTuple_GET_ITEM(known.at, 0);
+    const bool writes = PyTuple_GET_ITEM(known.at, 1) == Py_True || (kwargs != nullptr && is_to_write(kwargs));
+    PyObject *moment = see(self->progress, running_moment);
+    if (!writes && (!checked(PySet_Contains(self->moments, moment)) || !checked(PySet_Contains(self->names, name))))
+        return plainly();
+    Own idle(get(self->tape, s_idle));
+    if (checked(PyObject_IsTrue(idle.at))) return plainly();
+    Own number(number_of_call(self, name));
+    if (!writes && !checked(PySet_Contains(self->numbers, number.at))) return plainly();
+    Own repeats(get(self->tape, s_repeats)), named(kwargs == nullptr ? Py_NewRef(Py_None) : Py_NewRef(kwargs));
+    if (!writes && repeats.at != Py_None) {
+        Own kind(get(self->tape, s_kind)), is_plain(checked(PyObject_CallOneArg(of.is_plain, kind.at)));
+        if (is_plain.at == Py_True) {
+            Own first(an_int(as_int(number.at) * of.num_places));
+            PyObject *of_run[] = {repeats.at, self->tape, first.at, func, args, named.at};
+            Own out(run(nullptr, of_run, 6));
+            if (out.at != of.long_way) return out.give();
+        }
+    }
+    return PyObject_CallMethodObjArgs(
+        self->mode, s__within, number.at, func, writes ? Py_True : Py_False, args, named.at, nullptr);
+}
+
 PyObject *watch_call(PyObject *object, PyObject *const *given, size_t num_given, PyObject *given_names) {
     Watch *self = reinterpret_cast<Watch *>(object);
     const Py_ssize_t num = PyVectorcall_NARGS(num_given);
@@ -49,41 +69,26 @@ PyObject *watch_call(PyObject *object, PyObject *const *given, size_t num_given,
     if (kwargs != nullptr && !PyDict_GET_SIZE(kwargs)) kwargs = nullptr;
     if (Py_TYPE(func) == of.getter) return PyObject_Call(func, args, kwargs);
     return guarded([&]() -> PyObject * {
-        const auto plainly = [&] { return PyObject_Call(func, args, kwargs); };
-        if (checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return plainly();
-        Own known(Py_XNewRef(find(of.known_functions, func)));
-        if (!known) known.at = checked(PyObject_CallOneArg(of.get_to_know, func));
-        PyObject *name = PyTuple_GET_ITEM(known.at, 0);
-        const bool writes = PyTuple_GET_ITEM(known.at, 1) == Py_True || (kwargs != nullptr && is_to_write(kwargs));
-        PyObject *moment = see(self->progress, running_moment);
-        if (!writes && (!checked(PySet_Contains(self->moments, moment)) || !checked(PySet_Contains(self->names, name))))
-            return plainly();
-        Own idle(get(self->tape, s_idle));
-        if (checked(PyObject_IsTrue(idle.at))) return plainly();
-        Own number(number_of_call(self, name));
-        if (!writes && !checked(PySet_Contains(self->numbers, number.at))) return plainly();
-        Own repeats(get(self->tape, s_repeats)), named(kwargs == nullptr ? Py_NewRef(Py_None) : Py_NewRef(kwargs));
-        if (!writes && repeats.at != Py_None) {
-            Own kind(get(self->tape, s_kind)), is_plain(checked(PyObject_CallOneArg(of.is_plain, kind.at)));
-            if (is_plain.at == Py_True) {
-                Own first(an_int(as_int(number.at) * of.num_places));
-                PyObject *of_run[] = {repeats.at, self->tape, first.at, func, args, named.at};
-                Own out(run(nullptr, of_run, 6));
-                if (out.at != of.long_way) return out.give();
+        const int64_t before = see_int(self->progress, running_moment);
+        if (!std::exchange(self->has_seen, true) && self->present == Py_None)
+            for (int64_t at = 0; at <= before; ++at) {  // nobody knows within what these have come
+                Own moment(an_int(at));
+                checked(PyList_Append(self->within, moment.at));
             }
-        }
-        return PyObject_CallMethodObjArgs(
-            self->mode, s__within, number.at, func, writes ? Py_True : Py_False, args, named.at, nullptr);
+        Own out(checked(watched_call(self, func, args, kwargs)));
+        see_what_comes(self, func, before);
+        return out.give();
     });
 }
 
 PyTypeObject *watch_type;
 
-// watch(mode, tape, progress, moment, counts, numbers, names, moments): what the mode is to have as its method; None where
-// it does not know the progress.
+// watch(mode, tape, progress, moment, counts, numbers, names, moments, present): what the mode is to have as its method; None
+// where it does not know the progress. Without `present`, it finds out what that may be.
 PyObject *watch(PyObject *, PyObject *const *given, Py_ssize_t num) {
-    if (num != 8 || Py_TYPE(given[2]) != of.running || !PyDict_Check(given[4]) || !PyAnySet_Check(given[5]) ||
-        !PyAnySet_Check(given[6]) || !PyAnySet_Check(given[7]))
+    if (num != 9 || Py_TYPE(given[2]) != of.running || !PyDict_Check(given[4]) || !PyAnySet_Check(given[5]) ||
+        !PyAnySet_Check(given[6]) || !PyAnySet_Check(given[7]) ||
+        (given[8] != Py_None && !PyAnySet_Check(given[8])))
         Py_RETURN_NONE;
     Watch *self = reinterpret_cast<Watch *>(watch_type->tp_alloc(watch_type, 0));
     if (self == nullptr) return nullptr;
@@ -96,11 +101,17 @@ PyObject *watch(PyObject *, PyObject *const *given, Py_ssize_t num) {
     self->numbers = Py_NewRef(given[5]);
     self->names = Py_NewRef(given[6]);
     self->moments = Py_NewRef(given[7]);
+    self->present = Py_NewRef(given[8]);
+    if (given[8] == Py_None && (self->within = PyList_New(0)) == nullptr) {
+        Py_DECREF(self);
+        return nullptr;
+    }
     return reinterpret_cast<PyObject *>(self);
 }
 
 PyObject *watch_func(PyObject *, void *) { return Py_NewRef(of.torch_function); }
 
+PyMethodDef watch_methods[] = {{"leave", watch_leave, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMemberDef watch_members[] = {
     {"__self__", T_OBJECT_EX, offsetof(Watch, mode), READONLY, nullptr},
     {"moment", T_OBJECT_EX, offsetof(Watch, moment), READONLY, nullptr},

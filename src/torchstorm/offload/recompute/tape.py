@@ -11,7 +11,7 @@ their bytes' origin, a `Value`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.described import Unfinished, storages_in
 from torchstorm.offload.recompute.operators import Operator, operator, without_statistics
-from torchstorm.offload.recompute.repeats import Repeats
+from torchstorm.offload.recompute.repeats import Repeats, keep_counters
 from torchstorm.offload.recompute.tensors import (
     collect,
     covers_all,
@@ -93,13 +93,13 @@ class Tape(TorchDispatchMode):
         number = self.number
         self.number = number + 1
         if what.writes or what.write_names:
-            self._protect_leaves(what, args, kwargs)
+            self._protect_leaves(_written_to(what, args, kwargs))
         # Without gradients runs what is inside a custom function, whose kernels may write where nobody sees it. An
         # operator of ours that has a backward formula is a custom function, too, with nothing else inside.
         recordable = what.repeatable and (torch.is_grad_enabled() or what.own)
         if not recordable or (self.wanted is not None and number not in self.wanted):
             out = func(*args, **kwargs)
-            self._forget_written(what, args, kwargs)
+            self.has_changed(_written_to(what, args, kwargs))
             return out
         return self._record(func, what, number, args, kwargs)
 
@@ -160,8 +160,7 @@ class Tape(TorchDispatchMode):
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
-        known = self.known.pop(storage._cdata, None)
-        if known is not None:
+        if (known := self.known.pop(storage._cdata, None)) is not None:
             known.out = None
         for leaf in self.leaves.pop(storage._cdata, ()):
             if storage.nbytes() < TINY_BYTES:
@@ -172,11 +171,10 @@ class Tape(TorchDispatchMode):
     def clear(self, *, is_over: bool = False) -> None:
         """Forgets the step. Records live on in what autograd still holds, unless all of it `is_over`."""
         self.idle = True
-        if self.repeats is not None:
-            if is_over:
-                self.repeats.forget_passing()
-            else:
-                self.repeats.give_up()
+        if self.repeats is not None and is_over:
+            self.repeats.forget_passing()
+        elif self.repeats is not None:
+            self.repeats.give_up()
         self.calls = []
         self.repeats = None
         self.known = {}
@@ -344,17 +342,22 @@ class Tape(TorchDispatchMode):
 
     # ------------------------------------------------------------------ writes
 
-    def _protect_leaves(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def is_about_to_change(self, tensors: list[torch.Tensor]) -> None:
+        """What `dispatch` does before an operation that writes to these, of one that it does not see."""
+        keep_counters(self, tuple(tensors), {})
+        self._protect_leaves(tensors)
+
+    def _protect_leaves(self, tensors: Iterable[torch.Tensor]) -> None:
         """A weight, buffer or input is about to change: records that use it get a copy of what it was."""
-        for tensor in _written_to(what, args, kwargs):
+        for tensor in tensors:
             for leaf in self.leaves.pop(tensor.untyped_storage()._cdata, ()):
                 _keep_a_copy(leaf)
 
-    def _forget_written(self, what: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in _written_to(what, args, kwargs):
+    def has_changed(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operation that is not recorded has written to these."""
+        for tensor in tensors:
             address = tensor.untyped_storage()._cdata
-            known = self.known.get(address)
-            if known is not None:
+            if (known := self.known.get(address)) is not None:
                 _stop_holding(known, tensor)
                 self.known[address] = Value(known.nbytes, None, known.watch, -1)
 
@@ -382,7 +385,8 @@ def _stop_holding(value: Value, written: torch.Tensor) -> None:
 def _keep_a_copy(leaf: Leaf) -> None:
     """Gives a record a tensor of its own in place of one that is about to change."""
     if leaf.tensor._version == leaf.version:
-        leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
+        with torch.inference_mode(False):  # whose tensors have no version
+            leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
         leaf.version, leaf.address = leaf.tensor._version, leaf.tensor.untyped_storage()._cdata
 
 

@@ -11,6 +11,7 @@ calls more, as of a step that logs something, change no other call's number.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Collection, Iterator
@@ -22,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from torchstorm.offload.native.library import library
+from torchstorm.offload.native.library import Library, library
 from torchstorm.offload.recompute.operators import operator, single
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, keep_counters
 from torchstorm.offload.recompute.tape import Tape
@@ -30,6 +31,7 @@ from torchstorm.offload.torch_private import pause_in_backward, see_no_more_oper
 
 NAMES = 1 << 20  # of functions
 COUNTS = 1 << 10  # of a function's calls after a moment
+_BEGINNING = 1  # the moment of a step at which its plan is chosen
 PLACES = 1 << 20  # of operations in a call: a recurrent network is one, with some ten operations a time step
 
 # Asked at every function that is recorded.
@@ -64,12 +66,31 @@ class Calls:
         numbers: of these.
         names: of the functions that are called there.
         moments: after which they are.
+        present: after which the mode has to be active; None as long as no step has shown that.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
         self.numbers = frozenset(numbers)
         self.names = frozenset(number % NAMES for number in numbers)
         self.moments = frozenset(map(_moment_of_call, numbers))
+        self.present: frozenset[int] | None = None
+
+    def learn(self, within: Collection[int], end: int) -> None:
+        """A step has shown where the mode can become active.
+
+        Args:
+            within: moments that have come within functions which may call others. Those would be taken for the step's
+                own calls where the mode became active just then, so it has to be there before.
+            end: the moment up to which that was seen.
+        """
+        found: set[int] = set()
+        within = frozenset(within)
+        for moment in {min(moment, end) for moment in self.moments}:
+            while moment not in found:
+                found.add(moment)
+                if moment in within and moment > 0:
+                    moment -= 1
+        self.present = frozenset(found)
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -79,15 +100,22 @@ class WatchedCalls(TorchFunctionMode):
         tape: records.
         progress: of the step; it may be set later.
         enters: whether the tape is to be entered for every call; else it is active all the time, and only numbered.
+        may_go: whether it may leave the stack of modes where no call is to be recorded.
     """
 
-    def __init__(self, tape: Tape, progress: Progress | None = None, *, enters: bool = True) -> None:
+    def __init__(
+        self, tape: Tape, progress: Progress | None = None, *, enters: bool = True, may_go: bool = False
+    ) -> None:
         super().__init__()
         pause_in_backward(WatchedCalls)
         self._calls: Calls | None = None  # within which operations are recorded; None for all
         self._tape = tape
         self.progress: Progress = progress or _Begun()
-        self._enters = enters
+        # Only the main thread can: by what Python calls in it between two instructions.
+        self._may_go = may_go and threading.current_thread() is threading.main_thread()
+        self._enters, self._learns = enters, False
+        self._seeing: Library | None = None  # what sees writes while the mode is away
+        self._last: Any = None  # the C++ that stood for Python last
         self._moment = -1
         self._counts: dict[int, int] = {}  # calls of every function since that moment
         tape.is_within_call = False
@@ -117,28 +145,50 @@ class WatchedCalls(TorchFunctionMode):
             return self._within(number, func, writes, args, kwargs)
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def __enter__(self) -> WatchedCalls:
+        """A step begins, or goes on after a backward."""
+        found = library() if self._may_go else None
+        if found is not None and found.see_writes(True):
+            self._seeing = found
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *error: Any) -> None:
-        """The step is over."""
-        self._leave_cpp()
+        """The step is over, or its forward is."""
+        within = self._leave_cpp()
+        if within is not None and self._calls is not None and self._learns and error[0] is None:
+            self._calls.learn(within, self.progress.moment)
+        if self._last is not None:
+            self._last.leave()  # in backward it could not come back
+            self._last = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._seeing is not None:
+            self._seeing.see_writes(False)
+            self._seeing = None
 
     def record_within(self, calls: Calls | None) -> None:
         """From now on operations are recorded within these calls; None for all."""
         self._leave_cpp()
         self._calls = calls
+        self._learns = self._seeing is not None and self.progress.moment <= _BEGINNING
         found = library()
         if calls is not None and found is not None and _is_told_of_compiling():
             of_step = self, self._tape, self.progress, self._moment, self._counts
-            instead = found.watch(*of_step, calls.numbers, calls.names, calls.moments)
+            present = calls.present if self._seeing is not None else None
+            instead = found.watch(*of_step, calls.numbers, calls.names, calls.moments, present)
             if instead is not None:
-                vars(self)["__torch_function__"] = instead
+                vars(self)["__torch_function__"] = self._last = instead
                 _in_cpp.add(self)
 
-    def _leave_cpp(self) -> None:
+    def _leave_cpp(self) -> list[int] | None:
+        """The mode is there, and is Python's. Returns what `Calls.learn` asks for, if C++ was to find out."""
         _in_cpp.discard(self)
         instead = vars(self).pop("__torch_function__", None)
-        if instead is not None:
-            self._moment = instead.moment
+        if instead is None:
+            return None
+        self._moment = instead.moment
+        within: list[int] | None = instead.leave()
+        return within
 
     def _within(
         self, number: int, func: Any, writes: bool, args: tuple[Any, ...], kwargs: dict[str, Any] | None

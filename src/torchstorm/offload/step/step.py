@@ -85,7 +85,7 @@ class Step:
         sees_all = tensors.asks_for_modes or shared.runs_compiled
         sees_all |= shared.compiled is not None and not shared.compiled.are_whole
         if self._tape is not None and not sees_all:
-            self._watched = WatchedCalls(self._tape)
+            self._watched = WatchedCalls(self._tape, may_go=shared.compiled is None)
         shared.saved.begin(tensors.fixed, self._choose, self._change, tape=self._tape, watched=self._watched)
         if shared.plans.in_force is None and not shared.unlimited:
             self._naming = Naming(shared.model, shared.saved.blocks)
