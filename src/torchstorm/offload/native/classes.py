@@ -61,6 +61,7 @@ def classes() -> Mapping[str, object]:
         "get_to_know": watched.get_to_know,
         "is_plain": watched.is_plain,
         "compiler": vars(torch.compiler),
+        "forward_ad": vars(torch.autograd.forward_ad),
         "torch_function": watched.WatchedCalls.__torch_function__,
         "num_names": watched.NAMES,
         "num_counts": watched.COUNTS,

@@ -53,6 +53,7 @@ PyObject *use(PyObject *, PyObject *args) {
         of.get_to_know = named("get_to_know");
         of.is_plain = named("is_plain");
         of.compiler = named("compiler");
+        of.forward_ad = named("forward_ad");
         of.torch_function = named("torch_function");
         of.num_names = as_int(named("num_names"));
         of.num_counts = as_int(named("num_counts"));

@@ -11,6 +11,7 @@
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -21,13 +22,13 @@ struct Classes {
     PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of;
     PyObject *is_own_thread, *apply, *run_again;
-    PyObject *known_functions, *get_to_know, *is_plain, *compiler, *torch_function;
+    PyObject *known_functions, *get_to_know, *is_plain, *compiler, *forward_ad, *torch_function;
     int64_t num_names, num_counts, num_places, tiny_bytes;
 } of;
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_arrived) X(_at) X(_awaited) X(_begin) X(_buffers) X(_device) X(_dropped) X(_empty) X(_finish) \
+    X(_add_output) X(_arrived) X(_at) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) X(_finish) \
     X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) \
     X(_let_go) X(_modules) X(_notice) X(_order) X(_parameters) \
     X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) X(append) X(awaited) X(away) X(by_address) \

@@ -80,6 +80,12 @@ bool is_given_again(PyObject *tape, PyObject *item, PyObject *arg) {
     return again.at == Py_True;
 }
 
+// Whether two floats are one to a function: zeros of both signs are not, and one that is no number is none.
+bool is_same_number(PyObject *one, PyObject *other) {
+    const double first = PyFloat_AS_DOUBLE(one), second = PyFloat_AS_DOUBLE(other);
+    return first == second && std::signbit(first) == std::signbit(second);
+}
+
 // What a record is to say of an argument now: the same, or, where the same bytes have another shape or other strides,
 // these. nullptr without an error for anything else.
 PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg);
@@ -112,6 +118,7 @@ PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg) {
     if (Py_TYPE(item) == of.ref) return described_now_of_ref(tape, item, arg);
     if (arg == item) return Py_NewRef(item);
     if (PyLong_CheckExact(item) && PyLong_CheckExact(arg)) return equal(item, arg) ? Py_NewRef(item) : nullptr;
+    if (PyFloat_CheckExact(item) && PyFloat_CheckExact(arg)) return is_same_number(item, arg) ? Py_NewRef(item) : nullptr;
     const bool are_lists = PyList_CheckExact(item) && PyList_CheckExact(arg);
     if (!are_lists && !(PyTuple_CheckExact(item) && PyTuple_CheckExact(arg))) {
         const Answer answer = Py_TYPE(item) == of.leaf ? is_leaf_again(tape, item, arg) : unknown;

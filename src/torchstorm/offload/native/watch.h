@@ -5,6 +5,8 @@
 #include "away.h"
 #include "records.h"
 
+#include <ATen/autocast_mode.h>
+
 namespace {
 
 #define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(present) X(within) X(moment)
@@ -30,6 +32,18 @@ PyObject *number_of_call(Watch *self, PyObject *name) {
     return an_int((as_int(moment) * of.num_counts + count) * of.num_names + as_int(name));
 }
 
+// As `watched.is_plain`, of the device of a tape.
+bool is_plain(PyObject *tape) {
+    Own device(get(tape, s__device));
+    if (Modes::stack_len() || !THPDevice_Check(device.at)) {
+        Own kind(get(tape, s_kind)), plain(checked(PyObject_CallOneArg(of.is_plain, kind.at)));
+        return plain.at == Py_True;
+    }
+    return !is_backward() && as_int(checked(find(of.forward_ad, s__current_level))) < 0 && at::GradMode::is_enabled() &&
+           !at::autocast::is_autocast_enabled(reinterpret_cast<THPDevice *>(device.at)->device.type()) &&
+           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
 PyObject *watched_call(Watch *self, PyObject *func, PyObject *args, PyObject *kwargs) {
     const auto plainly = [&] { return PyObject_Call(func, args, kwargs); };
     if (checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return plainly();
@@ -46,8 +60,7 @@ PyObject *watched_call(Watch *self, PyObject *func, PyObject *args, PyObject *kw
     if (!writes && !checked(PySet_Contains(self->numbers, number.at))) return plainly();
     Own repeats(get(self->tape, s_repeats)), named(kwargs == nullptr ? Py_NewRef(Py_None) : Py_NewRef(kwargs));
     if (!writes && repeats.at != Py_None) {
-        Own kind(get(self->tape, s_kind)), is_plain(checked(PyObject_CallOneArg(of.is_plain, kind.at)));
-        if (is_plain.at == Py_True) {
+        if (is_plain(self->tape)) {
             Own first(an_int(as_int(number.at) * of.num_places));
             PyObject *of_run[] = {repeats.at, self->tape, first.at, func, args, named.at};
             Own out(run(nullptr, of_run, 6));
