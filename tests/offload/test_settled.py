@@ -23,6 +23,7 @@ from torchstorm.offload.recompute.tape import TINY_BYTES
 from torchstorm.offload.run.shortage import drop_step
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import saving
+from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.letting_go import LetGo, _read_later
 from torchstorm.offload.step.packed import Ticket
@@ -659,3 +660,54 @@ def test_plans_by_which_nothing_leaves_have_tables_of_their_own() -> None:
         found.append(tables.of(plan, all_recorded=True))
         assert tables.of(plan, all_recorded=True) is found[-1]
     assert [table.num_moments for table in found] == [2, 3]
+
+
+class Parts(nn.Module):
+    """Saves whole tensors, views and parts of them, some of them several times, and what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        first, second = hidden.sin().chunk(2)
+        shifted = (hidden * 2).data[8:].requires_grad_()  # a part with a version counter of its own
+        joined = torch.cat([first.exp(), second.t().exp().t(), shifted.exp(), hidden[:, :1].expand(-1, WIDTH).exp()])
+        return joined * joined * joined.sum() * (x[:1] * 3).exp().sum()
+
+
+def bytes_kept(model: nn.Module, *, by_cpp: bool) -> tuple[list[int], Counter[str]]:
+    """What counts in three settled steps without a plan, and how often hooks of theirs have gone through Python."""
+    calls = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch, Session(model, unlimited=True) as session:
+        if not by_cpp:
+            patch.setattr(library._building, "found", None)
+        counted = []
+        for index in range(7):
+            if index == 4:
+                for name in ("pack", "unpack"):
+                    patch.setattr(SavedTensors, name, counting(getattr(SavedTensors, name), name, calls))
+            with session.step():
+                model(data(index)).square().mean().backward()
+            counted.append(session.usage().ram_bytes)
+    return counted[4:], calls
+
+
+def counting(method: Callable[..., object], name: str, calls: Counter[str]) -> Callable[..., object]:
+    def counted(*given: object) -> object:
+        calls[name] += 1
+        return method(*given)
+
+    return counted
+
+
+@pytest.mark.parametrize("make", [Chain, Parts])
+def test_what_is_kept_without_a_plan_is_counted_alike_and_needs_no_python(make: Callable[[], nn.Module]) -> None:
+    has_cpp = library.library() is not None
+    by_python, _ = bytes_kept(make(), by_cpp=False)
+    by_cpp, calls = bytes_kept(make(), by_cpp=has_cpp)
+    assert by_python == by_cpp
+    assert min(by_cpp) > 0
+    if has_cpp and make is Chain:
+        assert calls == {"pack": 3, "unpack": 3}, "of the input, which is none of what counts"

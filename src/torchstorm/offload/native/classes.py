@@ -14,9 +14,11 @@ from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
 from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.hooks import SavedTensors
-from torchstorm.offload.step.kept import Kept, KeptStorage
+from torchstorm.offload.step.kept import Kept, KeptStorage, KeptTensors
+from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.packed import Ticket, Untouched, is_own_thread
 from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, content_of
 
@@ -45,6 +47,10 @@ def classes() -> Mapping[str, object]:
         "weak": StorageWeakRef,
         "leaf": Leaf,
         "device_context": DeviceContext,
+        "watched_calls": watched.WatchedCalls,
+        "residency": Residency,
+        "kept_tensors": KeptTensors,
+        "saved_storages": SavedStorages,
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,
@@ -52,6 +58,7 @@ def classes() -> Mapping[str, object]:
         "is_own_thread": is_own_thread,
         "long_way": LONG_WAY,
         "nothing": NOTHING,
+        "no_block": "",
         "choices": CHOICES,
         "uint8": torch.uint8,
         "content_of": content_of,

@@ -10,12 +10,17 @@
 
 namespace {
 
+// Whether another mode than the step's own is active, which may have just come back.
+bool is_seen_by_others() {
+    if (!at::impl::torch_function_mode_enabled()) return false;
+    return Modes::stack_len() > 1 || Py_TYPE(Modes::get_stack_at(0)->ptr(getPyInterpreter())) != of.watched_calls;
+}
+
 // When it saves a tensor.
 PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
-        if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > 0)
-            return otherwise();
+        if (is_seen_by_others() || c10::impl::TorchDispatchModeTLS::stack_len() > 0) return otherwise();
         if (!is_plain_type(object)) return otherwise();
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (!has_bytes(tensor)) return otherwise();
@@ -29,6 +34,7 @@ PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
 
 // As `Settled.arrive`; false where that must be asked.
 bool arrives(Way *way, PyObject *settled, PyObject *storage) {
+    if (way->moments == nullptr) return true;
     Locked locked(way->lock);
     if (!is_current(way, settled)) return false;
     const int64_t moment = see_int(way->progress, running_moment) + 1;
@@ -50,7 +56,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
         if (Py_TYPE(packed) == of.ticket) {
             Own closed(get(saved_tensors, s_closed)), run(get(saved_tensors, s__run));
             Own settled(Py_NewRef(see(run.at, running_settled))), holder;
-            Way *way = way_of(settled.at, holder);
+            Way *way = planned_way_of(settled.at, holder);
             if (way == nullptr || checked(PyObject_IsTrue(closed.at))) return otherwise();
             PyObject *tensor = unpack_ticket(way, saved_tensors, settled.at, packed);
             return tensor != nullptr ? tensor : otherwise();

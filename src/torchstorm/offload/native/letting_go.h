@@ -20,6 +20,14 @@ Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
     return Py_TYPE(holder.at) == way_type ? reinterpret_cast<Way *>(holder.at) : nullptr;
 }
 
+Way *planned_way_of(PyObject *settled, Own &holder) {  // nullptr where it has none by a plan
+    Way *way = way_of(settled, holder);
+    return way != nullptr && way->moments != nullptr ? way : nullptr;
+}
+
+// What autograd holds, by address: `SavedStorages._at`.
+PyObject *saved_at(const Way *way) { return take(see(way->residency, residency_known), saved_storages__at); }
+
 Py_ssize_t size_of(PyObject *object) { return checked(static_cast<int>(PyObject_Size(object))); }
 
 Py_ssize_t size_at(PyObject *object, PyObject *name) {
@@ -44,14 +52,14 @@ void forget_if_there(PyObject *dict, PyObject *key) {
 }
 
 void count(const Way *way, int64_t nbytes) {  // as `Residency._count`
-    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
-    set_int(way->residency, s_resident_bytes, resident);
-    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
+    const int64_t resident = see_int(way->residency, residency_resident_bytes) + nbytes;
+    put_int(way->residency, residency_resident_bytes, resident);
+    if (resident > see_int(way->residency, residency_peak_bytes)) put_int(way->residency, residency_peak_bytes, resident);
 }
 
 // Whether so many bytes more exceed what may be resident; a GPU's plans see to that themselves.
 bool is_too_much(const Way *way, int64_t nbytes) {
-    return way->device < 0 && get_int(way->residency, s_resident_bytes) + nbytes > get_int(way->residency, s_limit_bytes);
+    return way->device < 0 && see_int(way->residency, residency_resident_bytes) + nbytes > see_int(way->residency, residency_limit_bytes);
 }
 
 // As `SavedStorages.remove_base`.
@@ -65,7 +73,7 @@ void remove_base(PyObject *at, PyObject *saved) {
 
 // As `Residency._release`, but for what that does with each storage in the parcel.
 void release(const Way *way, PyObject *parcel) {
-    Own resident(get(way->residency, s_resident));
+    Own resident(take(way->residency, residency_resident));
     PyObject *order = see(parcel, parcel_order);
     put_shared(parcel, parcel_buffer, Py_None);
     put_shared(parcel, parcel_hold, Py_None);
@@ -77,12 +85,12 @@ void release(const Way *way, PyObject *parcel) {
 
 // As `Residency.discard`, for a parcel of which autograd holds nothing any more.
 void discard(const Way *way, PyObject *parcel) {
-    Own checks(get(way->residency, s_checks));
+    Own checks(take(way->residency, residency_checks));
     if (checks.at != Py_False || see(parcel, parcel_back) != Py_None || see(parcel, parcel_shared) != Py_False) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_discard, parcel)));
         return;
     }
-    Own away(get(way->residency, s_away)), absent(get(way->residency, s_absent));
+    Own away(take(way->residency, residency_away)), absent(take(way->residency, residency_absent));
     release(way, parcel);
     checked(PySet_Discard(absent.at, parcel));
     forget_if_there(away.at, see(parcel, parcel_order));
@@ -94,7 +102,7 @@ void discard(const Way *way, PyObject *parcel) {
 
 // As `LetGo._remove`.
 void remove(const Way *way, PyObject *saved) {
-    Own known(get(way->residency, s_known)), at(get(known.at, s__at));
+    Own at(saved_at(way));
     Own parcel(Py_NewRef(see(saved, saved_parcel))), value(Py_NewRef(see(saved, saved_value)));
     put_shared(saved, saved_value, Py_None);
     remove_base(at.at, saved);
@@ -112,7 +120,7 @@ void remove(const Way *way, PyObject *saved) {
 
 // As `LetGo._is_read_later`, of bytes and of the storage that has them.
 bool is_read_later(const Way *way, PyObject *value, PyObject *ordinal) {
-    if (value == Py_None || see(value, value_is_read) != Py_True || !size_at(way->residency, s_absent)) return false;
+    if (value == Py_None || see(value, value_is_read) != Py_True || !size_of(see(way->residency, residency_absent))) return false;
     PyObject *table = see(way->progress, running_table);
     if (table == Py_None || as_int(ordinal) < 0 || see(way->progress, running_has_changed) != Py_False) return true;
     Own read_until(get(table, s_read_until));
@@ -129,7 +137,7 @@ void forget_kept(const Way *way, PyObject *storage) {
     if (value != Py_None && see(value, value_held) == see(storage, kept_storage__held)) put_shared(value, value_held, Py_None);
     for (const Py_ssize_t place : {kept_storage_value, kept_storage__held, kept_storage_owner})
         put_shared(storage, place, Py_None);
-    Own by_address(get(way->kept, s_by_address)), in_parts(get(way->kept, s_in_parts));
+    Own by_address(take(way->kept, kept_tensors_by_address)), in_parts(take(way->kept, kept_tensors_in_parts));
     PyObject *address = see(storage, kept_storage_address), *beside = see(storage, kept_storage_beside);
     if (find(by_address.at, address) != storage) return;
     if (beside == Py_None)
@@ -141,14 +149,14 @@ void forget_kept(const Way *way, PyObject *storage) {
 
 // As `KeptTensors.settle`.
 void settle_kept(const Way *way) {
-    Own released(get(way->kept, s_released));
+    Own released(take(way->kept, kept_tensors_released));
     while (size_of(released.at)) {
         Own storage(checked(PyObject_CallMethodNoArgs(released.at, s_popleft)));
         const int64_t live = see_int(storage.at, kept_storage_num_live) - 1;
         put_int(storage.at, kept_storage_num_live, live);
         if (live) continue;
         if (is_read_later(way, see(storage.at, kept_storage_value), see(storage.at, kept_storage_ordinal))) {
-            Own awaited(get(way->kept, s_awaited));
+            Own awaited(take(way->kept, kept_tensors_awaited));
             checked(PyList_Append(awaited.at, storage.at));
         } else {
             forget_kept(way, storage.at);
@@ -159,7 +167,7 @@ void settle_kept(const Way *way) {
 // Whether there is nothing to settle, beside what stays and was let go, and nothing that would be looked for.
 bool is_quiet(const Way *way, PyObject *let_go) {
     if (size_at(let_go, s__dropped) || see(way->progress, running_recorder) != Py_None) return false;
-    return !size_at(way->kept, s_awaited) && !size_at(let_go, s__awaited);
+    return !size_of(see(way->kept, kept_tensors_awaited)) && !size_at(let_go, s__awaited);
 }
 
 // As `LetGo.settle`; under the lock.
@@ -210,7 +218,7 @@ PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
         };
         if (Py_TYPE(owner.at) != of.saved_tensors || is_own_thread()) return otherwise();
         Own run(get(owner.at, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
-        Way *way = way_of(settled.at, holder);
+        Way *way = planned_way_of(settled.at, holder);
         if (way == nullptr) return otherwise();
         {
             Holding holding(way, owner.at);
@@ -229,7 +237,7 @@ PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
             const int64_t live = see_int(saved.at, saved_live) - 1;
             put_int(saved.at, saved_live, live);
             if (!live) remove(way, saved.at);
-            const bool is_done = is_quiet(way, holding.let_go.at) && !size_at(way->kept, s_released);
+            const bool is_done = is_quiet(way, holding.let_go.at) && !size_of(see(way->kept, kept_tensors_released));
             holding.release();
             if (is_done) Py_RETURN_NONE;
         }

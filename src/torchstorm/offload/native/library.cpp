@@ -37,7 +37,8 @@ PyObject *use(PyObject *, PyObject *args) {
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context)
+        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context) TYPE(watched_calls) TYPE(residency) TYPE(kept_tensors)
+        TYPE(saved_storages)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
@@ -55,6 +56,7 @@ PyObject *use(PyObject *, PyObject *args) {
         of.compiler = named("compiler");
         of.forward_ad = named("forward_ad");
         of.torch_function = named("torch_function");
+        of.no_block = named("no_block");
         of.num_names = as_int(named("num_names"));
         of.num_counts = as_int(named("num_counts"));
         of.num_places = as_int(named("num_places"));

@@ -12,7 +12,7 @@ namespace {
 struct Moment {
     enum Kind { leaves, stays, unpacks } kind = leaves;
     int64_t ordinal = 0, nbytes = 0, counted_bytes = 0;
-    PyObject *movable = nullptr, *block = nullptr;  // borrowed of the table's tuples
+    PyObject *movable = nullptr, *block = nullptr, *stay = nullptr;  // borrowed of the table's tuples
     bool is_noticed = false, is_read = false, is_busy = false, is_turn = false;
     std::vector<PyObject *> drops, fetches;  // numbers of parcels, likewise borrowed
     // What is computed again or moves, where that is saved.
@@ -64,6 +64,7 @@ void read_moments(
         PyObject *signature = PyList_GET_ITEM(signatures, at), *stay = PyList_GET_ITEM(stayers, at);
         if (stay != Py_None) {
             one.kind = Moment::stays;
+            one.stay = stay;
             one.ordinal = as_int(PyTuple_GET_ITEM(stay, 0));
             one.nbytes = as_int(PyTuple_GET_ITEM(stay, 1));
             one.counted_bytes = as_int(PyTuple_GET_ITEM(stay, 2));
@@ -112,7 +113,7 @@ PyObject *moments_new(PyTypeObject *type, PyObject *args, PyObject *) {
 
 struct Way {
     PyObject_HEAD
-    Moments *moments;
+    Moments *moments;  // nullptr where everything stays
     PyObject *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
     int device;  // as `Tensor.get_device()`
     bool is_exact;
@@ -128,12 +129,18 @@ PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *) {
     PyObject *moments, *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
     int device, is_exact;
     if (!PyArg_ParseTuple(
-            args, "O!OOO!OOOOOip", moments_type, &moments, &progress, &lock, &PySet_Type, &fixed, &kept, &residency,
+            args, "OOOO!OOOOOip", &moments, &progress, &lock, &PySet_Type, &fixed, &kept, &residency,
             &repeats, &tape, &owner, &device, &is_exact))
         return nullptr;
+    const bool is_planned = moments != Py_None;
+    if ((is_planned && Py_TYPE(moments) != moments_type) || !PyObject_TypeCheck(residency, of.residency) ||
+        !PyObject_TypeCheck(kept, of.kept_tensors)) {
+        PyErr_SetString(PyExc_TypeError, "a way needs Moments or None, a Residency and its KeptTensors");
+        return nullptr;
+    }
     Way *self = reinterpret_cast<Way *>(type->tp_alloc(type, 0));
     if (self == nullptr) return nullptr;
-    self->moments = reinterpret_cast<Moments *>(Py_NewRef(moments));
+    self->moments = is_planned ? reinterpret_cast<Moments *>(Py_NewRef(moments)) : nullptr;
 #define KEEP(name) self->name = Py_NewRef(name);
     KEEP(progress) KEEP(lock) KEEP(fixed) KEEP(kept) KEEP(residency) KEEP(repeats) KEEP(tape) KEEP(owner)
 #undef KEEP

@@ -66,7 +66,7 @@ void drop(const Way *way, PyObject *parcel) {
         return;
     }
     put_shared(parcel, parcel_back, Py_None);
-    Own away(get(way->residency, s_away)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+    Own away(take(way->residency, residency_away)), at(saved_at(way));
     checked(PyDict_SetItem(away.at, see(parcel, parcel_order), parcel));
     remove_base(at.at, saved.at);
     PyObject *hold = see(parcel, parcel_hold);
@@ -77,7 +77,7 @@ void drop(const Way *way, PyObject *parcel) {
 
 // As `Residency._hold`.
 void make_resident(const Way *way, PyObject *parcel) {
-    Own away(get(way->residency, s_away)), resident(get(way->residency, s_resident));
+    Own away(take(way->residency, residency_away)), resident(take(way->residency, residency_resident));
     PyObject *order = see(parcel, parcel_order);
     forget_if_there(away.at, order);
     checked(PyDict_SetItem(resident.at, order, parcel));

@@ -19,8 +19,9 @@ namespace {
 
 struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context;
-    PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of;
+    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context, *watched_calls;
+    PyTypeObject *residency, *kept_tensors, *saved_storages;
+    PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of, *no_block;
     PyObject *is_own_thread, *apply, *run_again;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *forward_ad, *torch_function;
     int64_t num_names, num_counts, num_places, tiny_bytes;
@@ -28,15 +29,13 @@ struct Classes {
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_arrived) X(_at) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) X(_finish) \
-    X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) \
-    X(_let_go) X(_modules) X(_notice) X(_order) X(_parameters) \
-    X(_records) X(_run) X(_save_made) X(_within) X(absent) X(acquire) X(append) X(awaited) X(away) X(by_address) \
-    X(by_ordinal) X(checks) X(closed) X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) \
-    X(has_changed) X(hold) X(idle) X(in_parts) X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(limit_bytes) X(make_room) X(max_norm) X(native) \
-    X(num_calls) X(num_used) X(out) X(over) X(pack) X(peak_bytes) X(phase) X(popleft) X(read_until) X(release) \
-    X(released) X(repeats) X(resident) X(resident_bytes) X(send) X(settle) X(settle_soon) X(shape) X(unfinished) \
-    X(unpack) X(wait) X(wanted) X(within) X(written)
+    X(_add_output) X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
+    X(_finish) X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) \
+    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(acquire) X(append) X(closed) \
+    X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
+    X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(make_room) X(max_norm) X(native) \
+    X(num_calls) X(num_used) X(out) X(over) X(pack) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(send) \
+    X(settle) X(settle_soon) X(shape) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)
 #undef DECLARE
@@ -64,6 +63,8 @@ NAMES(DECLARE)
     X(kept_storage, num_live) X(kept_storage, ordinal) X(kept_storage, owner) X(kept_storage, saved) \
     X(kept_storage, value) \
     X(ticket, _owner) X(ticket, saved) X(ticket, view) X(untouched, tensor) X(untouched, version) \
+    X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) \
+    X(kept_tensors, by_address) X(kept_tensors, by_ordinal) X(kept_tensors, released) X(kept_tensors, awaited) X(kept_tensors, in_parts) X(saved_storages, _at) \
     X(weak, _free_weak_ref) X(weak, cdata)
 #define DECLARE(type, name) Py_ssize_t type##_##name;
 SLOTS(DECLARE)
@@ -129,6 +130,8 @@ PyObject *see(PyObject *object, Py_ssize_t place) {
     }
     return found;
 }
+
+PyObject *take(PyObject *object, Py_ssize_t place) { return Py_NewRef(see(object, place)); }
 
 int64_t see_int(PyObject *object, Py_ssize_t place) { return as_int(see(object, place)); }
 

@@ -21,7 +21,7 @@ void is_back(const Way *way, PyObject *saved, PyObject *base) {
     const at::Tensor &tensor = THPVariable_Unpack(base);
     put_shared(saved, saved_base, base);
     put_int(saved, saved_base_version, version_of(tensor));
-    Own known(get(way->residency, s_known)), at(get(known.at, s__at)), address(address_of(tensor));
+    Own at(saved_at(way)), address(address_of(tensor));
     if (!equal(address.at, see(saved, saved_address))) append_at(at.at, address.at, saved);
 }
 
@@ -69,7 +69,7 @@ void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wante
     const at::Tensor &tensor = THPVariable_Unpack(content);
     const bool is_row = tensor.scalar_type() == at::kByte;
     const int64_t nbytes = static_cast<int64_t>(is_row ? tensor.nbytes() : tensor.storage().nbytes());
-    const int64_t resident_bytes = get_int(way->residency, s_resident_bytes), limit = get_int(way->residency, s_limit_bytes);
+    const int64_t resident_bytes = see_int(way->residency, residency_resident_bytes), limit = see_int(way->residency, residency_limit_bytes);
     const bool is_tight = way->device < 0 && resident_bytes + std::max(nbytes, see_int(parcel.at, parcel_nbytes)) > limit;
     if (nbytes != see_int(saved, saved_nbytes) || see(saved, saved_fingerprint) != Py_None || is_tight) {
         Own function(get(way->residency, s__arrived)), args(PyTuple_Pack(2, saved, content)), kwargs(PyDict_New());
@@ -77,7 +77,7 @@ void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wante
         Own done(checked(PyObject_Call(function.at, checked(args.at), kwargs.at)));
         return;
     }
-    Own absent(get(way->residency, s_absent));
+    Own absent(take(way->residency, residency_absent));
     put_shared(parcel.at, parcel_buffer, content);
     checked(PySet_Discard(absent.at, parcel.at));
     make_resident(way, parcel.at);
@@ -187,7 +187,7 @@ PyObject *unpack_ticket(Way *way, PyObject *saved_tensors, PyObject *settled, Py
     }
     settle(way, holding.let_go.at);
     holding.release();
-    if (size_at(holding.let_go.at, s__dropped) || size_at(way->kept, s_released))
+    if (size_at(holding.let_go.at, s__dropped) || size_of(see(way->kept, kept_tensors_released)))
         Own done(checked(PyObject_CallMethodNoArgs(saved_tensors, s_settle_soon)));
     return tensor.give();
 }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "moving.h"
+#include "keeping.h"
 #include "records.h"
 
 namespace {
@@ -36,9 +36,9 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch);
     if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) return nullptr;
     Own saved(Py_NewRef(before)), parcel(Py_NewRef(see(before, saved_parcel)));
-    Own absent(get(way->residency, s_absent)), known(get(way->residency, s_known)), at(get(known.at, s__at));
-    const int64_t order = get_int(way->residency, s__order);
-    set_int(way->residency, s__order, order + 1);
+    Own absent(take(way->residency, residency_absent)), at(saved_at(way));
+    const int64_t order = see_int(way->residency, residency__order);
+    put_int(way->residency, residency__order, order + 1);
     put_int(parcel.at, parcel_order, order);
     put_shared(parcel.at, parcel_used, Py_False);
     put_shared(parcel.at, parcel_recomputed, Py_True);
@@ -144,59 +144,6 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
     return ticket.give();
 }
 
-bool is_its_own(const Way *way, PyObject *object, const at::Tensor &tensor) {
-    if (tensor.get_device() != way->device || tensor.is_cpu() != (way->device < 0)) return false;
-    if (!is_of_numbers(tensor)) return false;
-    return !tensor.is_view() || !is_of_parameter(object, tensor);
-}
-
-bool count_if_it_fits(const Way *way, int64_t nbytes) {
-    const int64_t resident = get_int(way->residency, s_resident_bytes) + nbytes;
-    if (resident > get_int(way->residency, s_limit_bytes)) return false;
-    set_int(way->residency, s_resident_bytes, resident);
-    if (resident > get_int(way->residency, s_peak_bytes)) set_int(way->residency, s_peak_bytes, resident);
-    return true;
-}
-
-PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
-    Own kept(allocate(of.kept));
-    put(kept.at, kept_tensor, THPVariable_Wrap(tensor.tensor_data()));
-    put_int(kept.at, kept_version, version_of(tensor));
-    put(kept.at, kept_pointer, PyLong_FromVoidPtr(tensor.data_ptr()));
-    put_shared(kept.at, kept_ticket, Py_None);
-    Own weak(weak_reference(kept.at)), count(an_int(see_int(storage, kept_storage_num_live) + 1));
-    checked(PyList_Append(see(storage, kept_storage_saved), weak.at));
-    put(storage, kept_storage_num_live, count.give());
-    put_shared(kept.at, kept_storage, storage);  // from here on it says when it is let go
-    put_shared(kept.at, kept__released, released);
-    return kept.give();
-}
-
-PyObject *new_storage(PyObject *address, const Moment &one, int64_t nbytes, int64_t counted_bytes) {
-    Own storage(allocate(of.kept_storage));
-    put_shared(storage.at, kept_storage_address, address);
-    put_int(storage.at, kept_storage_ordinal, one.ordinal);
-    put_int(storage.at, kept_storage_nbytes, nbytes);
-    put_int(storage.at, kept_storage_counted_bytes, counted_bytes);
-    put_shared(storage.at, kept_storage_movable, one.movable);
-    put_shared(storage.at, kept_storage_block, one.block);
-    put_int(storage.at, kept_storage_num_live, 0);
-    put(storage.at, kept_storage_saved, PyList_New(0));
-    for (const Py_ssize_t place : {kept_storage_lost, kept_storage_value, kept_storage_owner, kept_storage_beside, kept_storage__held})
-        put_shared(storage.at, place, Py_None);
-    return storage.give();
-}
-
-// As `Tape.value_to_save`, through which it goes where that may have to name something.
-PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, PyObject *address, int64_t ordinal) {
-    Own known(get(way->tape, s_known)), within(get(way->tape, s_within));
-    PyObject *found = find(known.at, address);
-    if (found != nullptr && within.at == Py_None && see_int(found, value_version) == version_of(tensor))
-        return Py_NewRef(found);
-    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor))), number(an_int(ordinal));
-    return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
-}
-
 PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment);
 
 // As `Settled._pack_away`, for what moves, or has left and is saved once more; nullptr without an error where that must be
@@ -204,7 +151,7 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
 PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
     const Moment &one = moment_of(way, moment);
     if (!fits(way, static_cast<int64_t>(tensor.storage().nbytes()), one.nbytes)) return nullptr;
-    Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
+    Own by_address(take(way->kept, kept_tensors_by_address)), at(saved_at(way));
     PyObject *group = find(at.at, address);
     if (group == nullptr) return pack_away(way, settled, object, tensor, address, moment);
     if (find(by_address.at, address) != nullptr) return nullptr;
@@ -225,9 +172,9 @@ PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::
 
 // As `parcels.Parcel`, with what `Residency.new_parcel` gives it; the caller counts it.
 PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes) {
-    Own parcel(allocate(of.parcel)), resident(get(way->residency, s_resident));
-    const int64_t order = get_int(way->residency, s__order);
-    set_int(way->residency, s__order, order + 1);
+    Own parcel(allocate(of.parcel)), resident(take(way->residency, residency_resident));
+    const int64_t order = see_int(way->residency, residency__order);
+    put_int(way->residency, residency__order, order + 1);
     put_int(parcel.at, parcel_nbytes, nbytes);
     put_int(parcel.at, parcel_order, order);
     put_int(parcel.at, parcel_filled, 0);
@@ -277,7 +224,7 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
     Own whole(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(object));
     put(saved.at, saved_root, weak_reference(whole.at));
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
-    Own known(get(way->residency, s_known)), at(get(known.at, s__at));
+    Own at(saved_at(way));
     append_at(at.at, address, saved.at);
     Own done(checked(PyObject_CallMethodObjArgs(way->residency, s_send, parcel.at, one.tier, nullptr)));
     return saved.give();
@@ -297,10 +244,10 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     const Moment &one = moment_of(way, moment);
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (one.tier == nullptr || one.ordinal != see_int(way->progress, running_num_saved) || !fits(way, nbytes, one.nbytes)) return nullptr;
-    Own by_address(get(way->kept, s_by_address));
-    if (find(by_address.at, address) != nullptr || find(see(way->progress, running_inputs), address) != nullptr) return nullptr;
+    Own by_address(take(way->kept, kept_tensors_by_address));
+    if (find(by_address.at, address) != nullptr || is_input(way, address)) return nullptr;
     if (!is_its_own(way, object, tensor)) return nullptr;
-    if (!tensor.requires_grad() && 4 * static_cast<int64_t>(tensor.nbytes()) < nbytes) return nullptr;  // `Saver.is_input`
+    if (is_small_part(tensor, nbytes)) return nullptr;
     if (is_saved_by_a_function()) return nullptr;
     begin(way, settled, one, moment);
     Own saved(save_to_move(way, settled, one, object, tensor, address));
@@ -316,62 +263,21 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     return ticket.give();
 }
 
-// As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
-PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
-    const Moment &one = moment_of(way, moment);
-    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
-    if (!fits(way, nbytes, one.nbytes)) return nullptr;
-    begin(way, settled, one, moment);
-    Own by_ordinal(get(way->kept, s_by_ordinal)), ordinal(an_int(one.ordinal)), released(get(way->kept, s_released));
-    Own value, storage;
-    if (one.ordinal == see_int(way->progress, running_num_saved)) {
-        Own by_address(get(way->kept, s_by_address)), known(get(way->residency, s_known)), at(get(known.at, s__at));
-        if (find(by_address.at, address) != nullptr || find(at.at, address) != nullptr) return nullptr;
-        const int64_t counted_bytes = nbytes < one.counted_bytes ? nbytes : one.counted_bytes;
-        if (!is_its_own(way, object, tensor) || !count_if_it_fits(way, counted_bytes)) return nullptr;
-        put_int(way->progress, running_num_saved, one.ordinal + 1);
-        if (one.is_noticed && way->tape != Py_None) value.at = notice(way, settled, tensor, address, one.ordinal);
-        storage.at = new_storage(address, one, nbytes, counted_bytes);
-        checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
-        checked(PyDict_SetItem(by_address.at, address, storage.at));
-    } else {
-        PyObject *found = find(by_ordinal.at, ordinal.at);
-        if (found == nullptr || !equal(see(found, kept_storage_address), address)) return nullptr;
-        if (!see_int(found, kept_storage_num_live)) return nullptr;
-        storage.at = Py_NewRef(found);
-    }
-    put_int(way->progress, running_moment, moment);
-    Own kept(new_kept(tensor, storage.at, released.at));
-    if (one.is_read && value && value.at != Py_None) {
-        PyObject *alias = see(kept.at, kept_tensor);
-        Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
-    }
-    finish(way, settled, one, moment);
-    return kept.give();
-}
-
-PyObject *new_untouched(PyObject *object, const at::Tensor &tensor) {
-    Own untouched(allocate(of.untouched));
-    const bool is_leaf = Py_TYPE(object) == of.parameter && tensor.is_leaf();
-    put(untouched.at, untouched_tensor, is_leaf ? Py_NewRef(object) : THPVariable_Wrap(tensor.tensor_data()));
-    put_int(untouched.at, untouched_version, version_of(tensor));
-    return untouched.give();
-}
-
 // As `Settled.pack`; nullptr without an error where that must be called.
 PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor) {
     const int64_t moment = see_int(way->progress, running_moment) + 1;
-    const bool is_planned = moment < static_cast<int64_t>(way->moments->all->size());
+    const bool has_plan = way->moments != nullptr, is_planned = has_plan && moment < static_cast<int64_t>(way->moments->all->size());
     if (is_planned && way->repeats != Py_None && moment_of(way, moment).maker != nullptr) {
         PyObject *ticket = pack_made(way, settled, object, tensor, moment);
         if (ticket != nullptr) return ticket;
     }
     Own address(address_of(tensor));
     if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);
-    if (!is_planned || moment_of(way, moment).kind == Moment::unpacks) return nullptr;
+    if (has_plan && (!is_planned || moment_of(way, moment).kind == Moment::unpacks)) return nullptr;
     Locked locked(way->lock);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
     settle_kept(way);
+    if (!has_plan) return pack_unplanned(way, object, tensor, address.at);
     const auto pack_it = moment_of(way, moment).kind == Moment::stays ? pack_stay : pack_leaving;
     return pack_it(way, settled, object, tensor, address.at, moment);
 }

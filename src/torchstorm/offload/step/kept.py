@@ -140,6 +140,9 @@ class KeptTensors:
         count: adds bytes to those that are resident.
     """
 
+    # These C++ asks for by their places.
+    __slots__ = ("__dict__", "awaited", "by_address", "by_ordinal", "in_parts", "released")
+
     def __init__(self, count: Callable[[int], None]) -> None:
         self.released: deque[KeptStorage] = deque()
         self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs

@@ -11,6 +11,8 @@ from torchstorm.offload.step.views import share_a_counter
 class SavedStorages:
     """Everything that autograd still holds, by the address of the storage that holds the bytes, first or returned."""
 
+    __slots__ = ("_at",)  # C++ asks for it by its place
+
     def __init__(self) -> None:
         self._at: dict[int, list[Saved]] = {}
 

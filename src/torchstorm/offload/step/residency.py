@@ -34,6 +34,12 @@ class Residency:
         check: poison buffers that came back, once autograd has let go of them.
     """
 
+    # These C++ asks for by their places.
+    __slots__ = (
+        *("__dict__", "_order", "absent", "away", "checks", "known", "limit_bytes", "peak_bytes", "resident"),
+        *("resident_bytes",),
+    )
+
     def __init__(
         self,
         device: torch.device,

@@ -109,9 +109,10 @@ class Settled:
         self._pack = self._pack_unplanned if table is None else self._pack_planned
         self._made = table.made if table is not None and repeats is not None else {}
         self.native: object | None = None
-        if table is not None and (found := library()) is not None:
+        if (found := library()) is not None:
             of_step = progress, lock, fixed, residency.kept, residency, repeats, tape, owner
-            self.native = found.Way(table.moments_for(found), *of_step, self._index, is_exact)
+            moments = table.moments_for(found) if table is not None else None
+            self.native = found.Way(moments, *of_step, self._index, is_exact)
 
     def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""

@@ -1,0 +1,152 @@
+// What a settled step does with a tensor that autograd saves and that stays, as `Settled` does it.
+
+#pragma once
+
+#include "moving.h"
+
+namespace {
+
+bool is_its_own(const Way *way, PyObject *object, const at::Tensor &tensor) {
+    if (tensor.get_device() != way->device || tensor.is_cpu() != (way->device < 0)) return false;
+    if (!is_of_numbers(tensor)) return false;
+    return !tensor.is_view() || !is_of_parameter(object, tensor);
+}
+
+bool is_input(const Way *way, PyObject *address) { return find(see(way->progress, running_inputs), address) != nullptr; }
+
+// Of plain data, which is taken for an input as well: `Saver.is_input`.
+bool is_small_part(const at::Tensor &tensor, int64_t nbytes) {
+    return !tensor.requires_grad() && 4 * static_cast<int64_t>(tensor.nbytes()) < nbytes;
+}
+
+bool count_if_it_fits(const Way *way, int64_t nbytes) {
+    const int64_t resident = see_int(way->residency, residency_resident_bytes) + nbytes;
+    if (resident > see_int(way->residency, residency_limit_bytes)) return false;
+    put_int(way->residency, residency_resident_bytes, resident);
+    if (resident > see_int(way->residency, residency_peak_bytes)) put_int(way->residency, residency_peak_bytes, resident);
+    return true;
+}
+
+PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
+    Own kept(allocate(of.kept));
+    put(kept.at, kept_tensor, THPVariable_Wrap(tensor.tensor_data()));
+    put_int(kept.at, kept_version, version_of(tensor));
+    put(kept.at, kept_pointer, PyLong_FromVoidPtr(tensor.data_ptr()));
+    put_shared(kept.at, kept_ticket, Py_None);
+    Own weak(weak_reference(kept.at)), count(an_int(see_int(storage, kept_storage_num_live) + 1));
+    PyObject *saved = see(storage, kept_storage_saved);
+    if (saved == Py_None) {
+        put(storage, kept_storage_saved, saved = checked(PyList_New(1)));
+        PyList_SET_ITEM(saved, 0, weak.give());
+    } else {
+        checked(PyList_Append(saved, weak.at));
+    }
+    put(storage, kept_storage_num_live, count.give());
+    put_shared(kept.at, kept_storage, storage);  // from here on it says when it is let go
+    put_shared(kept.at, kept__released, released);
+    return kept.give();
+}
+
+// With the numbers' references taken over.
+PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, PyObject *counted_bytes, PyObject *movable, PyObject *block) {
+    Own storage(allocate(of.kept_storage));
+    put_shared(storage.at, kept_storage_address, address);
+    put(storage.at, kept_storage_ordinal, ordinal);
+    put(storage.at, kept_storage_nbytes, nbytes);
+    put(storage.at, kept_storage_counted_bytes, counted_bytes);
+    put_shared(storage.at, kept_storage_movable, movable);
+    put_shared(storage.at, kept_storage_block, block);
+    put_int(storage.at, kept_storage_num_live, 0);
+    for (const Py_ssize_t place : {kept_storage_saved, kept_storage_lost, kept_storage_value, kept_storage_owner, kept_storage_beside, kept_storage__held})
+        put_shared(storage.at, place, Py_None);
+    return storage.give();
+}
+
+// As `Tape.value_to_save`, through which it goes where that may have to name something.
+PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, PyObject *address, int64_t ordinal) {
+    Own known(get(way->tape, s_known)), within(get(way->tape, s_within));
+    PyObject *found = find(known.at, address);
+    if (found != nullptr && within.at == Py_None && see_int(found, value_version) == version_of(tensor))
+        return Py_NewRef(found);
+    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor))), number(an_int(ordinal));
+    return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
+}
+
+// As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
+PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
+    const Moment &one = moment_of(way, moment);
+    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    if (!fits(way, nbytes, one.nbytes)) return nullptr;
+    begin(way, settled, one, moment);
+    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), released(take(way->kept, kept_tensors_released));
+    PyObject *ordinal = PyTuple_GET_ITEM(one.stay, 0);
+    Own value, storage, kept;
+    if (one.ordinal == see_int(way->progress, running_num_saved)) {
+        Own by_address(take(way->kept, kept_tensors_by_address));
+        Own at(saved_at(way));
+        if (find(by_address.at, address) != nullptr || find(at.at, address) != nullptr) return nullptr;
+        const int64_t counted_bytes = nbytes < one.counted_bytes ? nbytes : one.counted_bytes;
+        if (!is_its_own(way, object, tensor) || !count_if_it_fits(way, counted_bytes)) return nullptr;
+        put_int(way->progress, running_num_saved, one.ordinal + 1);
+        if (one.is_noticed && way->tape != Py_None) value.at = notice(way, settled, tensor, address, one.ordinal);
+        const auto number = [&](int64_t is, int64_t planned, Py_ssize_t place) {  // mostly as it was planned
+            return is == planned ? Py_NewRef(PyTuple_GET_ITEM(one.stay, place)) : an_int(is);
+        };
+        storage.at = new_storage(
+            address, Py_NewRef(ordinal), number(nbytes, one.nbytes, 1), number(counted_bytes, one.counted_bytes, 2), one.movable, one.block);
+        kept.at = new_kept(tensor, storage.at, released.at);
+        checked(PyDict_SetItem(by_ordinal.at, ordinal, storage.at));
+        checked(PyDict_SetItem(by_address.at, address, storage.at));
+    } else {
+        PyObject *found = find(by_ordinal.at, ordinal);
+        if (found == nullptr || !equal(see(found, kept_storage_address), address)) return nullptr;
+        if (!see_int(found, kept_storage_num_live)) return nullptr;
+        storage.at = Py_NewRef(found);
+        kept.at = new_kept(tensor, found, released.at);
+    }
+    put_int(way->progress, running_moment, moment);
+    if (one.is_read && value && value.at != Py_None) {
+        PyObject *alias = see(kept.at, kept_tensor);
+        Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
+    }
+    finish(way, settled, one, moment);
+    return kept.give();
+}
+
+// As `settled._is_of_all`.
+bool is_of_all(const at::Tensor &tensor, int64_t nbytes) {
+    return static_cast<int64_t>(tensor.is_view() ? tensor._base().nbytes() : tensor.nbytes()) == nbytes;
+}
+
+// As `Settled._pack_unplanned`; nullptr without an error where that must be called, and nothing has changed.
+PyObject *pack_unplanned(Way *way, PyObject *object, const at::Tensor &tensor, PyObject *address) {
+    const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    if (!nbytes || !is_of_all(tensor, nbytes)) return nullptr;
+    Own by_address(take(way->kept, kept_tensors_by_address)), released(take(way->kept, kept_tensors_released));
+    Own found(Py_XNewRef(find(by_address.at, address)));
+    if (found) {
+        const bool is_in_parts = checked(PySet_Contains(see(way->kept, kept_tensors_in_parts), address));
+        return is_in_parts || see_int(found.at, kept_storage_nbytes) != nbytes ? nullptr : new_kept(tensor, found.at, released.at);
+    }
+    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), at(saved_at(way));
+    if (!is_its_own(way, object, tensor) || find(at.at, address) != nullptr) return nullptr;
+    if (is_input(way, address) || is_small_part(tensor, nbytes) || !count_if_it_fits(way, nbytes)) return nullptr;
+    const int64_t num_saved = see_int(way->progress, running_num_saved);
+    put_int(way->progress, running_num_saved, num_saved + 1);
+    Own ordinal(an_int(num_saved)), size(an_int(nbytes));
+    Own storage(new_storage(address, Py_NewRef(ordinal.at), Py_NewRef(size.at), Py_NewRef(size.at), Py_True, of.no_block));
+    Own kept(new_kept(tensor, storage.at, released.at));
+    checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
+    checked(PyDict_SetItem(by_address.at, address, storage.at));
+    return kept.give();
+}
+
+PyObject *new_untouched(PyObject *object, const at::Tensor &tensor) {
+    Own untouched(allocate(of.untouched));
+    const bool is_leaf = Py_TYPE(object) == of.parameter && tensor.is_leaf();
+    put(untouched.at, untouched_tensor, is_leaf ? Py_NewRef(object) : THPVariable_Wrap(tensor.tensor_data()));
+    put_int(untouched.at, untouched_version, version_of(tensor));
+    return untouched.give();
+}
+
+}  // namespace
