@@ -711,3 +711,20 @@ def test_what_is_kept_without_a_plan_is_counted_alike_and_needs_no_python(make: 
     assert min(by_cpp) > 0
     if has_cpp and make is Chain:
         assert calls == {"pack": 3, "unpack": 3}, "of the input, which is none of what counts"
+
+
+@pytest.mark.parametrize("way", ["unlimited", "tight"])
+def test_the_values_of_a_sparse_tensor_are_saved_as_without_a_session(way: str, tmp_path: Path) -> None:
+    def loss(model: Chain, index: int) -> torch.Tensor:
+        x = model(data(index))
+        values = (x * 2).to_sparse().coalesce().values()
+        return values.square().sin().sum() + x.sum()
+
+    plain, model = chain(), chain()
+    with session_on(model, way, tmp_path) as session:
+        for index in range(6):
+            loss(plain, index).backward()
+            with session.step():
+                loss(model, index).backward()
+            assert all(map(torch.equal, gradients(plain), gradients(model)))
+            assert session._shared.residency.resident_bytes == session._shared.residency.staging_bytes

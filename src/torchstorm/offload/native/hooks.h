@@ -16,11 +16,19 @@ bool is_seen_by_others() {
     return Modes::stack_len() > 1 || Py_TYPE(Modes::get_stack_at(0)->ptr(getPyInterpreter())) != of.watched_calls;
 }
 
+// What is called from here does not pass the step's own mode.
+struct Unseen {
+    at::impl::TorchFunctionDisabledState before = Modes::get_disabled_state();
+    Unseen() { Modes::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+    ~Unseen() { Modes::set_disabled_state(before); }
+};
+
 // When it saves a tensor.
 PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_pack, object); };
         if (is_seen_by_others() || c10::impl::TorchDispatchModeTLS::stack_len() > 0) return otherwise();
+        Unseen unseen;
         if (!is_plain_type(object)) return otherwise();
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (!has_bytes(tensor)) return otherwise();

@@ -115,7 +115,8 @@ PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Ten
 
 // As `settled._is_of_all`.
 bool is_of_all(const at::Tensor &tensor, int64_t nbytes) {
-    return static_cast<int64_t>(tensor.is_view() ? tensor._base().nbytes() : tensor.nbytes()) == nbytes;
+    if (!tensor.is_view()) return static_cast<int64_t>(tensor.nbytes()) == nbytes;
+    return tensor._base().layout() == at::kStrided && static_cast<int64_t>(tensor._base().nbytes()) == nbytes;
 }
 
 // As `Settled._pack_unplanned`; nullptr without an error where that must be called, and nothing has changed.

@@ -47,7 +47,7 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     put_shared(saved.at, saved_version, see(value, value_version));
     put_shared(saved.at, saved_address, address);
     put_shared(saved.at, saved_watch, watch);
-    put(saved.at, saved_pointer, PyLong_FromVoidPtr(const_cast<void *>(tensor.storage().data())));
+    put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
     put_shared(saved.at, saved_counter, Py_None);
     put_shared(saved.at, saved_stale, Py_False);
     put_shared(saved.at, saved_lost, Py_None);
@@ -209,7 +209,7 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
     put_int(saved.at, saved_ordinal, one.ordinal);
     put_shared(saved.at, saved_address, address);
     put(saved.at, saved_watch, watch == Py_None ? watch_of(tensor) : Py_NewRef(watch));
-    put(saved.at, saved_pointer, PyLong_FromVoidPtr(const_cast<void *>(tensor.storage().data())));
+    put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
     put_shared(saved.at, saved_block, one.left_block);
     put(saved.at, saved_kept, PyDict_New());
     put_shared(saved.at, saved_stale, Py_False);

@@ -40,8 +40,8 @@ class Progress(Protocol):
 
 def _is_of_all(tensor: torch.Tensor, nbytes: int) -> bool:
     """Whether a tensor, or the one that it is a view of, is all of a storage: then they have one version counter."""
-    base = tensor._base
-    return (tensor if base is None else base).nbytes == nbytes
+    whole = tensor if tensor._base is None else tensor._base
+    return whole.layout is _STRIDED and whole.nbytes == nbytes
 
 
 class Settled:
