@@ -31,7 +31,7 @@ def test_every_way_has_a_row_and_a_plan_of_a_full_batch_is_followed(
     ]
     for way, row in rows.items():
         assert 0 < row["fastest_s"] <= row["step_s"] <= row["slowest_s"]
-        assert row["ratio"] == pytest.approx(row["step_s"] / rows["none"]["step_s"])
+        assert row["ratio"] == pytest.approx(row["step_s"] / row["alone_s"])
         assert set(row["causes"]) == set(CAUSES)
         assert (row["causes"]["hooks"] > 0.02) == way.startswith("session")
         assert way in text.getvalue()

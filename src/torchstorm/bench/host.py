@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import cProfile
 import pstats
+import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -61,7 +62,8 @@ class HostRow(RecordRow):
         way: what is around it.
         tokens: of the step.
         step_s, fastest_s, slowest_s: seconds of a step, with nothing but the host to wait for; the first the median.
-        ratio: the median by that of the model alone.
+        alone_s: median of the model alone, in turns with these; 0 in records made before that was so.
+        ratio: of the two medians.
         num_moved, num_recomputed: of the saved storages, those that the plan moves and computes again.
         causes: share of a step's time, by cause, in a profile of one; the profiler's own time is in it. What hooks do
             in C++ is in none: it counts as the operation's within which autograd calls them.
@@ -74,6 +76,7 @@ class HostRow(RecordRow):
     fastest_s: float
     slowest_s: float
     ratio: float
+    alone_s: float = 0.0
     num_moved: int = 0
     num_recomputed: int = 0
     causes: dict[str, float]
@@ -119,13 +122,21 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
     small = _few_tokens_of(subject)
     checkpointing = checkpointing_of(subject.model)
     assert checkpointing is not None
-    plain_s = 0.0
 
-    def measure(way: str, context: Context, session: Session | None = None) -> None:
-        nonlocal plain_s
+    def measure(
+        way: str, context: Context, session: Session | None = None, *, around: Context = contextlib.nullcontext
+    ) -> None:
         meter = Meter(small)
-        timing = meter.time(context, warm=_WARM, steps=steps)
-        plain_s = plain_s or timing.median_s
+        seconds: list[float] = []
+        alone: list[float] = []
+        for number in range(-_WARM, steps):  # in turns: hosts are slower in one minute than in another
+            alone_s = meter.step(contextlib.nullcontext).seconds
+            with around():
+                step_s = meter.step(context).seconds
+            if number >= 0:
+                alone += alone_s
+                seconds += step_s
+        median_s, median_alone_s = statistics.median(seconds), statistics.median(alone)
         plan = session.plan() if session is not None else None
         tiers = Counter(placement.tier for placement in plan.placements) if plan is not None else Counter[str]()
         record.add(
@@ -133,20 +144,20 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
                 model=case.name,
                 way=way,
                 tokens=_TOKENS,
-                step_s=timing.median_s,
-                fastest_s=min(timing.seconds),
-                slowest_s=max(timing.seconds),
-                ratio=timing.median_s / plain_s,
+                step_s=median_s,
+                fastest_s=min(seconds),
+                slowest_s=max(seconds),
+                alone_s=median_alone_s,
+                ratio=median_s / median_alone_s,
                 num_moved=tiers["ram"] + tiers["disk"],
                 num_recomputed=tiers[RECOMPUTE],
-                causes=causes_of(lambda: meter.step(context)),
+                causes=causes_in(meter, context, around),
             )
         )
 
     measure("none", contextlib.nullcontext)
     budget = _peak_of(Meter(subject), partial(checkpointing, None), device)
-    with checkpointing(None):
-        measure("checkpoint", contextlib.nullcontext)
+    measure("checkpoint", contextlib.nullcontext, around=partial(checkpointing, None))
     with Session(subject.model, optimizer=subject.optimizer, unlimited=True) as session:
         library.wait()  # what a compiler builds beside a machine's first Session
         measure("session, unlimited", session.step, session)
@@ -190,6 +201,12 @@ def _peak_of(meter: Meter, context: Context, device: torch.device) -> int:
         return int(_CPU_SHARE * meter.saved_bytes(contextlib.nullcontext))
     with context():  # pragma: gpu
         return max(meter.step(contextlib.nullcontext).peak_bytes for _ in range(2))  # pragma: gpu
+
+
+def causes_in(meter: Meter, context: Context, around: Context) -> dict[str, float]:
+    """See `causes_of`; of a step within both contexts."""
+    with around():
+        return causes_of(lambda: meter.step(context))
 
 
 def causes_of(step: Callable[[], object]) -> dict[str, float]:
