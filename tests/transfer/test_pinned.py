@@ -6,7 +6,6 @@ import gc
 import mmap
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchstorm.errors import BudgetError
-from torchstorm.transfer import pinned
 from torchstorm.transfer.pinned import PinnedArena, Slot
 
 PAGE = mmap.PAGESIZE
@@ -296,23 +294,6 @@ def test_what_is_unpinned_beside_is_waited_for_by_none_but_a_new_segment_and_the
     arena.close()
     assert pin.pinned == []
     assert pin.num_unpinned == 3
-
-
-def test_memory_is_unpinned_beside_with_pauses_that_nobody_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_PAUSE", 1e9)
-    pin = FakePin()
-    arena = make_arena(8, pin=pin)
-    for slot in [arena.allocate(4 * PAGE) for _ in range(2)]:
-        arena.free(slot, after=[])
-    assert len(pin.pinned) == 2
-    arena.trim(0, beside=True)
-    while not pin.num_unpinned:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert pin.num_unpinned == 1, "the thread pauses"
-    arena.allocate(4 * PAGE)  # which waits until all is given back
-    assert pin.num_unpinned == 2
-    arena.close()
 
 
 def test_close_unpins_everything_whatever_is_in_use() -> None:

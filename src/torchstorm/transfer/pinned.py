@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -26,7 +24,6 @@ from torchstorm.transfer.extents import Extents
 
 _LARGEST_SEGMENT = 2**31
 _PART = 8  # of what is held: so much a new segment may add; large ones are pinned faster
-_PAUSE = 9  # times as long as a segment took to be unpinned, before the next one: meanwhile CUDA runs nothing new
 
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
@@ -93,7 +90,6 @@ class PinnedArena:
         self._spare: dict[int, deque[Slot]] = {}  # freed slots of one piece, by their bytes, the first freed first
         self._lock = threading.RLock()
         self._unpinning: list[threading.Thread] = []
-        self._hurry = threading.Event()  # whether somebody waits for that
 
     @property
     def held_bytes(self) -> int:
@@ -144,8 +140,7 @@ class PinnedArena:
 
         Args:
             keep_bytes: what is kept.
-            beside: does so in a thread, with pauses, since CUDA does nothing else while memory is unpinned, which takes
-                10 ms and more for each segment.
+            beside: does so in a thread, since unpinning takes 0.1 s and more.
         """
         leaving = []
         with self._lock:
@@ -156,9 +151,7 @@ class PinnedArena:
                     self._segments.remove(segment)
                     leaving.append(segment)
             if leaving and beside:
-                self._hurry.clear()
-                target = partial(_release, leaving, wait=self._hurry.wait)
-                thread = threading.Thread(target=target, name="torchstorm-unpin", daemon=True)
+                thread = threading.Thread(target=_release, args=(leaving,), name="torchstorm-unpin", daemon=True)
                 thread.start()
                 self._unpinning.append(thread)
                 return
@@ -183,7 +176,6 @@ class PinnedArena:
         return bool(spare)
 
     def _wait_until_unpinned(self) -> None:
-        self._hurry.set()
         while self._unpinning:
             self._unpinning.pop().join()
 
@@ -259,20 +251,12 @@ def _give_up(slots: list[Slot]) -> None:
             segment.busy += [(start, start + size, copy) for copy in new]
 
 
-def _release(segments: list[_Segment], *, wait: Callable[[float], object] | None = None) -> None:
-    """Unpins and frees segments, once the copies have ended that use them.
-
-    Args:
-        segments: these.
-        wait: waits for so many seconds between two of them, unless somebody waits for all; None for not at all.
-    """
+def _release(segments: list[_Segment]) -> None:
+    """Unpins and frees segments, once the copies have ended that use them."""
     for segment in segments:
         for _, _, copy in segment.busy:
             copy.synchronize()
-        begin = time.perf_counter()
         segment.release()
-        if wait is not None:
-            wait(_PAUSE * (time.perf_counter() - begin))
 
 
 def _no_unpin() -> None:
