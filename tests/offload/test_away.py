@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from offload.forced import force_recompute
+from torchstorm.errors import UnsupportedError
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import Calls
@@ -262,6 +263,24 @@ def test_a_write_in_inference_mode_leaves_a_record_what_it_reads(told: list[torc
 
     compare(write, tmp_path)
     assert told
+
+
+def test_what_lies_where_a_record_s_argument_was_is_not_taken_for_it(tmp_path: Path) -> None:
+    others, gives = list[torch.Tensor](), [False]
+
+    def give_other_memory(model: Net, index: int, x: torch.Tensor) -> None:
+        if gives[0] and index == NUM_LAYERS - 2:
+            assert not num_modes()
+            model.offset.data = torch.full((ROWS, WIDTH), 2.5)
+            others.extend(torch.empty(()).fill_(1.0) for _ in range(100))  # one of them has the old address
+
+    model = Net(give_other_memory)
+    with Session(model, ram="600KiB", disk=str(tmp_path)) as session:
+        for index in range(NUM_STEPS):
+            gives[0] = index == NUM_STEPS - 1
+            told = pytest.raises(UnsupportedError, match="was given other memory since")
+            with told if gives[0] else contextlib.nullcontext(), session.step():
+                step(model, index)
 
 
 @pytest.mark.parametrize("is_once", [True, False])

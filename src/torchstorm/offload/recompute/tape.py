@@ -384,7 +384,7 @@ def _stop_holding(value: Value, written: torch.Tensor) -> None:
 
 def _keep_a_copy(leaf: Leaf) -> None:
     """Gives a record a tensor of its own in place of one that is about to change."""
-    if leaf.tensor._version == leaf.version:
+    if leaf.tensor._version == leaf.version and leaf.tensor.untyped_storage()._cdata == leaf.address:
         with torch.inference_mode(False):  # whose tensors have no version
             leaf.tensor = leaf.tensor.clone(memory_format=torch.preserve_format)
         leaf.version, leaf.address = leaf.tensor._version, leaf.tensor.untyped_storage()._cdata
