@@ -89,18 +89,26 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return found
 
 
+def both(
+    plain: Net, model: Net, session: Session, around: Callable[[], Any] = contextlib.nullcontext
+) -> Iterator[None]:
+    """Takes steps with a Session and without, and compares them; goes on after each."""
+    for index in range(NUM_STEPS):
+        with around():
+            expected = step(plain, index)
+            model.seen.clear()
+            with session.step():
+                found = step(model, index)
+        assert all(map(torch.equal, expected, found)), index
+        yield
+
+
 def compare(aside: Aside | None, folder: Path, around: Callable[[], Any] = contextlib.nullcontext) -> Net:
     """Takes steps with a Session and without; returns the model that has had one."""
     plain, model = (torch.manual_seed(0) and Net(aside) for _ in range(2))
     model.load_state_dict(plain.state_dict())
     with Session(model, ram="600KiB", disk=str(folder)) as session:
-        for index in range(NUM_STEPS):
-            with around():
-                expected = step(plain, index)
-                model.seen.clear()
-                with session.step():
-                    found = step(model, index)
-            assert all(map(torch.equal, expected, found)), index
+        for _ in both(plain, model, session, around):
             assert not num_modes()
         plan = session.plan()
         assert plan is not None
@@ -244,11 +252,8 @@ def test_a_guard_that_restores_what_was_there_before_hides_no_write(
     plain, model = (torch.manual_seed(0) and Guarded() for _ in range(2))
     model.load_state_dict(plain.state_dict())
     with Session(model, ram="900KiB", disk=str(tmp_path)) as session:
-        for index in range(NUM_STEPS):
-            expected = step(plain, index)
-            with session.step():
-                found = step(model, index)
-            assert all(map(torch.equal, expected, found)), index
+        for _ in both(plain, model, session):
+            pass
         assert session.report().num_planned >= NUM_STEPS - 3
         plan = session.plan()
         assert plan is not None
@@ -296,11 +301,8 @@ def test_a_default_device_that_is_set_in_forward_stays(is_once: bool, tmp_path: 
     model.load_state_dict(plain.state_dict())
     try:
         with Session(model, ram="600KiB", disk=str(tmp_path)) as session:
-            for index in range(NUM_STEPS):
-                expected = step(plain, index)
-                with session.step():
-                    found = step(model, index)
-                assert all(map(torch.equal, expected, found)), index
+            for _ in both(plain, model, session):
+                pass
         assert num_modes() == 1
         assert type(torch._C._get_function_stack_at(0)) is DeviceContext
     finally:
@@ -386,14 +388,8 @@ def test_a_function_that_calls_others_is_seen_from_its_begin(monkeypatch: pytest
     plain, model = InParts(), InParts()
     model.load_state_dict(plain.state_dict())
     with Session(model, ram="900KiB", disk=str(tmp_path)) as session:
-        for index in range(NUM_STEPS):
-            expected = step(plain, index)
-            model.seen.clear()
-            before = session.report().num_planned
-            with session.step():
-                found = step(model, index)
-            assert all(map(torch.equal, expected, found)), index
-        assert session.report().num_planned == before + 1
+        num_planned = [session.report().num_planned for _ in both(plain, model, session)]
+        assert num_planned[-1] == num_planned[-2] + 1
     assert 0 in model.seen
 
 

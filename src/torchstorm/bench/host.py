@@ -137,6 +137,8 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
                 alone += alone_s
                 seconds += step_s
         median_s, median_alone_s = statistics.median(seconds), statistics.median(alone)
+        with around():
+            causes = causes_of(lambda: meter.step(context))
         plan = session.plan() if session is not None else None
         tiers = Counter(placement.tier for placement in plan.placements) if plan is not None else Counter[str]()
         record.add(
@@ -151,7 +153,7 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
                 ratio=median_s / median_alone_s,
                 num_moved=tiers["ram"] + tiers["disk"],
                 num_recomputed=tiers[RECOMPUTE],
-                causes=causes_in(meter, context, around),
+                causes=causes,
             )
         )
 
@@ -201,12 +203,6 @@ def _peak_of(meter: Meter, context: Context, device: torch.device) -> int:
         return int(_CPU_SHARE * meter.saved_bytes(contextlib.nullcontext))
     with context():  # pragma: gpu
         return max(meter.step(contextlib.nullcontext).peak_bytes for _ in range(2))  # pragma: gpu
-
-
-def causes_in(meter: Meter, context: Context, around: Context) -> dict[str, float]:
-    """See `causes_of`; of a step within both contexts."""
-    with around():
-        return causes_of(lambda: meter.step(context))
 
 
 def causes_of(step: Callable[[], object]) -> dict[str, float]:

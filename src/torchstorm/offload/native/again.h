@@ -101,7 +101,7 @@ PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
             at::AutoDispatchBelowAutograd below;
             out.at = checked(PyObject_Call(see(call, call_func), args.at, kwargs.at));
         }
-        Own places(Py_NewRef(see(call, call_places)));
+        Own places(take(call, call_places));
         const Py_ssize_t num = PyList_GET_SIZE(places.at);
         Own tensors(checked(PyObject_CallOneArg(of.tensors_of, out.at))), found(checked(PyList_New(num)));
         for (Py_ssize_t at = 0; at < num; ++at) {

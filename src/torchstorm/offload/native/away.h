@@ -101,8 +101,7 @@ PyObject *known_among_written(PyObject *tape, const c10::FunctionSchema &schema,
 }
 
 void tell(PyObject *tape, PyObject *name, PyObject *written) {
-    Own said(PyObject_CallMethodOneArg(tape, name, written));
-    if (!said) throw Failed();
+    Own said(checked(PyObject_CallMethodOneArg(tape, name, written)));
 }
 
 // An operation that may write, called while a mode is away: what `Tape.dispatch` does about that.
@@ -207,15 +206,19 @@ int go(void *object) {
     }
 }
 
+void note_within(Watch *self, int64_t first, int64_t last) {
+    for (int64_t at = first; at <= last; ++at) {
+        Own moment(an_int(at));
+        checked(PyList_Append(self->within, moment.at));
+    }
+}
+
 // A function was called that had come with `before` as the latest moment.
 void see_what_comes(Watch *self, PyObject *func, int64_t before) {
     if (self->present == Py_None) {
         const bool is_in_c = PyCFunction_Check(func) || Py_TYPE(func) == &PyMethodDescr_Type || Py_TYPE(func) == &PyWrapperDescr_Type;
         const int64_t after = see_int(self->progress, running_moment);
-        for (int64_t at = is_in_c ? after + 1 : before + 1; at <= after; ++at) {
-            Own moment(an_int(at));
-            checked(PyList_Append(self->within, moment.at));
-        }
+        if (!is_in_c) note_within(self, before + 1, after);
     } else if (!self->is_asked && !self->is_over && !is_present_now(self)) {
         self->is_asked = true;
         if (Py_AddPendingCall(go, Py_NewRef(self)) < 0) {  // there are too many

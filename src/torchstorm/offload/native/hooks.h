@@ -33,7 +33,7 @@ PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (!has_bytes(tensor)) return otherwise();
         if (Py_TYPE(object) == of.parameter) return new_untouched(object, tensor);
-        Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+        Own run(get(saved_tensors, s__run)), settled(take(run.at, running_settled)), holder;
         Way *way = way_of(settled.at, holder);
         PyObject *packed = way == nullptr ? nullptr : pack_settled(way, settled.at, object, tensor);
         return packed != nullptr ? packed : otherwise();
@@ -63,7 +63,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
         const bool is_kept = Py_TYPE(packed) == of.kept;
         if (Py_TYPE(packed) == of.ticket) {
             Own closed(get(saved_tensors, s_closed)), run(get(saved_tensors, s__run));
-            Own settled(Py_NewRef(see(run.at, running_settled))), holder;
+            Own settled(take(run.at, running_settled)), holder;
             Way *way = planned_way_of(settled.at, holder);
             if (way == nullptr || checked(PyObject_IsTrue(closed.at))) return otherwise();
             PyObject *tensor = unpack_ticket(way, saved_tensors, settled.at, packed);
@@ -78,7 +78,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
             Own closed(get(saved_tensors, s_closed));
             if (see(packed, kept_ticket) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
             if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
-            Own run(get(saved_tensors, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+            Own run(get(saved_tensors, s__run)), settled(take(run.at, running_settled)), holder;
             Way *way = way_of(settled.at, holder);
             if (way == nullptr || see(run.at, running_open) != Py_None) return otherwise();
             if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();

@@ -94,7 +94,7 @@ void discard(const Way *way, PyObject *parcel) {
     release(way, parcel);
     checked(PySet_Discard(absent.at, parcel));
     forget_if_there(away.at, see(parcel, parcel_order));
-    Own handle(Py_NewRef(see(parcel, parcel_handle))), tier(Py_NewRef(see(parcel, parcel_tier)));
+    Own handle(take(parcel, parcel_handle)), tier(take(parcel, parcel_tier));
     if (handle.at == Py_None || tier.at == Py_None) return;
     Own done(checked(PyObject_CallMethodOneArg(tier.at, s_free, handle.at)));
     put_shared(parcel, parcel_handle, Py_None);
@@ -103,11 +103,11 @@ void discard(const Way *way, PyObject *parcel) {
 // As `LetGo._remove`.
 void remove(const Way *way, PyObject *saved) {
     Own at(saved_at(way));
-    Own parcel(Py_NewRef(see(saved, saved_parcel))), value(Py_NewRef(see(saved, saved_value)));
+    Own parcel(take(saved, saved_parcel)), value(take(saved, saved_value));
     put_shared(saved, saved_value, Py_None);
     remove_base(at.at, saved);
     forget_at(at.at, saved, see(saved, saved_address));
-    Own members(Py_NewRef(see(parcel.at, parcel_members)));
+    Own members(take(parcel.at, parcel_members));
     checked(PySet_Discard(members.at, saved));
     if (!PySet_GET_SIZE(members.at) && see(parcel.at, parcel_sealed) == Py_True) discard(way, parcel.at);
     if (value.at == Py_None || see(value.at, value_saved) != saved) return;
@@ -211,13 +211,13 @@ bool is_own_thread() {
 PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
     return guarded([&]() -> PyObject * {
         if (slot(ticket, ticket__owner) == nullptr || slot(ticket, ticket_saved) == nullptr) Py_RETURN_NONE;
-        Own owner(Py_NewRef(see(ticket, ticket__owner))), saved(Py_NewRef(see(ticket, ticket_saved)));
+        Own owner(take(ticket, ticket__owner)), saved(take(ticket, ticket_saved));
         const auto otherwise = [&] {
             Own number(checked(PyLong_FromVoidPtr(ticket)));
             return PyObject_CallMethodObjArgs(owner.at, s_let_go, saved.at, number.at, nullptr);
         };
         if (Py_TYPE(owner.at) != of.saved_tensors || is_own_thread()) return otherwise();
-        Own run(get(owner.at, s__run)), settled(Py_NewRef(see(run.at, running_settled))), holder;
+        Own run(get(owner.at, s__run)), settled(take(run.at, running_settled)), holder;
         Way *way = planned_way_of(settled.at, holder);
         if (way == nullptr) return otherwise();
         {
@@ -251,7 +251,7 @@ PyObject *kept_dropped(PyObject *kept, PyObject *) {
         if (slot(kept, kept__released) == nullptr || slot(kept, kept_storage) == nullptr) Py_RETURN_NONE;
         PyObject *storage = see(kept, kept_storage);
         Own done(checked(PyObject_CallMethodOneArg(see(kept, kept__released), s_append, storage)));
-        Own owner(Py_NewRef(see(storage, kept_storage_owner)));
+        Own owner(take(storage, kept_storage_owner));
         if (owner.at == Py_None) Py_RETURN_NONE;
         return PyObject_CallMethodNoArgs(owner.at, s_settle_soon);
     });

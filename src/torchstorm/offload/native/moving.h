@@ -57,7 +57,7 @@ PyObject *alone_in(PyObject *parcel) {
 // As `Residency.drop`.
 void drop(const Way *way, PyObject *parcel) {
     if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
-    Own back(Py_NewRef(see(parcel, parcel_back))), copy;
+    Own back(take(parcel, parcel_back)), copy;
     copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
     Own waited(checked(PyObject_CallMethodNoArgs(copy.at, s_wait)));
     Own saved(Py_XNewRef(alone_in(parcel)));  // as it is now: another thread may have run meanwhile
@@ -91,8 +91,8 @@ void fetch(const Way *way, PyObject *parcel) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_fetch, parcel)));
         return;
     }
-    Own tier(Py_NewRef(see(parcel, parcel_tier))), handle(Py_NewRef(see(parcel, parcel_handle)));
-    Own phase(get(handle.at, s_phase)), size(Py_NewRef(see(parcel, parcel_nbytes)));
+    Own tier(take(parcel, parcel_tier)), handle(take(parcel, parcel_handle));
+    Own phase(get(handle.at, s_phase)), size(take(parcel, parcel_nbytes));
     Own buffer(checked(PyObject_CallMethodObjArgs(way->residency, s__empty, size.at, phase.at, nullptr)));
     put(parcel, parcel_back, PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
     put(parcel, parcel_buffer, buffer.give());

@@ -10,7 +10,7 @@ enum Answer { no, yes, unknown };
 
 // As `Value.renew`.
 void renew(PyObject *value, const at::Tensor &tensor, PyObject *before) {
-    put(value, value_watch, before == nullptr ? watch_of(tensor) : Py_NewRef(see(before, value_watch)));
+    put(value, value_watch, before == nullptr ? watch_of(tensor) : take(before, value_watch));
     put_int(value, value_version, version_of(tensor));
     put_int(value, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
     for (const Py_ssize_t place : {value_saved, value_held, value_lost}) put_shared(value, place, Py_None);
@@ -201,9 +201,9 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         Own records(get(repeats, s__records)), record(Py_XNewRef(find(records.at, given[2])));
         if (!record) return otherwise();
         if (see(record.at, record_func) != func) return otherwise();
-        Own before(Py_NewRef(see(record.at, record_given))), all(everything(record.at, args, kwargs));
+        Own before(take(record.at, record_given)), all(everything(record.at, args, kwargs));
         if (!all || PyTuple_GET_SIZE(before.at) != PyTuple_GET_SIZE(all.at)) return otherwise();
-        Own call(Py_NewRef(see(record.at, record_call))), value(Py_NewRef(see(record.at, record_value)));
+        Own call(take(record.at, record_call)), value(take(record.at, record_value));
         PyObject *operation = see(call.at, call_operator), *chosen = see(record.at, record_chosen);
         if (value.at == Py_None) return otherwise();
         Own now(described_now(tape, before.at, all.at));

@@ -10,7 +10,7 @@ namespace {
 bool is_absent(PyObject *parcel) { return see(parcel, parcel_buffer) == Py_None && see(parcel, parcel_handle) == Py_None; }
 
 void wait_until_back(PyObject *parcel) {
-    Own back(Py_NewRef(see(parcel, parcel_back)));
+    Own back(take(parcel, parcel_back));
     if (back.at == Py_None) return;
     Own done(checked(PyObject_CallMethodNoArgs(back.at, s_wait)));
     put_shared(parcel, parcel_back, Py_None);
@@ -45,14 +45,14 @@ bool serves(PyObject *chain, PyObject *value) {
 
 // What holds the bytes of a value, as `replay._find` asks; nullptr without an error where Python must be asked.
 PyObject *bytes_of(const Way *way, PyObject *value) {
-    Own saved(Py_NewRef(see(value, value_saved)));
+    Own saved(take(value, value_saved));
     if (saved.at == Py_None) {
         PyObject *held = see(value, value_held);
         if (held == Py_None || has_changed(PyTuple_GET_ITEM(held, 0), PyTuple_GET_ITEM(held, 1))) return nullptr;
         PyObject *tensor = PyTuple_GET_ITEM(held, 0);
         return THPVariable_Unpack(tensor).scalar_type() == at::kByte ? nullptr : Py_NewRef(tensor);
     }
-    Own parcel(Py_NewRef(see(saved.at, saved_parcel)));
+    Own parcel(take(saved.at, saved_parcel));
     if (see(saved.at, saved_stale) != Py_False || see(parcel.at, parcel_shared) != Py_False) return nullptr;
     if (is_absent(parcel.at)) return nullptr;
     if (has_changed(see(parcel.at, parcel_hold), see(saved.at, saved_version))) return nullptr;
@@ -65,7 +65,7 @@ PyObject *bytes_of(const Way *way, PyObject *value) {
 
 // As `Residency._arrived`.
 void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wanted) {
-    Own parcel(Py_NewRef(see(saved, saved_parcel)));
+    Own parcel(take(saved, saved_parcel));
     const at::Tensor &tensor = THPVariable_Unpack(content);
     const bool is_row = tensor.scalar_type() == at::kByte;
     const int64_t nbytes = static_cast<int64_t>(is_row ? tensor.nbytes() : tensor.storage().nbytes());
@@ -93,7 +93,7 @@ void run_into(const Way *way, PyObject *there, PyObject *call, PyObject *passed,
         std::swap(contents.at, run.at);
         checked(contents.at);
     }
-    Own outputs(Py_NewRef(see(call, call_outputs)));
+    Own outputs(take(call, call_outputs));
     if (PyList_GET_SIZE(outputs.at) != PyList_GET_SIZE(contents.at)) {
         PyErr_SetString(PyExc_ValueError, "an operation gave other outputs than it was recorded with");
         throw Failed();
@@ -103,16 +103,16 @@ void run_into(const Way *way, PyObject *there, PyObject *call, PyObject *passed,
         if (!made) continue;
         PyObject *content = PyList_GET_ITEM(contents.at, at);
         if (checked(PySet_Contains(passed, made.at))) checked(PyDict_SetItem(there, made.at, content));
-        Own saved(Py_NewRef(see(made.at, value_saved)));
+        Own saved(take(made.at, value_saved));
         if (saved.at != Py_None && is_absent(see(saved.at, saved_parcel))) arrived(way, saved.at, content, wanted);
     }
 }
 
 // As `replay.compute_again`, where the operations are known that make a value; false where that must be called.
 bool compute_again(const Way *way, PyObject *saved) {
-    Own value(Py_NewRef(see(saved, saved_value)));
+    Own value(take(saved, saved_value));
     if (value.at == Py_None || Py_TYPE(see(value.at, value_again)) != of.chain) return false;
-    Own chain(Py_NewRef(see(value.at, value_again))), there(checked(PyDict_New()));
+    Own chain(take(value.at, value_again)), there(checked(PyDict_New()));
     if (!serves(chain.at, value.at)) return false;
     PyObject *sources = see(chain.at, chain_sources), *calls = see(chain.at, chain_calls), *frees = see(chain.at, chain_frees);
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(sources); ++at) {
@@ -140,7 +140,7 @@ bool has_changed_since(PyObject *saved) {
 
 // As `Residency.rebuild`; nullptr without an error where that must be called.
 PyObject *rebuild(const Way *way, PyObject *saved, PyObject *view) {
-    Own parcel(Py_NewRef(see(saved, saved_parcel)));
+    Own parcel(take(saved, saved_parcel));
     if (see(saved, saved_lost) != Py_None || see(saved, saved_stale) != Py_False || PyDict_GET_SIZE(see(saved, saved_kept)))
         return nullptr;
     if (has_other_memory(saved)) return nullptr;
@@ -157,14 +157,14 @@ PyObject *rebuild(const Way *way, PyObject *saved, PyObject *view) {
         Own bytes(bytes_in(row, see_int(saved, saved_offset), see_int(saved, saved_nbytes)));
         is_back(way, saved, bytes.at);
     }
-    Own there(Py_NewRef(see(saved, saved_base)));
+    Own there(take(saved, saved_base));
     PyObject *tensor = seen_over(view, there.at);
     return tensor != nullptr ? tensor : checked(PyObject_CallMethodOneArg(view, s_over, there.at));
 }
 
 // As `SavedTensors.unpack` for a ticket; nullptr without an error where that must be called.
 PyObject *unpack_ticket(Way *way, PyObject *saved_tensors, PyObject *settled, PyObject *ticket) {
-    Own saved(Py_NewRef(see(ticket, ticket_saved))), tensor;
+    Own saved(take(ticket, ticket_saved)), tensor;
     Holding holding(way, saved_tensors);
     holding.take(true);
     if (!is_current(way, settled) || see(way->progress, running_pace) != Py_None) return nullptr;

@@ -35,7 +35,7 @@ PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) 
 PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at::Tensor &tensor) {
     PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch);
     if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) return nullptr;
-    Own saved(Py_NewRef(before)), parcel(Py_NewRef(see(before, saved_parcel)));
+    Own saved(Py_NewRef(before)), parcel(take(before, saved_parcel));
     Own absent(take(way->residency, residency_absent)), at(saved_at(way));
     const int64_t order = see_int(way->residency, residency__order);
     put_int(way->residency, residency__order, order + 1);

@@ -84,10 +84,7 @@ PyObject *watch_call(PyObject *object, PyObject *const *given, size_t num_given,
     return guarded([&]() -> PyObject * {
         const int64_t before = see_int(self->progress, running_moment);
         if (!std::exchange(self->has_seen, true) && self->present == Py_None)
-            for (int64_t at = 0; at <= before; ++at) {  // nobody knows within what these have come
-                Own moment(an_int(at));
-                checked(PyList_Append(self->within, moment.at));
-            }
+            note_within(self, 0, before);  // nobody knows within what these have come
         Own out(checked(watched_call(self, func, args, kwargs)));
         see_what_comes(self, func, before);
         return out.give();
