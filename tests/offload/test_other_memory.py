@@ -20,6 +20,7 @@ from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.sizes import format_size
+from torchstorm.transfer.pinned import PinnedArena
 
 pytestmark = pytest.mark.no_cover  # what they reach without a GPU, test_plans.py and test_given.py do, too
 
@@ -71,14 +72,16 @@ def train(
     plan: Plan | None = None,
     num_steps: int = 5,
     before: Callable[[int], None] = lambda _: None,
+    prepare: Callable[[Session], None] = lambda _: None,
 ) -> Training:
-    """Trains a fresh model with AdamW; `before(index)` comes before every step."""
+    """Trains a fresh model with AdamW; `prepare` has the Session first, and `before(index)` comes before every step."""
     gc.collect()  # what the training before left in cycles would count
     torch.manual_seed(0)
     model = Mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     found = Training()
     with gpu.session(model, vram, optimizer=optimizer, plan=plan, spare_bytes=SPARE_BYTES) as storm:
+        prepare(storm)
         for index in range(num_steps):
             before(index)
             with storm.step():
@@ -188,3 +191,21 @@ def test_what_is_kept_free_for_an_optimizer_that_is_not_known_is_told_where_it_d
             with session.step():
                 model(x).square().mean().backward()
         session.close()
+
+
+def test_a_step_gives_back_no_more_than_one_segment_of_what_its_plan_has_no_use_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    arena = PinnedArena(64 * MIB, pin=None, available_bytes=lambda: 1 << 40, segment_bytes=MIB)
+    for slot in [arena.allocate(MIB) for _ in range(8)]:
+        arena.free(slot, after=[])
+    held = list[int]()
+
+    def before(_: int) -> None:
+        held.append(arena.held_bytes // MIB)
+
+    with gpu.meter:
+        train(gpu, 1 << 40, num_steps=14, before=before, prepare=lambda storm: storm._shared.stack.arenas.append(arena))
+    assert held[:4] == [8, 8, 8, 8], "until the plan was timed"
+    assert held[4:] == [7, 6, 5, 4, 3, 2, 1, 0, 0, 0]

@@ -254,46 +254,48 @@ def test_a_segment_under_copy_is_waited_for_before_it_is_unpinned() -> None:
     assert (copy.num_waits, pin.num_unpinned, arena.held_bytes) == (1, 1, 0)
 
 
-class SlowPin(FakePin):
-    """Unpins when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on = threading.Event()
-
-    def __call__(self, buffer: torch.Tensor) -> Callable[[], None]:
-        unpin = super().__call__(buffer)
-
-        def slowly() -> None:
-            assert self.go_on.wait(60)
-            unpin()
-
-        return slowly
-
-
-def test_what_is_unpinned_beside_is_waited_for_by_none_but_a_new_segment_and_the_end() -> None:
-    pin = SlowPin()
-    arena = make_arena(8, pin=pin)
-    kept = arena.allocate(4 * PAGE)
-    arena.free(arena.allocate(4 * PAGE), after=[FakeCopy()])
-    arena.trim(0, beside=True)
-    assert (arena.held_bytes, pin.num_unpinned) == (4 * PAGE, 0)
-    arena.free(kept, after=[])
-    kept = arena.allocate(PAGE)  # of what is there
-    assert pin.num_unpinned == 0
-    threading.Timer(0.2, pin.go_on.set).start()
-    slot = arena.allocate(4 * PAGE)  # which the budget allows once the other has been given back
-    assert pin.num_unpinned == 1
-    assert arena.held_bytes == 8 * PAGE
-    pin.go_on.clear()
-    for one in (slot, kept):
-        arena.free(one, after=[])
-        arena.trim(0, beside=True)  # waits for no other
-    assert (arena.held_bytes, pin.num_unpinned) == (0, 1)
-    threading.Timer(0.2, pin.go_on.set).start()
+def test_what_is_unpinned_one_by_one_counts_as_held_until_it_is() -> None:
+    pin = FakePin()
+    arena = make_arena(16, pin=pin)
+    for slot in [arena.allocate(4 * PAGE) for _ in range(4)]:
+        arena.free(slot, after=[FakeCopy()])
+    arena.trim(5 * PAGE, one_by_one=True)
+    assert (arena.held_bytes, pin.num_unpinned) == (16 * PAGE, 0)
+    for num_left in (3, 2, 2):
+        arena.release_one()
+        assert (arena.held_bytes, pin.num_unpinned) == (num_left * 4 * PAGE, 4 - num_left)
+    arena.trim(0, one_by_one=True)
     arena.close()
-    assert pin.pinned == []
-    assert pin.num_unpinned == 3
+    assert (pin.pinned, pin.num_unpinned, arena.held_bytes) == ([], 4, 0)
+
+
+def test_what_was_chosen_to_be_unpinned_is_used_again_before_more_is_pinned() -> None:
+    pin = FakePin()
+    arena = make_arena(12, pin=pin)
+    slots = [arena.allocate(4 * PAGE) for _ in range(3)]
+    for slot in slots[:2]:
+        arena.free(slot, after=[])
+    arena.trim(0, one_by_one=True)
+    arena.release_one()
+    again = arena.allocate(4 * PAGE)
+    assert (pin.num_unpinned, arena.held_bytes, len(pin.pinned)) == (1, 8 * PAGE, 2)
+    arena.free(again, after=[])
+    arena.trim(0, one_by_one=True)
+    arena.allocate(8 * PAGE)  # for which the budget has room once that is given back
+    arena.release_one()  # nothing is left
+    assert (pin.num_unpinned, arena.held_bytes) == (2, 12 * PAGE)
+
+
+def test_a_larger_plan_keeps_what_a_smaller_one_would_have_given_back() -> None:
+    arena = make_arena(16)
+    for slot in [arena.allocate(4 * PAGE) for _ in range(4)]:
+        arena.free(slot, after=[])
+    arena.trim(4 * PAGE, one_by_one=True)
+    arena.release_one()
+    arena.trim(12 * PAGE, one_by_one=True)
+    arena.release_one()
+    assert arena.held_bytes == 12 * PAGE
+    arena.close()
 
 
 def test_close_unpins_everything_whatever_is_in_use() -> None:
@@ -526,7 +528,8 @@ def test_many_threads_never_share_memory_and_the_count_stays_right() -> None:
             for piece in slot.pieces:
                 piece.fill_(mark)
             if round_ % 7 == 0:
-                arena.trim(rng.randint(0, 24) * PAGE)
+                arena.trim(rng.randint(0, 24) * PAGE, one_by_one=round_ % 2 == 0)
+            arena.release_one()
             assert all(bool((piece == mark).all()) for piece in slot.pieces)
             assert arena.used_bytes <= arena.capacity_bytes
             arena.free(slot, after=[])
@@ -550,7 +553,7 @@ def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: rando
     held: list[tuple[Slot, int]] = []
     used = peak = 0
     for mark in range(rng.randint(1, 40)):
-        what = rng.choice(("allocate", "allocate", "free", "trim"))
+        what = rng.choice(("allocate", "allocate", "free", "trim", "release"))
         if what == "allocate":
             nbytes = rng.choice((0, 1, PAGE, PAGE + 1, 3 * PAGE, 7 * PAGE - 1))
             if used + -(-nbytes // PAGE) * PAGE > capacity * PAGE:
@@ -566,7 +569,9 @@ def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: rando
             slot, _ = held.pop(rng.randrange(len(held)))
             arena.free(slot, after=[])
         elif what == "trim":
-            arena.trim(rng.randint(0, capacity) * PAGE)
+            arena.trim(rng.randint(0, capacity) * PAGE, one_by_one=rng.choice((False, True)))
+        elif what == "release":
+            arena.release_one()
         used = sum(pages(slot) * PAGE for slot, _ in held)
         peak = max(peak, used)
         assert (arena.used_bytes, arena.peak_bytes) == (used, peak)

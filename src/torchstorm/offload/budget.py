@@ -125,9 +125,15 @@ class Stack:
         return self.tiers[DISK].peak_bytes if DISK in self.tiers else 0
 
     def trim(self, ram_bytes: int) -> None:
-        """Gives pinned memory back that plans, which take at most so much of it, have no use for."""
+        """Chooses pinned memory that plans, which take at most so much of it, have no use for. `release_one` gives it
+        back."""
         if self.arenas:  # pragma: gpu
-            self.arenas[-1].trim(max(0, ram_bytes - self.spare.ram), beside=True)
+            self.arenas[-1].trim(max(0, ram_bytes - self.spare.ram), one_by_one=True)
+
+    def release_one(self) -> None:
+        """Gives back a segment of the pinned memory that `trim` has chosen, if there is any left."""
+        if self.arenas:  # pragma: gpu
+            self.arenas[-1].release_one()
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know about the paths in use."""

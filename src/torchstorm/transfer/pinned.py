@@ -37,7 +37,13 @@ class _Segment:
         self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
         self.busy: deque[tuple[int, int, StreamCopy]] = deque()  # (start, stop, copy) of freed extents being copied
         # Pinned memory must not be unmapped, even if nobody closes the arena: the unpin function keeps it alive.
-        self.release = weakref.finalize(self, pin(self.buffer) if pin else _no_unpin)
+        self._unpin = weakref.finalize(self, pin(self.buffer) if pin else _no_unpin)
+
+    def let_go(self) -> None:
+        """Unpins and frees the memory, once the copies have ended that use it."""
+        for _, _, copy in self.busy:
+            copy.synchronize()
+        self._unpin()
 
 
 @dataclass(eq=False)
@@ -89,12 +95,12 @@ class PinnedArena:
         self._segments: list[_Segment] = []
         self._spare: dict[int, deque[Slot]] = {}  # freed slots of one piece, by their bytes, the first freed first
         self._lock = threading.RLock()
-        self._unpinning: list[threading.Thread] = []
+        self._leaving: list[_Segment] = []  # empty ones that `release_one` unpins
 
     @property
     def held_bytes(self) -> int:
         """Total bytes of the segments, used or free."""
-        return sum(segment.extents.capacity_bytes for segment in self._segments)
+        return sum(segment.extents.capacity_bytes for segment in [*self._segments, *self._leaving])
 
     def allocate(self, nbytes: int) -> Slot:
         """Allocates memory, and adds a segment if no free extent is large enough.
@@ -135,35 +141,41 @@ class PinnedArena:
             else:
                 _give_up([slot])
 
-    def trim(self, keep_bytes: int, *, beside: bool = False) -> None:
+    def trim(self, keep_bytes: int, *, one_by_one: bool = False) -> None:
         """Frees empty segments, the largest first, while at least `keep_bytes` remain.
 
         Args:
             keep_bytes: what is kept.
-            beside: does so in a thread, since unpinning takes 0.1 s and more.
+            one_by_one: `release_one` frees them, unless they are needed before, since CUDA does nothing else while
+                memory is unpinned, which takes 10 ms and more for a segment.
         """
-        leaving = []
         with self._lock:
             self._give_up_spare()
+            self._segments += self._leaving
+            self._leaving = []
+            left_bytes = self.held_bytes
             for segment in sorted(self._segments, key=lambda one: one.extents.capacity_bytes, reverse=True):
                 size = segment.extents.capacity_bytes
-                if segment.extents.used_bytes == 0 and self.held_bytes - size >= keep_bytes:
+                if segment.extents.used_bytes == 0 and left_bytes - size >= keep_bytes:
                     self._segments.remove(segment)
-                    leaving.append(segment)
-            if leaving and beside:
-                thread = threading.Thread(target=_release, args=(leaving,), name="torchstorm-unpin", daemon=True)
-                thread.start()
-                self._unpinning.append(thread)
-                return
-        _release(leaving)
+                    self._leaving.append(segment)
+                    left_bytes -= size
+            while self._leaving and not one_by_one:
+                self.release_one()
+
+    def release_one(self) -> None:
+        """Unpins and frees one of the segments that `trim` has chosen, if there is one."""
+        with self._lock:
+            if self._leaving:
+                self._leaving.pop(0).let_go()
 
     def close(self) -> None:
         """Unpins and frees every segment. A second call does nothing."""
         with self._lock:
-            self._wait_until_unpinned()
             self._give_up_spare()
-            leaving, self._segments = self._segments, []
-            _release(leaving)
+            leaving, self._segments, self._leaving = [*self._segments, *self._leaving], [], []
+            for segment in leaving:
+                segment.let_go()
 
     def _count(self, nbytes: int) -> None:
         self.used_bytes += nbytes
@@ -175,10 +187,6 @@ class PinnedArena:
         _give_up([slot for slots in spare.values() for slot in slots])
         return bool(spare)
 
-    def _wait_until_unpinned(self) -> None:
-        while self._unpinning:
-            self._unpinning.pop().join()
-
     def _in_one_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         for place, segment in enumerate(self._segments):
             start = segment.extents.allocate(nbytes)
@@ -189,14 +197,19 @@ class PinnedArena:
         return []
 
     def _in_new_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        """An extent of a new segment, if the budget and the machine's memory allow one."""
+        """An extent of a segment that was about to be unpinned, or of a new one, if the budget and the machine's memory
+        allow one."""
+        while self._leaving:
+            self._segments.append(self._leaving.pop())
+            extents = self._in_one_segment(nbytes)
+            if extents:
+                return extents
         return self._in_one_segment(nbytes) if self._add_segment(nbytes) else []
 
     def _add_segment(self, nbytes: int) -> bool:
         """Adds a segment of `nbytes` or more, if the budget and the machine's memory allow one."""
         page = mmap.PAGESIZE
         wanted = max(-(-nbytes // page), 1) * page
-        self._wait_until_unpinned()
         available = self._available_bytes()
         if wanted > min(self.capacity_bytes - self.held_bytes, available):
             self.trim(0)
@@ -249,14 +262,6 @@ def _give_up(slots: list[Slot]) -> None:
             segment.extents.free(start, size)
             new = [copy for copy in slot.after if id(copy) not in known[id(segment)]]  # others have a place there
             segment.busy += [(start, start + size, copy) for copy in new]
-
-
-def _release(segments: list[_Segment]) -> None:
-    """Unpins and frees segments, once the copies have ended that use them."""
-    for segment in segments:
-        for _, _, copy in segment.busy:
-            copy.synchronize()
-        segment.release()
 
 
 def _no_unpin() -> None:

@@ -289,6 +289,7 @@ class Step:
         if planned is not None and plans.stand_for_smaller(planned):
             shared.measured.plan_changed()
         self._correct_plans()
+        shared.stack.release_one()
         if shortfall is not None:
             shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
 
