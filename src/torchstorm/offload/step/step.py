@@ -267,6 +267,7 @@ class Step:
         left_plan, shortfall = shared.saved.left_plan, shared.residency.shortfall
         recorder = shared.saved.end()
         self._span.end()
+        shared.stack.release_one()
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
         self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
@@ -289,7 +290,6 @@ class Step:
         if planned is not None and plans.stand_for_smaller(planned):
             shared.measured.plan_changed()
         self._correct_plans()
-        shared.stack.release_one()
         if shortfall is not None:
             shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
 
