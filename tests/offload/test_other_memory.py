@@ -8,6 +8,7 @@ import gc
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from offload.rehearsed import Rehearsal
 from plan import naive
 from torchstorm.errors import BudgetError
+from torchstorm.offload import budget as budgets
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
@@ -193,19 +195,28 @@ def test_what_is_kept_free_for_an_optimizer_that_is_not_known_is_told_where_it_d
         session.close()
 
 
-def test_a_step_gives_back_no_more_than_one_segment_of_what_its_plan_has_no_use_for(
+def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_is_idle_at_a_step_s_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
     arena = PinnedArena(64 * MIB, pin=None, available_bytes=lambda: 1 << 40, segment_bytes=MIB)
-    for slot in [arena.allocate(MIB) for _ in range(8)]:
+    for slot in [arena.allocate(MIB) for _ in range(6)]:
         arena.free(slot, after=[])
-    held = list[int]()
+    held, clock = list[int](), [0.0]
+    monkeypatch.setattr(budgets, "is_idle", lambda _: len(held) != 7)
+    monkeypatch.setattr(budgets, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def release_one() -> None:
+        clock[0] += 0.010
+        PinnedArena.release_one(arena)
+
+    monkeypatch.setattr(arena, "release_one", release_one)
 
     def before(_: int) -> None:
         held.append(arena.held_bytes // MIB)
+        clock[0] += 0.2
 
     with gpu.meter:
         train(gpu, 1 << 40, num_steps=14, before=before, prepare=lambda storm: storm._shared.stack.arenas.append(arena))
-    assert held[:5] == [8, 8, 8, 8, 8], "the plan was timed in the fourth step, which has its times to read"
-    assert held[5:] == [7, 6, 5, 4, 3, 2, 1, 0, 0]
+    assert held[:5] == [6, 6, 6, 6, 6], "the plan was timed in the fourth step"
+    assert held[5:] == [5, 5, 5, 4, 4, 3, 3, 2, 2], "in every second step, for 3 % of the time, once it is idle"

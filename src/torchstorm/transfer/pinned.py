@@ -102,6 +102,11 @@ class PinnedArena:
         """Total bytes of the segments, used or free."""
         return sum(segment.extents.capacity_bytes for segment in [*self._segments, *self._leaving])
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether there are segments that `trim` has chosen, and `release_one` would unpin."""
+        return bool(self._leaving)
+
     def allocate(self, nbytes: int) -> Slot:
         """Allocates memory, and adds a segment if no free extent is large enough.
 
@@ -146,8 +151,7 @@ class PinnedArena:
 
         Args:
             keep_bytes: what is kept.
-            one_by_one: `release_one` frees them, unless they are needed before, since CUDA does nothing else while
-                memory is unpinned, which takes 10 ms and more for a segment.
+            one_by_one: `release_one` frees them, unless they are needed before.
         """
         with self._lock:
             self._give_up_spare()

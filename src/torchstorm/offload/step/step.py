@@ -57,6 +57,7 @@ class Step:
         if self._device.type == "cuda":  # pragma: gpu
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
+            shared.stack.give_back()
             torch.cuda.reset_peak_memory_stats(self._device)
             shared.base_bytes = allocated_bytes(self._device) - shared.residency.resident_bytes
         self._base_bytes = shared.base_bytes
@@ -267,7 +268,6 @@ class Step:
         left_plan, shortfall = shared.saved.left_plan, shared.residency.shortfall
         recorder = shared.saved.end()
         self._span.end()
-        shared.stack.release_one()
         planned = self._planned if not left_plan else None  # of a step that is another one than all before
         self._count(recorder, planned if recorder is None else None)
         other_variants = shared.compiled is not None and shared.compiled.settle()
