@@ -39,7 +39,8 @@ help:
 	@echo "make fuzz       the tests with examples drawn at random, which are others each time; fails with what repeats it"
 	@echo "make mutations  whether the tests catch forty faults, put in one at a time"
 	@echo "make test-gpu   the tests that need a GPU; fails if any of them skips"
-	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes half an hour"
+	@echo "make test-families  compiled models of 18 families of transformers, with a record; takes half an hour."
+	@echo "                With FAMILIES=\"GPT-2 or ViT\" these alone, without a record"
 	@echo "make xnvme      the xNVMe library into .xnvme/, from its source release (XNVME_SOURCE=/path/to/it)"
 	@echo "make test-nvme  storage on an emulated NVMe device in QEMU; fails if any test skips"
 	@echo "make lint       ruff and mypy"
@@ -73,9 +74,10 @@ test-gpu: $(NEEDS_TEST)
 	$(RUN) -m pytest -m "gpu and alone" --fail-on-skip --durations 20 || failed=1; \
 	exit $$failed
 
-# In one process: what was found goes into one record.
+# All of them in one process: what was found goes into one record. Those that FAMILIES names, without a record, in several.
 test-families: $(NEEDS_TEST)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m families tests/offload/test_families.py --fail-on-skip
+	$(SHARING) $(RUN) -m pytest -m families tests/offload/test_families.py --fail-on-skip \
+		$(if $(FAMILIES),-k "$(FAMILIES)" --numprocesses $(WORKERS) --dist loadgroup)
 
 # Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.
 xnvme:
