@@ -31,7 +31,7 @@ _UNLIMITED_BYTES = 1 << 62
 _STRAIGHT_BYTES = 2**24
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
 _VRAM_SPARE_BYTES = 16 * 2**20
-_GIVING_BACK = 0.03  # of the time of training, at most so much for unpinning what no plan has a use for
+_GIVING_BACK = 0.1  # of the time of training, at most so much for unpinning what no plan has a use for
 
 
 @dataclass(eq=False, kw_only=True)
