@@ -64,8 +64,15 @@ def make_arena(
     pin: Callable[[torch.Tensor], Callable[[], None]] | None = None,
     available: Callable[[], int] = lambda: AMPLE,
     segment_pages: int = 4,
+    largest_pages: int = 1024,
 ) -> PinnedArena:
-    return PinnedArena(capacity_pages * PAGE, pin=pin, available_bytes=available, segment_bytes=segment_pages * PAGE)
+    return PinnedArena(
+        capacity_pages * PAGE,
+        pin=pin,
+        available_bytes=available,
+        segment_bytes=segment_pages * PAGE,
+        largest_bytes=largest_pages * PAGE,
+    )
 
 
 def only(slot: Slot) -> torch.Tensor:
@@ -295,6 +302,33 @@ def test_a_larger_plan_keeps_what_a_smaller_one_would_have_given_back() -> None:
     arena.trim(12 * PAGE, one_by_one=True)
     arena.release_one()
     assert arena.held_bytes == 12 * PAGE
+    arena.close()
+
+
+def test_what_is_larger_than_any_segment_has_a_piece_in_each_of_several_and_the_same_ones_again() -> None:
+    pin = FakePin()
+    arena = make_arena(20, pin=pin, largest_pages=4)
+    slot = arena.allocate(10 * PAGE - 1)
+    assert [piece.nbytes for piece in slot.pieces] == [4 * PAGE, 4 * PAGE, 2 * PAGE - 1]
+    assert max(nbytes for _, nbytes in pin.pinned) == 4 * PAGE, "each can be unpinned in little time"
+    copy = FakeCopy()
+    arena.free(slot, after=[copy])
+    again = arena.allocate(10 * PAGE - 1)
+    assert (again, again.after, arena.used_bytes) == (slot, [copy], 10 * PAGE)
+    arena.free(again, after=[])
+    assert arena.used_bytes == 0
+    arena.close()
+    assert pin.pinned == []
+
+
+def test_what_finds_room_for_some_of_its_pieces_alone_takes_none_of_them() -> None:
+    arena = make_arena(10, largest_pages=4)
+    held = arena.allocate(3 * PAGE)
+    with pytest.raises(BudgetError, match="more is needed"):
+        arena.allocate(8 * PAGE)
+    assert arena.used_bytes == 3 * PAGE
+    arena.free(held, after=[])
+    assert len(arena.allocate(10 * PAGE).pieces) >= 3
     arena.close()
 
 
@@ -549,7 +583,7 @@ def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: rando
     """And what the sum has room for always fits."""
     pin = FakePin()
     capacity = rng.randint(1, 24)
-    arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6))
+    arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6), largest_pages=rng.choice((3, 4, 1024)))
     held: list[tuple[Slot, int]] = []
     used = peak = 0
     for mark in range(rng.randint(1, 40)):

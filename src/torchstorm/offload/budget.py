@@ -31,6 +31,7 @@ _UNLIMITED_BYTES = 1 << 62
 _STRAIGHT_BYTES = 2**24
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
 _VRAM_SPARE_BYTES = 16 * 2**20
+_LARGEST_SEGMENT_BYTES = 2**29  # to unpin 256 MiB takes 5 to 20 ms, in which CUDA does nothing else
 _GIVING_BACK = 0.1  # of the time of training, at most so much for unpinning what no plan has a use for
 
 
@@ -96,6 +97,7 @@ class Stack:
             pin=pin_memory,
             available_bytes=available_ram_bytes,
             segment_bytes=max(min(2**28, capacity_bytes // 64), 2**25),
+            largest_bytes=_LARGEST_SEGMENT_BYTES,
         )
         self.arenas.append(arena)
         return arena
@@ -135,7 +137,7 @@ class Stack:
 
     def give_back(self) -> None:
         """Unpins a segment of what `trim` has chosen, if the device has nothing to do: CUDA waits until it has not, and
-        begins nothing meanwhile. A segment takes 5 to 60 ms, and all of them a small share of training's time."""
+        begins nothing meanwhile. That takes a small share of training's time."""
         if not self.arenas or not self.arenas[-1].is_leaving:
             return
         began_s = time.perf_counter()

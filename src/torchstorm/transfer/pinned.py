@@ -22,7 +22,6 @@ from torchstorm.sizes import format_size
 from torchstorm.transfer.engine import StreamCopy
 from torchstorm.transfer.extents import Extents
 
-_LARGEST_SEGMENT = 2**31
 _PART = 8  # of what is held: so much a new segment may add; large ones are pinned faster
 
 Pin = Callable[[torch.Tensor], Callable[[], None]]
@@ -73,8 +72,9 @@ class PinnedArena:
         pin: pins a tensor's memory and returns the function that unpins it; raises RuntimeError if it cannot. None
             leaves the memory pageable.
         available_bytes: returns the free memory of the machine or cgroup; called before a segment is added.
-        segment_bytes: size of the first segments; later ones grow with what is held. A larger extent gets a segment of
-            its own.
+        segment_bytes: size of the first segments; later ones grow with what is held.
+        largest_bytes: of a segment; a larger slot has several pieces. None for no limit: then slots have one piece as
+            long as there is room.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class PinnedArena:
         pin: Pin | None,
         available_bytes: Callable[[], int],
         segment_bytes: int = 256 * 2**20,
+        largest_bytes: int | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.not_pinned = "" if pin else "no CUDA device"
@@ -92,6 +93,7 @@ class PinnedArena:
         self._pin = pin
         self._available_bytes = available_bytes
         self._segment_bytes = segment_bytes
+        self._largest_bytes = largest_bytes or capacity_bytes or 1
         self._segments: list[_Segment] = []
         self._spare: dict[int, deque[Slot]] = {}  # freed slots of one piece, by their bytes, the first freed first
         self._lock = threading.RLock()
@@ -118,12 +120,13 @@ class PinnedArena:
             if spare:
                 slot = spare.popleft()
                 slot.after = [copy for copy in slot.after if not copy.done()]
-                self._count(slot.extents[0][2])
+                for _, _, size in slot.extents:
+                    self._count(size)
                 return slot
             extents = self._in_one_segment(nbytes)
             if not extents and self._give_up_spare():
                 extents = self._in_one_segment(nbytes)
-            extents = extents or self._in_new_segment(nbytes) or self._in_pieces(nbytes)
+            extents = extents or self._in_parts(nbytes) or self._in_pieces(nbytes)
             pieces, after, left = [], [], nbytes
             for segment, start, size in extents:
                 pieces.append(segment.buffer[start : start + min(size, left)])
@@ -141,7 +144,7 @@ class PinnedArena:
         with self._lock:
             for _, _, size in slot.extents:
                 self.used_bytes -= size
-            if len(slot.extents) == 1:
+            if len(slot.extents) <= max(1, -(-slot.nbytes // self._largest_bytes)):  # as few as there can be
                 self._spare.setdefault(slot.nbytes, deque()).append(slot)
             else:
                 _give_up([slot])
@@ -200,6 +203,18 @@ class PinnedArena:
                 return [(segment, start, segment.extents.rounded(nbytes))]
         return []
 
+    def _in_parts(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
+        """Extents of at most the largest segment, each in one, which may be new; none if there is no room for them."""
+        extents: list[tuple[_Segment, int, int]] = []
+        for start in range(0, max(nbytes, 1), self._largest_bytes):
+            part = min(nbytes - start, self._largest_bytes)
+            found = (self._in_one_segment(part) if extents else []) or self._in_new_segment(part)
+            if not found:
+                _give_up([Slot([], [], extents, start)])
+                return []
+            extents += found
+        return extents
+
     def _in_new_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """An extent of a segment that was about to be unpinned, or of a new one, if the budget and the machine's memory
         allow one."""
@@ -221,7 +236,7 @@ class PinnedArena:
         room = min(self.capacity_bytes - self.held_bytes, available) // page * page
         if wanted > room:
             return False
-        usual = max(self._segment_bytes, min(self.held_bytes // _PART, _LARGEST_SEGMENT))
+        usual = max(self._segment_bytes, min(self.held_bytes // _PART, self._largest_bytes))
         size = max(wanted, min(usual // page * page, room))
         try:
             segment = _Segment(size, self._pin)
@@ -232,10 +247,15 @@ class PinnedArena:
         self._segments.append(segment)
         return True
 
+    def _free_bytes(self) -> int:
+        return sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
+
     def _in_pieces(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """Several free extents, the largest first. If they are too small together, a segment is added."""
         page = mmap.PAGESIZE
-        free = sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
+        if nbytes > self._free_bytes():
+            self.trim(0)  # a segment that is added may take the place of several that are too small
+        free = self._free_bytes()
         if nbytes > free and not self._add_segment(nbytes - free):
             raise BudgetError(
                 f"ram={format_size(self.capacity_bytes)}, but {format_size(nbytes)} more is needed with "
