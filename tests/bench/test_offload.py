@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -24,8 +25,10 @@ from torchstorm.bench.cases import CASES, SMALL, cases_for, make_subject, pick
 from torchstorm.bench.offload import bench_offload, offload_peers
 from torchstorm.bench.peers import NO_BLOCKS, Budgets, Peers
 from torchstorm.bench.rows import GIB, Results, Row
+from torchstorm.bench.sessions import settle
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.offload.session import Session
+from torchstorm.plan.forecast import Figures
 
 CPU = torch.device("cpu")
 TINY = replace(SMALL, num_layers=1, batch=2, seq=16, width=32)
@@ -461,3 +464,24 @@ def test_names_that_do_not_exist_are_told() -> None:
         cases_for(CPU, ",")
     with pytest.raises(ConfigError, match="--way"):
         offload.bench_offload("cpu", disk=None, steps=1, json_path=None, console=Console(), way_names="x")
+
+
+def test_a_session_is_timed_once_it_has_said_the_same_of_five_steps() -> None:
+    """Its plan is followed from the third step on; a search ends after the eighth, and the times that are then taken
+    correct the forecast after the eleventh."""
+    num_steps = 0
+
+    def step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def report() -> Any:
+        known_ms = math.nan if num_steps < 8 else 30.0 if num_steps < 11 else 28.0
+        forecast = Figures(step_ms=known_ms, vram_bytes=1, ram_bytes=2, disk_bytes=3) if num_steps > 2 else None
+        return types.SimpleNamespace(num_in_force=max(0, num_steps - 2), forecast=forecast)
+
+    session: Any = types.SimpleNamespace(report=report, plan=lambda: None if num_steps < 3 else object())
+    last, first = settle(session, step)
+    assert (num_steps, last.num_in_force) == (11 + 5, 14)
+    assert first is not None
+    assert first.step_ms == 30.0

@@ -31,7 +31,7 @@ PLANNED_STEPS = 3
 
 _MOST_WARM = 24
 _MOST_SEARCHED_S = 30.0  # of searches for better plans, which take ten
-_SETTLED = 5  # steps by one plan, after which a Session has nothing more to correct in it
+_SETTLED = 5  # steps by one plan, and by one forecast, after which a Session has nothing more to correct in it
 
 
 def measure_session(
@@ -67,13 +67,7 @@ def measure_session(
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         library.wait()  # what a compiler builds beside a machine's first Session
         meter.meet_sizes(session.step, steps=steps)  # the largest ones are planned for then
-        warm, forecast, before, begun = 0, None, session.report(), time.perf_counter()
-        while not _is_settled(before, warm, time.perf_counter() - begun):
-            meter.step(session.step)
-            warm += 1
-            before = session.report()
-            if session.plan() is not None:
-                forecast = first_said(forecast, before.forecast)
+        before, forecast = settle(session, lambda: meter.step(session.step))
         timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
         busy = meter.profile(session.step)
@@ -151,12 +145,27 @@ def _blocks(session: Session, compiled: bool) -> Iterator[Any]:
         torch._dynamo.reset()
 
 
-def _is_settled(report: Report, num_steps: int, seconds: float) -> bool:
-    """Whether a Session has no more to find out: for a while it may search for plans beside its steps."""
-    is_followed = report.num_in_force >= _SETTLED
-    if report.forecast is None or seconds >= _MOST_SEARCHED_S:
-        return is_followed or num_steps >= _MOST_WARM
-    return is_followed and known_ms(report.forecast) is not None
+def settle(session: Session, step: Callable[[], object]) -> tuple[Report, Figures | None]:
+    """Runs steps until a Session has no more to find out. For a while it searches for plans beside its steps, and the
+    times of those that follow one may have it search again.
+
+    Returns:
+        What it reports then, and what it forecast first.
+    """
+    num_steps, num_said, forecast, begun = 0, 0, None, time.perf_counter()
+    report = session.report()
+    while True:
+        is_followed, searched_s = report.num_in_force >= _SETTLED, time.perf_counter() - begun
+        if report.forecast is None or searched_s >= _MOST_SEARCHED_S:
+            if is_followed or num_steps >= _MOST_WARM:
+                return report, forecast
+        elif is_followed and num_said >= _SETTLED and known_ms(report.forecast) is not None:
+            return report, forecast
+        step()
+        said, report = report.forecast, session.report()
+        num_steps, num_said = num_steps + 1, num_said + 1 if report.forecast == said else 0
+        if session.plan() is not None:
+            forecast = first_said(forecast, report.forecast)
 
 
 def _said(first: Figures | None, last: Figures | None, *, on_cpu: bool) -> dict[str, Any]:
