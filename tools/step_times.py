@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from torchstorm.bench.measure import Context, Subject, clean, synchronize
+from torchstorm.bench.measure import Context, Training, clean, synchronize
 from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpointing_of, make_model
 from torchstorm.bench.ways import keep_everything
 from torchstorm.offload.native import library
@@ -44,16 +44,16 @@ class Steps:
 
     def __init__(self, case: ModelCase, device: torch.device) -> None:
         self.case, self.device = case, device
-        self.subject: Subject = make_model(case, device)
+        self.training: Training = make_model(case, device)
         self.phase = ""  # which part of a step runs
         self.seed = 0
 
     def run(self, context: Context, seed: int | None = None) -> tuple[float, float, float, float]:
         """One step: milliseconds in all, of the host in forward and in backward, and GiB at the peak."""
-        subject, on_gpu = self.subject, self.device.type == "cuda"
+        training, on_gpu = self.training, self.device.type == "cuda"
         if seed is None:
             self.seed += 1
-        batch = subject.data(self.seed if seed is None else seed)
+        batch = training.data(self.seed if seed is None else seed)
         synchronize(self.device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -61,16 +61,16 @@ class Steps:
         self.phase = "entry"
         with context():
             self.phase = "forward"
-            loss = subject.loss(batch)
+            loss = training.loss(batch)
             turn = time.perf_counter()
             self.phase = "backward"
             loss.backward()
             self.phase = "end"
             end = time.perf_counter()
         self.phase = ""
-        assert subject.optimizer is not None
-        subject.optimizer.step()
-        subject.model.zero_grad(set_to_none=True)
+        assert training.optimizer is not None
+        training.optimizer.step()
+        training.model.zero_grad(set_to_none=True)
         synchronize(self.device)
         took = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
@@ -261,7 +261,7 @@ def main() -> None:
     steps.run(keep_everything)
     kept = steps.show("everything kept", keep_everything)
     show_gaps(steps, keep_everything)
-    checkpointing = checkpointing_of(steps.subject.model)
+    checkpointing = checkpointing_of(steps.training.model)
     least = kept
     if checkpointing is not None:
         with checkpointing(None):
@@ -272,7 +272,7 @@ def main() -> None:
     budget = {"checkpoint": least, "middle": (least + kept) / 2, "unlimited": 0.0}[given.budget]
     # On a CPU, whose peak is not taken, all is kept, too.
     options: dict[str, Any] = {"vram": int(budget * 2**30)} if budget else {"unlimited": True}
-    with Session(steps.subject.model, optimizer=steps.subject.optimizer, **options) as session:
+    with Session(steps.training.model, optimizer=steps.training.optimizer, **options) as session:
         blocks = session.compile() if given.compiled else None
         library.wait()
         steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)

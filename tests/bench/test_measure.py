@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchstorm.bench.measure import Context, Meter, Subject
+from torchstorm.bench.measure import Context, Meter, Training
 from torchstorm.bench.sessions import CHECKED_STEPS, PLANNED_STEPS
 from torchstorm.bench.ways import keep_everything
 from torchstorm.errors import OutOfVRAMError
@@ -21,7 +21,7 @@ from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.session import Session
 
 
-def make_subject(*, optimizer: bool = False) -> Subject:
+def make_training(*, optimizer: bool = False) -> Training:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5))
 
@@ -33,7 +33,7 @@ def make_subject(*, optimizer: bool = False) -> Subject:
         return found
 
     adam = torch.optim.AdamW(model.parameters()) if optimizer else None
-    return Subject(model=model, device=torch.device("cpu"), data=data, loss=loss, optimizer=adam)
+    return Training(model=model, device=torch.device("cpu"), data=data, loss=loss, optimizer=adam)
 
 
 def after(change: Any, *, turn: int = 1) -> Context:
@@ -53,7 +53,7 @@ def after(change: Any, *, turn: int = 1) -> Context:
 
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_the_same_training_passes(optimizer: bool) -> None:
-    meter = Meter(make_subject(optimizer=optimizer))
+    meter = Meter(make_training(optimizer=optimizer))
     reference = meter.reference(keep_everything, steps=3)
     assert reference.bits
     assert reference.note == ""
@@ -64,12 +64,12 @@ def test_the_same_training_passes(optimizer: bool) -> None:
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_one_bit_of_one_gradient_in_one_step_is_named(turn: int) -> None:
-    subject = make_subject()
-    meter = Meter(subject)
+    training = make_training()
+    meter = Meter(training)
     reference = meter.reference(keep_everything, steps=3)
 
     def flip() -> None:
-        gradient = subject.model[0].bias.grad  # type: ignore[index]
+        gradient = training.model[0].bias.grad  # type: ignore[index]
         assert isinstance(gradient, torch.Tensor)
         gradient.view(torch.int32)[0] ^= 1
 
@@ -78,31 +78,31 @@ def test_one_bit_of_one_gradient_in_one_step_is_named(turn: int) -> None:
 
 
 def test_a_buffer_a_missing_gradient_and_all_of_them_missing_are_seen() -> None:
-    subject = make_subject()
-    meter = Meter(subject)
+    training = make_training()
+    meter = Meter(training)
     reference = meter.reference(keep_everything, steps=2)
-    norm: Any = subject.model[1]  # type: ignore[index]
+    norm: Any = training.model[1]  # type: ignore[index]
     assert "1.running_mean" in meter.compare(after(lambda: norm.running_mean.add_(1)), reference)
     assert "1.weight" in meter.compare(after(lambda: setattr(norm.weight, "grad", None)), reference)
-    assert "3 more" in meter.compare(after(lambda: subject.model.zero_grad(set_to_none=True)), reference)
+    assert "3 more" in meter.compare(after(lambda: training.model.zero_grad(set_to_none=True)), reference)
     assert meter.compare(keep_everything, reference) == "", "buffers are what they were again"
 
 
 def test_too_few_steps_do_not_pass() -> None:
-    meter = Meter(make_subject())
+    meter = Meter(make_training())
     reference = meter.reference(keep_everything, steps=2)
     found = meter.compare(keep_everything, reference, enough=lambda steps: False)
     assert found == "2 steps agree, but that is too few to tell"
 
 
 def test_gradients_are_compared_by_size_where_bits_cannot_be_asked_for() -> None:
-    subject = make_subject()
-    meter = Meter(subject)
+    training = make_training()
+    meter = Meter(training)
     reference = replace(meter.reference(keep_everything, steps=2, keep_gradients=True), bits=False)
-    assert reference.gradients.keys() == dict(subject.model.named_parameters()).keys()
+    assert reference.gradients.keys() == dict(training.model.named_parameters()).keys()
 
     def scale(factor: float) -> None:
-        for parameter in subject.model.parameters():
+        for parameter in training.model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
 
@@ -115,7 +115,7 @@ def test_gradients_are_compared_by_size_where_bits_cannot_be_asked_for() -> None
 
 @pytest.mark.parametrize("same_random", [False, True])
 def test_where_random_numbers_matter_gradients_are_compared_under_the_references_algorithms(same_random: bool) -> None:
-    meter = Meter(make_subject())
+    meter = Meter(make_training())
     reference = meter.reference(keep_everything, steps=1, keep_gradients=True)
     seen: list[bool] = []
     look = after(lambda: seen.append(torch.are_deterministic_algorithms_enabled()))
@@ -126,7 +126,7 @@ def test_where_random_numbers_matter_gradients_are_compared_under_the_references
 
 @pytest.mark.parametrize("same", [True, False])
 def test_an_operation_without_a_deterministic_form_is_told(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = make_subject()
+    training = make_training()
     calls = 0
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -134,10 +134,10 @@ def test_an_operation_without_a_deterministic_form_is_told(same: bool, monkeypat
         calls += 1
         if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
             raise RuntimeError("some_op_cuda does not have a deterministic implementation, but you set ...")
-        found: torch.Tensor = subject.model(x).square().mean()
+        found: torch.Tensor = training.model(x).square().mean()
         return found if same else found * (1 + calls * 1e-3)
 
-    reference = Meter(replace(subject, loss=loss)).reference(keep_everything, steps=2)
+    reference = Meter(replace(training, loss=loss)).reference(keep_everything, steps=2)
     assert reference.bits == same
     assert reference.note.startswith("some_op_cuda cannot run deterministically, ")
     assert reference.note.endswith("agree to the last bit" if same else "compared by size")
@@ -149,11 +149,11 @@ def test_other_errors_are_not_taken_for_that() -> None:
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError, match="out of luck"):
-        Meter(replace(make_subject(), loss=loss)).reference(keep_everything, steps=1)
+        Meter(replace(make_training(), loss=loss)).reference(keep_everything, steps=1)
 
 
 def test_a_step_that_ran_out_of_memory_is_repeated_with_the_same_numbers() -> None:
-    meter = Meter(make_subject())
+    meter = Meter(make_training())
     reference = meter.reference(keep_everything, steps=2)
     failures = 0
 
@@ -163,12 +163,12 @@ def test_a_step_that_ran_out_of_memory_is_repeated_with_the_same_numbers() -> No
         yield
         if failures < 2:
             failures += 1
-            meter.subject.model.zero_grad(set_to_none=True)
-            meter.subject.model.load_state_dict(start)
+            meter.training.model.zero_grad(set_to_none=True)
+            meter.training.model.load_state_dict(start)
             raise OutOfVRAMError("repeat the step")
 
     meter._reset()
-    start = {name: value.clone() for name, value in meter.subject.model.state_dict().items()}
+    start = {name: value.clone() for name, value in meter.training.model.state_dict().items()}
     assert meter.compare(context, reference) == ""
     assert meter.num_repeated == 2
 
@@ -179,7 +179,7 @@ def test_a_step_that_runs_out_of_memory_again_and_again_fails() -> None:
         yield
         raise OutOfVRAMError("repeat the step")
 
-    meter = Meter(make_subject())
+    meter = Meter(make_training())
     with pytest.raises(OutOfVRAMError):
         meter.step(context)
     assert meter.num_repeated == 2
@@ -187,16 +187,16 @@ def test_a_step_that_runs_out_of_memory_again_and_again_fails() -> None:
 
 def test_a_step_leaves_no_gradients_and_an_optimizer_changes_the_weights() -> None:
     for optimizer in (False, True):
-        subject = make_subject(optimizer=optimizer)
-        before = [parameter.detach().clone() for parameter in subject.model.parameters()]
-        timing = Meter(subject).time(keep_everything, warm=0, steps=3)
+        training = make_training(optimizer=optimizer)
+        before = [parameter.detach().clone() for parameter in training.model.parameters()]
+        timing = Meter(training).time(keep_everything, warm=0, steps=3)
         assert len(timing.seconds) == 3
         assert min(timing.seconds) <= timing.median_s <= max(timing.seconds)
         assert len(timing.host_seconds) == 3
         assert all(0 < host <= step for host, step in zip(timing.host_seconds, timing.seconds, strict=True))
         assert timing.host_s in timing.host_seconds
-        assert all(parameter.grad is None for parameter in subject.model.parameters())
-        changed = [not torch.equal(a, b) for a, b in zip(before, subject.model.parameters(), strict=True)]
+        assert all(parameter.grad is None for parameter in training.model.parameters())
+        changed = [not torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True)]
         assert any(changed) == optimizer
 
 
@@ -222,8 +222,8 @@ def test_where_batches_differ_in_size_a_step_is_timed_for_as_much_as_the_largest
         seen.append(seed)
         return 0.25
 
-    whole, subject = make_subject(), replace(make_subject(), share=share)
-    meter = Meter(subject)
+    whole, training = make_training(), replace(make_training(), share=share)
+    meter = Meter(training)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", iter(range(100)).__next__)
         step, timing = Meter(whole).step(contextlib.nullcontext), meter.time(contextlib.nullcontext, warm=1, steps=2)

@@ -155,14 +155,14 @@ def test_batches_of_random_sizes_have_rows_of_their_own_within_what_full_ones_ta
 def test_sizes_of_batches_follow_from_their_seeds_and_are_from_half_to_all() -> None:
     for case in (ON_A_CPU[0], next(case for case in ON_A_CPU if not case.seq)):
         random = replace(case, has_random_sizes=True)
-        subject = make_model(random, CPU)
-        assert subject.share is not None
+        training = make_model(random, CPU)
+        assert training.share is not None
         assert make_model(case, CPU).share is None
         shares = {random.share(seed) for seed in range(400)}
         assert (min(shares), max(shares)) == (0.5, 1.0)
         for seed in range(3):
-            labels = subject.data(seed)["labels"]
-            assert labels.numel() == case.batch * (case.seq or 1) * subject.share(seed)
+            labels = training.data(seed)["labels"]
+            assert labels.numel() == case.batch * (case.seq or 1) * training.share(seed)
 
 
 def test_a_models_batch_is_made_from_a_seed_and_the_default_type_stays() -> None:

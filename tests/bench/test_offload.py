@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench import offload, ways
-from torchstorm.bench.cases import CASES, SMALL, cases_for, make_subject, pick
+from torchstorm.bench.cases import CASES, SMALL, cases_for, make_blocks, pick
 from torchstorm.bench.offload import bench_offload, offload_peers
 from torchstorm.bench.peers import NO_BLOCKS, Budgets, Peers
 from torchstorm.bench.rows import GIB, Results, Row
@@ -327,7 +327,7 @@ def test_a_way_that_fails_is_a_row_and_the_next_one_runs(tmp_path: Path) -> None
 
 
 def test_the_same_numbers_for_every_way_and_new_ones_every_step(tmp_path: Path) -> None:
-    data = make_bench(tmp_path).meter.subject.data
+    data = make_bench(tmp_path).meter.training.data
     assert torch.equal(data(5), data(5))
     assert not torch.equal(data(5), data(6))
 
@@ -359,14 +359,14 @@ def test_a_session_alone_takes_the_peaks_that_the_file_has(tmp_path: Path) -> No
 
 def test_where_keeping_everything_does_not_run_the_others_are_compared_with_checkpointing(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
-    model, found = bench.model, bench.meter.subject.loss
+    model, found = bench.model, bench.meter.training.loss
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         if model._call is None:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return found(x)
 
-    bench.meter.subject = replace(bench.meter.subject, loss=loss)
+    bench.meter.training = replace(bench.meter.training, loss=loss)
     bench.run((ways.CHECKPOINT, ways.SELECTIVE))
     unlimited, full, selective, again = bench.results.rows
     assert unlimited.note == (
@@ -394,14 +394,14 @@ def test_checkpointing_computes_again_and_the_selective_kind_no_products() -> No
             return func(*args, **(kwargs or {}))
 
     found = {}
-    subject, model = make_subject(TINY, CPU)
+    training, model = make_blocks(TINY, CPU)
     for name, context in (
         ("keep", contextlib.nullcontext()),
         ("full", model.checkpointing()),
         ("selective", model.checkpointing(ways.selective_contexts)),
     ):
         with context, Count() as count:
-            subject.loss(subject.data(0)).backward()
+            training.loss(training.data(0)).backward()
         found[name] = (count.products, count.gelus)
     products, gelus = found["keep"]
     assert products == 3 * 4  # qkv, attention's and the MLP's two
@@ -428,9 +428,9 @@ def test_the_forecast_is_the_first_one_and_what_was_corrected_stands_beside_it(t
             time.sleep(0.1)  # which the steps that were measured for the plan did not take
         return found(x)
 
-    found = meter.subject.loss
+    found = meter.training.loss
     bench.add_unlimited()
-    meter.subject = replace(meter.subject, loss=loss)
+    meter.training = replace(meter.training, loss=loss)
     bench.open_session = opened  # type: ignore[method-assign]
     row = bench.add_session(2**18 / GIB)
     assert row.checked, row.note

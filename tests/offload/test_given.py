@@ -13,7 +13,7 @@ from torch import nn
 import torchstorm
 from torchstorm.errors import BudgetError, ConfigError, DeviceError, PlanError
 from torchstorm.offload.replan.given import check_inputs, read_plan
-from torchstorm.offload.replan.workload import subject_of
+from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.session import Session
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
@@ -54,7 +54,7 @@ def on_cpu(plan: Plan) -> Trace:
 def test_a_plan_that_was_measured_knows_its_batch_and_its_machine() -> None:
     model = model_of()
     plan = torchstorm.plan(model, torch.zeros(256, 32), lambda model, x: model(x).sum(), ram="1GiB")
-    assert plan.workload == subject_of(model, [torch.zeros(256, 32)])
+    assert plan.workload == workload_of(model, [torch.zeros(256, 32)])
     assert plan.workload.inputs == ("256x32 float32",)
     assert plan.machine is not None
     assert not plan.simulated
@@ -99,7 +99,7 @@ def test_a_plan_file_reproduces_the_run_from_its_first_step(how: str, tmp_path: 
     torch.manual_seed(0)
     model = mlp()
     file, losses, plan = measured_plan(tmp_path, copy.deepcopy(model))
-    assert plan.workload == subject_of(model, [torch.zeros(256, 32)])
+    assert plan.workload == workload_of(model, [torch.zeros(256, 32)])
     assert plan.machine is not None
     assert len({placement.tier for placement in plan.placements}) > 1
     torch.manual_seed(1)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from torchstorm.bench import ways
-from torchstorm.bench.measure import Subject
+from torchstorm.bench.measure import Training
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.models.gpt import Block, GPTConfig
 
@@ -104,7 +104,7 @@ class Blocks(torch.nn.Module):
             self._call = None
 
 
-def make_subject(case: OffloadCase, device: torch.device) -> tuple[Subject, Blocks]:
+def make_blocks(case: OffloadCase, device: torch.device) -> tuple[Training, Blocks]:
     """The blocks of a case on a device, and their training step: the loss is the mean square of the output."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -118,7 +118,7 @@ def make_subject(case: OffloadCase, device: torch.device) -> tuple[Subject, Bloc
         out_BTC: torch.Tensor = model(x_BTC)
         return out_BTC.float().square().mean()
 
-    return Subject(model=model, device=device, data=data, loss=loss), model
+    return Training(model=model, device=device, data=data, loss=loss), model
 
 
 def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadCase, ...]:

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench.bits import relative_error
-from torchstorm.bench.cases import Blocks, OffloadCase, bench_device, make_subject
-from torchstorm.bench.measure import Subject, synchronize
+from torchstorm.bench.cases import Blocks, OffloadCase, bench_device, make_blocks
+from torchstorm.bench.measure import Training, synchronize
 from torchstorm.bench.rows import GIB, HEADER, Results, Row
 from torchstorm.bench.sessions import joined
 from torchstorm.offload.run.split import Work
@@ -54,7 +54,7 @@ def bench_chunks(device: str | None, *, steps: int, json_path: Path | None, cons
 
 def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
     """Trains on one case's batch; see `bench_chunks`."""
-    subject, model = make_subject(case, device)
+    training, model = make_blocks(case, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     on_gpu = device.type == "cuda"
     given = next((int(gib * GIB) for gib in case.budgets_gib), None)
@@ -62,13 +62,13 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
 
     def fn(x_BTC: torch.Tensor) -> tuple[torch.Tensor, int]:
         calls.append(len(x_BTC))
-        return _loss(subject, x_BTC), len(x_BTC)
+        return _loss(training, x_BTC), len(x_BTC)
 
     seconds: list[float] = []
     error, note = math.inf, ""
     with Session(model, vram=given if on_gpu else None, ram=None if on_gpu else given, optimizer=optimizer) as storm:
         for index in range(2 + steps):
-            batch = subject.data(index)
+            batch = training.data(index)
             calls.clear()
             synchronize(device)
             start = time.perf_counter()
@@ -78,7 +78,7 @@ def run_chunks(case: OffloadCase, device: torch.device, *, steps: int) -> Row:
             if index == 0:
                 num_parts = _last(calls, case.batch)
                 note = f"found in {took:.1f} s and {len(calls)} calls"
-                error = _compare(subject, model, batch, num_parts)
+                error = _compare(training, model, batch, num_parts)
             start = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
@@ -114,14 +114,14 @@ def _last(calls: list[int], num_rows: int) -> int:
     return count
 
 
-def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: int) -> float:
+def _compare(training: Training, model: Blocks, batch: torch.Tensor, num_parts: int) -> float:
     """Relative error of the current gradients compared with checkpointing. The gradients are kept."""
     named = dict(model.named_parameters())
     found = {name: p.grad.to("cpu", copy=True) for name, p in named.items() if p.grad is not None}
     model.zero_grad()
     with model.checkpointing():
         for part, _ in Work.of(batch).parts(num_parts):
-            loss = _loss(subject, part)
+            loss = _loss(training, part)
             torch.autograd.backward(loss, torch.full_like(loss, 1 / len(batch)))
     error = relative_error({name: p.grad for name, p in named.items() if p.grad is not None}, found)
     for name, parameter in named.items():
@@ -129,6 +129,6 @@ def _compare(subject: Subject, model: Blocks, batch: torch.Tensor, num_parts: in
     return error
 
 
-def _loss(subject: Subject, x_BTC: torch.Tensor) -> torch.Tensor:
+def _loss(training: Training, x_BTC: torch.Tensor) -> torch.Tensor:
     """Sum over sequences of the mean square of the output."""
-    return subject.loss(x_BTC) * len(x_BTC)
+    return training.loss(x_BTC) * len(x_BTC)

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.bench.cases import bench_device, pick
-from torchstorm.bench.measure import Context, Meter, Subject, clean
+from torchstorm.bench.measure import Context, Meter, Training, clean
 from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, check_transformers, checkpointing_of, make_model
 from torchstorm.bench.record import Record, RecordRow
 from torchstorm.offload.native import library
@@ -118,9 +118,9 @@ def bench_host(
 
 def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, steps: int) -> None:
     """Times one model by every way; see `bench_host`."""
-    subject = make_model(case, device)
-    small = _few_tokens_of(subject)
-    checkpointing = checkpointing_of(subject.model)
+    training = make_model(case, device)
+    small = _few_tokens_of(training)
+    checkpointing = checkpointing_of(training.model)
     assert checkpointing is not None
 
     def measure(
@@ -158,38 +158,38 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
         )
 
     measure("none", contextlib.nullcontext)
-    budget = _peak_of(Meter(subject), partial(checkpointing, None), device)
+    budget = _peak_of(Meter(training), partial(checkpointing, None), device)
     measure("checkpoint", contextlib.nullcontext, around=partial(checkpointing, None))
-    with Session(subject.model, optimizer=subject.optimizer, unlimited=True) as session:
+    with Session(training.model, optimizer=training.optimizer, unlimited=True) as session:
         library.wait()  # what a compiler builds beside a machine's first Session
         measure("session, unlimited", session.step, session)
-    with _session(subject, device, budget_bytes=1 << 40) as session:
+    with _session(training, device, budget_bytes=1 << 40) as session:
         _settle(Meter(small), session, _FULL_STEPS)
         measure("session, everything kept", session.step, session)
     clean(device)
-    with _session(subject, device, budget_bytes=budget) as session:
-        _settle(Meter(subject), session, _FULL_STEPS)
+    with _session(training, device, budget_bytes=budget) as session:
+        _settle(Meter(training), session, _FULL_STEPS)
         measure("session, plan of a full batch", session.step, session)
     clean(device)
 
 
-def _few_tokens_of(subject: Subject) -> Subject:
+def _few_tokens_of(training: Training) -> Training:
     """The same model on a few tokens."""
-    data = subject.data
+    data = training.data
 
     def few(seed: int) -> dict[str, torch.Tensor]:
         return {name: tensor[:1, :_TOKENS].contiguous() for name, tensor in data(seed).items()}
 
-    return replace(subject, data=few)
+    return replace(training, data=few)
 
 
 def _session(
-    subject: Subject, device: torch.device, *, budget_bytes: int
+    training: Training, device: torch.device, *, budget_bytes: int
 ) -> contextlib.AbstractContextManager[Session]:
     if device.type == "cuda":  # pragma: gpu
         most = int(torch.cuda.get_device_properties(device).total_memory * 0.9)
-        return Session(subject.model, optimizer=subject.optimizer, vram=min(budget_bytes, most))
-    return Session(subject.model, optimizer=subject.optimizer, ram=min(budget_bytes, 2**30))
+        return Session(training.model, optimizer=training.optimizer, vram=min(budget_bytes, most))
+    return Session(training.model, optimizer=training.optimizer, ram=min(budget_bytes, 2**30))
 
 
 def _settle(meter: Meter, session: Session, num_steps: int) -> None:

@@ -37,7 +37,7 @@ CLOSE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Training:
     """What is trained.
 
     Attributes:
@@ -100,19 +100,19 @@ class Reference:
 
 
 class Meter:
-    """Runs steps of one subject.
+    """Runs steps of a training.
 
     Attributes:
         num_repeated: how often a Session asked for a step to be repeated, because the device was out of memory.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, training: Training) -> None:
+        self.training = training
         self.num_repeated = 0
         self._seed = 0
-        model = subject.model
+        model = training.model
         kept = dict(model.named_buffers())
-        if subject.optimizer is not None:
+        if training.optimizer is not None:
             kept.update(model.named_parameters())
         self._start = {name: tensor.detach().to("cpu", copy=True) for name, tensor in kept.items()}
 
@@ -128,24 +128,24 @@ class Meter:
         """
         self._seed += 1
         seed = self._seed if seed is None else seed
-        subject = self.subject
-        batch = subject.data(seed)
-        subject.model.zero_grad(set_to_none=True)  # where the step before broke off
-        synchronize(self.subject.device)
-        if subject.device.type == "cuda":  # pragma: gpu
-            torch.cuda.reset_peak_memory_stats(subject.device)
+        training = self.training
+        batch = training.data(seed)
+        training.model.zero_grad(set_to_none=True)  # where the step before broke off
+        synchronize(self.training.device)
+        if training.device.type == "cuda":  # pragma: gpu
+            torch.cuda.reset_peak_memory_stats(training.device)
         start = time.perf_counter()
         loss = self._forward_backward(context, batch, seed)
         if look is not None:
             look(loss.detach())
-        if subject.optimizer is not None:
-            subject.optimizer.step()
-        subject.model.zero_grad(set_to_none=True)
+        if training.optimizer is not None:
+            training.optimizer.step()
+        training.model.zero_grad(set_to_none=True)
         host_s = time.perf_counter() - start
-        synchronize(self.subject.device)
+        synchronize(self.training.device)
         seconds = time.perf_counter() - start
-        peak = torch.cuda.max_memory_allocated(subject.device) if subject.device.type == "cuda" else 0
-        share = subject.share(seed) if subject.share is not None else 1.0
+        peak = torch.cuda.max_memory_allocated(training.device) if training.device.type == "cuda" else 0
+        share = training.share(seed) if training.share is not None else 1.0
         return Timing(seconds=(seconds / share,), host_seconds=(host_s / share,), peak_bytes=peak)
 
     def _forward_backward(self, context: Context, batch: Any, seed: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class Meter:
     def _try(self, context: Context, batch: Any, seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         with context():
-            loss = self.subject.loss(batch)
+            loss = self.training.loss(batch)
             loss.backward()
         return loss
 
@@ -180,19 +180,19 @@ class Meter:
 
     def meet_sizes(self, context: Context, *, steps: int) -> None:
         """Where batches differ in size, runs the very steps that will be timed; else none."""
-        for number in range(steps if self.subject.share is not None else 0):
+        for number in range(steps if self.training.share is not None else 0):
             self.step(context, seed=_timed_seed(number))
 
     def profile(self, context: Context) -> Busy:
         """How busy the GPU is in one step, of a size that was met where batches differ in size; nothing on a CPU."""
-        if self.subject.device.type == "cpu":
+        if self.training.device.type == "cpu":
             return Busy()
-        seed = None if self.subject.share is None else _timed_seed(0)  # pragma: gpu
+        seed = None if self.training.share is None else _timed_seed(0)  # pragma: gpu
         return profile_step(lambda: self.step(context, seed=seed).seconds[0])  # pragma: gpu
 
     def saved_bytes(self, context: Context) -> int:
         """Peak of the bytes of saved storages in a step within a context, by a Session that keeps all; for a CPU."""
-        with Session(self.subject.model, unlimited=True) as session:
+        with Session(self.training.model, unlimited=True) as session:
 
             @contextlib.contextmanager
             def both() -> Iterator[None]:
@@ -290,7 +290,7 @@ class Meter:
         warn_only: bool = False,
     ) -> Iterator[Bits]:
         self._reset()
-        model = self.subject.model
+        model = self.training.model
         found: list[Bits] = []
 
         def note(loss: torch.Tensor) -> None:
@@ -305,16 +305,16 @@ class Meter:
             yield found[-1]
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad for name, p in self.subject.model.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in self.training.model.named_parameters() if p.grad is not None}
 
     @torch.no_grad()
     def _reset(self) -> None:
         """Weights, buffers and optimizer state as they were at first; state that exists stays allocated."""
-        now = {**dict(self.subject.model.named_buffers()), **dict(self.subject.model.named_parameters())}
+        now = {**dict(self.training.model.named_buffers()), **dict(self.training.model.named_parameters())}
         for name, value in self._start.items():
             now[name].copy_(value)
-        if self.subject.optimizer is not None:
-            for state in self.subject.optimizer.state.values():
+        if self.training.optimizer is not None:
+            for state in self.training.optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
                         value.zero_()

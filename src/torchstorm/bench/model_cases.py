@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchstorm.bench.measure import Subject
+from torchstorm.bench.measure import Training
 from torchstorm.bench.ways import Checkpointing, Contexts
 from torchstorm.errors import ConfigError
 
@@ -285,7 +285,7 @@ def check_transformers() -> None:
         )
 
 
-def make_model(case: ModelCase, device: torch.device) -> Subject:
+def make_model(case: ModelCase, device: torch.device) -> Training:
     """The model with random weights, bf16 on a GPU and float32 on a CPU, fused AdamW, and a batch of random data."""
     transformers = importlib.import_module("transformers")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -320,7 +320,7 @@ def make_model(case: ModelCase, device: torch.device) -> Subject:
         return found
 
     share = case.share if case.has_random_sizes else None
-    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer, share=share)
+    return Training(model=model, device=device, data=data, loss=loss, optimizer=optimizer, share=share)
 
 
 def checkpointing_of(model: Any) -> Checkpointing | None:

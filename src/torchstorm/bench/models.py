@@ -95,13 +95,13 @@ def run_model(
         budgets = Budgets(named={f"{name}, full size": gib for gib, name in Budgets(middle=True).found(peaks)})
         steps *= _MANY
     try:
-        subject = make_model(case, device)
-        model = subject.model
+        training = make_model(case, device)
+        model = training.model
         size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e9:.3g} billion parameters"
         results.say(f"{case.shape}: {size}, with AdamW")
         results.say(HEADER)
         peers = Peers(
-            Meter(subject),
+            Meter(training),
             case.shape,
             results,
             checkpointing=checkpointing_of(model),

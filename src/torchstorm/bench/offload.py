@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torchstorm.bench.cases import OffloadCase, bench_device, cases_for, make_subject, pick_ways
+from torchstorm.bench.cases import OffloadCase, bench_device, cases_for, make_blocks, pick_ways
 from torchstorm.bench.measure import Meter, clean
 from torchstorm.bench.peers import Budgets, Peers
 from torchstorm.bench.rows import HEADER, Results, Row
@@ -59,9 +59,9 @@ def bench_offload(
 
 def offload_peers(case: OffloadCase, device: torch.device, results: Results, *, disk: str | None, steps: int) -> Peers:
     """A case with every way of training it; see `bench_offload`."""
-    subject, model = make_subject(case, device)
+    training, model = make_blocks(case, device)
     return Peers(
-        Meter(subject),
+        Meter(training),
         case.shape,
         results,
         checkpointing=model.checkpointing,

@@ -1,4 +1,4 @@
-"""One subject by every way that is asked for, what others offer set up as their users would.
+"""One model trained in every way that is asked for, what others offer set up as their users would.
 
 Each way trains the same model on fresh random data. Before its time counts, its gradients are compared with those of
 the run that keeps everything, to the last bit and under deterministic algorithms; a way that fails shows no time.
@@ -66,10 +66,10 @@ class Budgets:
 
 
 class Peers(SideBySide):
-    """One subject, way after way.
+    """One model, way after way.
 
     Args:
-        meter: of the subject.
+        meter: of its training.
         shape: what its rows are called.
         results: where rows go.
         checkpointing: of the model; None where it has none.
@@ -90,7 +90,7 @@ class Peers(SideBySide):
         steps: int,
     ) -> None:
         super().__init__(meter, shape, results, disk=disk, steps=steps)
-        self.model = meter.subject.model
+        self.model = meter.training.model
         self._checkpointing, self._budgets = checkpointing, budgets
 
     def run(self, chosen: Collection[str], *, note: str = "") -> None:
@@ -120,7 +120,7 @@ class Peers(SideBySide):
     def _run_unlimited(self, note: str, chosen: Collection[str]) -> Row:
         """Keeps everything; where that cannot run, gradients are compared with those of checkpointing."""
         checked_steps = CHECKED_STEPS if ways.SESSION in chosen else 2
-        if self.meter.subject.share is not None:
+        if self.meter.training.share is not None:
             checked_steps *= UNEVEN
         keep_gradients = not set(ways.COMPILED).isdisjoint(chosen)
         row = self.row(ways.UNLIMITED, note=note if self._checkpointing is None else joined(note, INSTEAD))

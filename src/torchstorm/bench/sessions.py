@@ -63,7 +63,7 @@ def measure_session(
     budget_bytes = int(row.budget_gib * GIB)
     repeated = meter.num_repeated
     wrong, checked_note = _check(meter, reference, make, budget_bytes, compiled=compiled)
-    clean(meter.subject.device)
+    clean(meter.training.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         library.wait()  # what a compiler builds beside a machine's first Session
         meter.meet_sizes(session.step, steps=steps)  # the largest ones are planned for then
@@ -71,7 +71,7 @@ def measure_session(
         timing = meter.time(session.step, warm=0, steps=steps)
         report = session.report()
         busy = meter.profile(session.step)
-        on_cpu, is_uneven = meter.subject.device.type == "cpu", meter.subject.share is not None
+        on_cpu, is_uneven = meter.training.device.type == "cpu", meter.training.share is not None
         assert report.measured is not None
         row = replace(
             row,
@@ -100,8 +100,8 @@ def measure_session(
 
 def compiled_reference(meter: Meter) -> Reference:
     """What the same compiled blocks compute when they save everything."""
-    steps = _COMPILED_CHECKED_STEPS * (1 if meter.subject.share is None else UNEVEN)
-    with Session(meter.subject.model, unlimited=True) as session, _blocks(session, True):
+    steps = _COMPILED_CHECKED_STEPS * (1 if meter.training.share is None else UNEVEN)
+    with Session(meter.training.model, unlimited=True) as session, _blocks(session, True):
         return meter.reference(session.step, steps=steps)
 
 
@@ -123,11 +123,11 @@ def _check(
         except BudgetError as error:
             # Deterministic attention takes more memory than the kind that is timed. Where that is not the reason, the
             # Session that is timed fails, too.
-            if error.smallest_bytes is None or meter.subject.device.type == "cpu":
+            if error.smallest_bytes is None or meter.training.device.type == "cpu":
                 raise
             budget_bytes = error.smallest_bytes + error.smallest_bytes // 50  # pragma: gpu
         note = f"gradients checked at {format_size(budget_bytes)}: deterministic ones need more"  # pragma: gpu
-        clean(meter.subject.device)  # pragma: gpu
+        clean(meter.training.device)  # pragma: gpu
     return check(budget_bytes), note  # pragma: gpu
 
 

@@ -1,4 +1,4 @@
-"""One subject trained in several ways, one after the other: every way becomes a row, also one that fails."""
+"""One model trained in several ways, one after the other: every way becomes a row, also one that fails."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SLOW_STEPS = 5
 
 
 class SideBySide:
-    """Ways of training one subject.
+    """Ways of training one model.
 
     Args:
-        meter: of the subject.
+        meter: of its training.
         shape: what its rows are called.
         results: where rows go.
         disk: where a Session spills to on a CPU.
@@ -31,7 +31,7 @@ class SideBySide:
 
     def __init__(self, meter: Meter, shape: str, results: Results, *, disk: str | None, steps: int) -> None:
         self.meter, self.shape, self.results = meter, shape, results
-        self.device = meter.subject.device
+        self.device = meter.training.device
         self.reference: Reference | None = None
         self._disk, self._steps = disk, steps
 
@@ -111,11 +111,11 @@ class SideBySide:
 
     def open_session(self, budget_bytes: int) -> Session:
         """A Session with a budget on the fast tier; on a CPU with a disk to spill to."""
-        subject = self.meter.subject
-        optimizer = subject.optimizer or torch.optim.SGD(subject.model.parameters())  # one that has no state
+        training = self.meter.training
+        optimizer = training.optimizer or torch.optim.SGD(training.model.parameters())  # one that has no state
         if self.device.type == "cuda":  # pragma: gpu
-            return Session(subject.model, vram=budget_bytes, optimizer=optimizer)
-        return Session(subject.model, ram=budget_bytes, disk=self._disk, optimizer=optimizer)
+            return Session(training.model, vram=budget_bytes, optimizer=optimizer)
+        return Session(training.model, ram=budget_bytes, disk=self._disk, optimizer=optimizer)
 
     def finish(self, row: Row) -> Row:
         """Adds a row, with its time over what there is of the way that it compares with, and of everything kept."""

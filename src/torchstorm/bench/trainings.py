@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchstorm.bench.measure import Subject
+from torchstorm.bench.measure import Training
 from torchstorm.models.families import ModelConfig, make_model
 
 
-def make_training(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Subject:
+def make_training(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dtype, device: torch.device) -> Training:
     """A language model, random tokens to predict, and AdamW.
 
     Args:
@@ -32,4 +32,4 @@ def make_training(config: ModelConfig, *, batch: int, seq: int, dtype: torch.dty
         assert found is not None
         return found
 
-    return Subject(model=model, device=device, data=data, loss=loss, optimizer=optimizer)
+    return Training(model=model, device=device, data=data, loss=loss, optimizer=optimizer)

@@ -126,9 +126,9 @@ def bench_wall(
 def run_wall(case: WallCase, device: torch.device, results: Results, *, disk: str | None, steps: int) -> list[Demand]:
     """Runs one case; see `bench_wall`."""
     config = case.config
-    subject = make_training(config, batch=case.batch, seq=config.max_seq_len, dtype=case.dtype, device=device)
-    bench = SideBySide(Meter(subject), case.shape, results, disk=disk, steps=steps)
-    num_parameters = sum(parameter.numel() for parameter in bench.meter.subject.model.parameters())
+    training = make_training(config, batch=case.batch, seq=config.max_seq_len, dtype=case.dtype, device=device)
+    bench = SideBySide(Meter(training), case.shape, results, disk=disk, steps=steps)
+    num_parameters = sum(parameter.numel() for parameter in bench.meter.training.model.parameters())
     results.say(f"GPT of {num_parameters / 1e9:.3g} billion parameters, {case.shape} tokens, with AdamW")
     results.say(HEADER)
     unlimited = bench.add_unlimited()

@@ -149,11 +149,11 @@ def bench_xlstm(
 def _run(case: ModelAt, device: torch.device, results: Results, *, disk: str | None, steps: int) -> None:
     try:
         config = case.config()
-        subject = make_training(config, batch=case.batch, seq=case.seq, dtype=case.dtype, device=device)
-        size = f"{sum(parameter.numel() for parameter in subject.model.parameters()) / 1e6:.4g} million parameters"
+        training = make_training(config, batch=case.batch, seq=case.seq, dtype=case.dtype, device=device)
+        size = f"{sum(parameter.numel() for parameter in training.model.parameters()) / 1e6:.4g} million parameters"
         results.say(f"{case.shape}: {size}, with AdamW")
         results.say(HEADER)
-        bench = SideBySide(Meter(subject), case.shape, results, disk=disk, steps=steps)
+        bench = SideBySide(Meter(training), case.shape, results, disk=disk, steps=steps)
         unlimited = bench.add_unlimited(note=size)
     except Exception as error:  # this model's result; the others still run
         results.add(Row(shape=case.shape, way=ways.UNLIMITED, note=failure(error)))

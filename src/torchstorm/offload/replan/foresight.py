@@ -33,7 +33,7 @@ def foresee(
     Args:
         plans: of the Session.
         planner: makes plans.
-        inputs: shapes and types of what the model is given, as a plan's subject has them.
+        inputs: shapes and types of what the model is given, as a plan's workload has them.
         rest: what tells the step from others beside its first saved tensor: the end of its key.
         base_bytes: bytes that are not the Session's at the step's entry.
         buffers: of the Session.
@@ -47,10 +47,10 @@ def foresee(
     types, sizes = sizes_of(inputs)
     seen: list[_Seen] = []
     for planned in plans.latest_first():
-        subject, key = planned.kind.subject, planned.kind.key
-        if subject is None or len(key) < 2 or key[2:] != rest:
+        workload, key = planned.kind.workload, planned.kind.key
+        if workload is None or len(key) < 2 or key[2:] != rest:
             continue
-        its_types, its_sizes = sizes_of(subject.inputs)
+        its_types, its_sizes = sizes_of(workload.inputs)
         if its_types != types:
             continue
         if all(map(operator.ge, its_sizes, sizes)):
@@ -97,10 +97,10 @@ def _groups(seen: list[_Seen]) -> list[list[_Seen]]:
 def _kind(group: list[_Seen], sizes: tuple[int, ...], inputs: tuple[str, ...]) -> Kind:
     """How the step will begin, if it does so as those that it was foreseen from."""
     first = group[0].planned.kind
-    assert first.subject is not None
+    assert first.workload is not None
     shapes = [each.planned.kind.key[0] for each in group]
     shape: tuple[int, ...] = ()
     if len({len(one) for one in shapes}) == 1:
         with suppress(UnknownLawError):
             shape = Law([each.sizes for each in group], sizes).numbers(shapes)
-    return Kind((shape, *first.key[1:]), replace(first.subject, inputs=inputs), first.num_calls)
+    return Kind((shape, *first.key[1:]), replace(first.workload, inputs=inputs), first.num_calls)

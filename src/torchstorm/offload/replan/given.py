@@ -9,7 +9,7 @@ import torch
 
 from torchstorm.errors import BudgetError, ConfigError, PlanError
 from torchstorm.offload.budget import model_device
-from torchstorm.offload.replan.workload import subject_of
+from torchstorm.offload.replan.workload import workload_of
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.sizes import format_size
 
@@ -70,7 +70,7 @@ def read_plan(plan: Plan | str | os.PathLike[str], model: torch.nn.Module, *, re
         )
     if found.workload is None:
         return found
-    planned, here = found.workload, subject_of(model)
+    planned, here = found.workload, workload_of(model)
     if (planned.num_parameters, planned.shapes_sha256) != (here.num_parameters, here.shapes_sha256):
         differs = (
             f"{planned.num_parameters} parameters, this one {here.num_parameters}"

@@ -35,7 +35,7 @@ class Kind:
 
     Attributes:
         key: how such steps begin.
-        subject: their model and batch; None where that was not noted.
+        workload: their model and batch; None where that was not noted.
         num_calls: how often such a step calls the model; 0 where that was not noted.
         is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
         is_followed: whether a step has followed a plan for it to its end.
@@ -43,7 +43,7 @@ class Kind:
     """
 
     key: Key = ()
-    subject: Workload | None = None
+    workload: Workload | None = None
     num_calls: int = 0
     is_of_rest: bool = False
     is_followed: bool = False
@@ -310,7 +310,7 @@ class Plans:
         planned = self.in_force
         if planned is None or planned.plan is None or planned.plan.machine is not None:
             return planned.plan if planned is not None else None
-        return replace(planned.plan, machine=machine(), workload=planned.kind.subject)
+        return replace(planned.plan, machine=machine(), workload=planned.kind.workload)
 
     def forecast(self) -> Figures | None:
         """What can be said of steps that follow the plan in force; None without one. The time of a plan is not known as

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torchstorm.plan.plan import Workload
 
 
-def subject_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Workload:
+def workload_of(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Workload:
     """What identifies a model, and the tensors that it is given.
 
     Args:

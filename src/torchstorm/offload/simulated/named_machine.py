@@ -12,7 +12,7 @@ import torch
 from torchstorm.errors import BudgetError, TorchstormError
 from torchstorm.memory.limits import available_ram_bytes
 from torchstorm.offload.budget import bounce_buffers, model_device, parse_disk
-from torchstorm.offload.replan.workload import subject_of
+from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.simulated.step import Simulation, simulate
 from torchstorm.offload.state.optimizer_state import expected_state_bytes
 from torchstorm.offload.step.saving import slab_bytes
@@ -64,7 +64,7 @@ def plan_elsewhere(
         plan = solve(trace, machine, budget, spare=_SPARE, own_bytes=own_bytes)
     except BudgetError as error:
         raise _told(error, found, trace, machine, budget, own_bytes) from error
-    return replace(plan, machine=machine, simulated=True, workload=subject_of(model, found.inputs))
+    return replace(plan, machine=machine, simulated=True, workload=workload_of(model, found.inputs))
 
 
 def with_micro_batch(

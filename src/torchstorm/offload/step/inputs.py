@@ -104,7 +104,7 @@ class NoteInputs:
     """The hook that tells which tensors the user gave to the model; in a copy of the model it does nothing.
 
     Attributes:
-        shapes: of the tensors in the step's first call, as a plan's subject has them; None before it.
+        shapes: of the tensors in the step's first call, as a plan's workload has them; None before it.
         num_samples: dim 0 of the first that has one; 0 where there is none.
         num_calls: how often the model was called.
 

@@ -21,7 +21,7 @@ from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.foresight import foresee
 from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.plans import Kind, Planned
-from torchstorm.offload.replan.workload import subject_of
+from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import Span
@@ -282,8 +282,8 @@ class Step:
             is_measured = True  # and planned for, or the next one, in which compiled blocks run otherwise, will be
             if found is not None:
                 if planned is None:
-                    subject = replace(subject_of(shared.model), inputs=self._inputs.shapes or ())
-                    found.kind = Kind(self._key, subject, self._inputs.num_calls, is_of_rest=left_plan)
+                    workload = replace(workload_of(shared.model), inputs=self._inputs.shapes or ())
+                    found.kind = Kind(self._key, workload, self._inputs.num_calls, is_of_rest=left_plan)
                 shared.put(found, planned)
                 shared.trim()
                 planned = found
