@@ -320,7 +320,7 @@ def test_a_session_spills_to_a_path_in_the_home_directory(disk: str | Path, home
         assert [entry.name.startswith("torchstorm-spill-") for entry in (home / "spill").iterdir()] == [True]
         step(storm, model)
         if "GiB" in str(disk):
-            assert storm._shared.stack.budget.disk == 2**30
+            assert storm._shared.tiers.budget.disk == 2**30
     assert os.listdir() == []
 
 

@@ -9,7 +9,7 @@ import torch
 
 from torchstorm.offload.native import library
 from torchstorm.offload.step.kept import Kept
-from torchstorm.offload.step.packed import Ticket
+from torchstorm.offload.step.packed import Placeholder
 from torchstorm.plan import search
 
 
@@ -42,6 +42,6 @@ def short_way(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "Python":
             patch.setattr(library._building, "found", None)
             patch.setattr(library._building, "why_not", "a test")
-            for one in Ticket, Kept:
+            for one in Placeholder, Kept:
                 patch.setattr(one, "__del__", one.drop)
         yield

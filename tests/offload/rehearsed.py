@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.tier import TierSpec
 from torchstorm.offload import session
-from torchstorm.offload.budget import Stack
+from torchstorm.offload.budget import Tiers
 from torchstorm.offload.replan import given
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import pace, tracing
@@ -81,7 +81,7 @@ def _empty_there(*size: Any, device: object = None, **options: Any) -> torch.Ten
     return _empty(*size, device=None if isinstance(device, _Device) else device, **options)  # type: ignore[arg-type]
 
 
-class _Stack(Stack):
+class _Tiers(Tiers):
     meter: Meter
     speeds: Machine
 
@@ -146,17 +146,17 @@ class Rehearsal:
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
         device: Any = _Device()
-        stack = _Stack(
+        tiers = _Tiers(
             device=device,
             budget=Budget(vram=vram, ram=_RAM_BYTES),
             fast_bytes=vram,
-            tiers={RAM: DeviceTier(TierSpec(name="ram", capacity_bytes=_RAM_BYTES))},
+            slow={RAM: DeviceTier(TierSpec(name="ram", capacity_bytes=_RAM_BYTES))},
             default_tier=RAM,
             spare=Budget(vram=spare_bytes),
         )
-        stack.meter, stack.speeds = self.meter, self.machine
+        tiers.meter, tiers.speeds = self.meter, self.machine
         with self._monkeypatch.context() as patch:
-            patch.setattr(session, "build_stack", lambda *_, **__: stack)
+            patch.setattr(session, "build_tiers", lambda *_, **__: tiers)
             patch.setattr(given, "model_device", lambda _: device)
             given_one = (optimizer or torch.optim.SGD(model.parameters())) if knows_optimizer else None
             return Session(model, optimizer=given_one, plan=plan)

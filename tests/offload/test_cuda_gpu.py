@@ -239,7 +239,7 @@ def bounds(make: Make, step: Step) -> tuple[int, int]:
     assert found.session is not None
     plan = found.session.plan()
     assert plan is not None
-    trace, spare = plan.trace, found.session._shared.stack.spare.vram
+    trace, spare = plan.trace, found.session._shared.tiers.spare.vram
     found.session.close()
     return naive.all_away_bytes(trace) + spare, naive.all_kept_bytes(trace) + spare
 
@@ -481,7 +481,7 @@ def test_pinned_memory_keeps_to_its_budget(share: float) -> None:
     assert max(found.peaks) <= budget
     assert not any("pageable" in note for note in report.notes), report.notes
     found.session.close()
-    assert found.session._shared.stack.ram_bytes() == 0
+    assert found.session._shared.tiers.ram_bytes() == 0
 
 
 def test_what_ram_has_no_room_for_goes_to_disk_and_comes_back_the_same(tmp_path: Path) -> None:

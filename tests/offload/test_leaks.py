@@ -100,7 +100,7 @@ def held(session: Session, spill: Path) -> Held:
     parcels = (residency.resident, residency.away, residency.known._at, residency.absent, residency.kept.released)
     return Held(
         resident_bytes=residency.resident_bytes - residency.staging_bytes,
-        disk_bytes=session._shared.stack.tiers["disk"].used_bytes,
+        disk_bytes=session._shared.tiers.slow["disk"].used_bytes,
         num_records=sum(map(len, records + parcels)),
         num_threads=threading.active_count(),
         num_fds=len(os.listdir("/proc/self/fd")),

@@ -60,7 +60,7 @@ for index in range(int(sys.argv[3])):
 stop.set()
 sampler.join()
 report = session.report()
-disk = session._shared.stack.tiers.get("disk")
+disk = session._shared.tiers.slow.get("disk")
 counters = disk.counters() if disk else None
 plan = session.plan()
 print(json.dumps({

@@ -570,7 +570,7 @@ def test_a_failed_step_holds_no_memory_and_no_disk_though_its_loss_is_held(
         assert residency.resident_bytes == residency.staging_bytes
         assert not residency.resident
         assert not residency.away
-        assert storm._shared.stack.tiers["disk"].used_bytes == 0
+        assert storm._shared.tiers.slow["disk"].used_bytes == 0
     for _ in range(2):  # the same tensors are saved again, and are not taken for those that were let go
         with storm.step():
             F.cross_entropy(model(x), labels).backward()

@@ -34,21 +34,21 @@ def plan_of() -> Plan:
     )
 
 
-class FakeStack(SimpleNamespace):
+class FakeTiers(SimpleNamespace):
     def spare_with(self, slack_bytes: int) -> Budget:
         return replace(self.spare, vram=self.spare.vram + slack_bytes)
 
 
 def planner_of(plan: Plan, plans: Plans) -> Planner:
     machine = plan.machine
-    stack: Any = FakeStack(
+    tiers: Any = FakeTiers(
         budget=plan.budget,
         spare=Budget(vram=0, ram=0, disk=0),
         device=torch.device("cuda"),
         fast_bytes=plan.budget.vram,
         machine=lambda: machine,
     )
-    return Planner(stack, plans)
+    return Planner(tiers, plans)
 
 
 def in_force(plan: Plan) -> Plans:
@@ -186,7 +186,7 @@ def test_pinned_memory_is_given_back_when_the_steps_of_the_plan_in_force_were_ti
     plans = in_force(plan)
     assert plans.in_force is not None
     plans.in_force.num_measured, plans.in_force.forecast = num_measured, replace(plan.forecast, ram_bytes=40 * MIB)
-    shared: Any = SimpleNamespace(plans=plans, stack=SimpleNamespace(trim=found.append))
+    shared: Any = SimpleNamespace(plans=plans, tiers=SimpleNamespace(trim=found.append))
     Shared.trim(shared)
     assert found == kept
 

@@ -26,7 +26,7 @@ from torchstorm.offload.step import saving
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.letting_go import LetGo, _read_later
-from torchstorm.offload.step.packed import Ticket
+from torchstorm.offload.step.packed import Placeholder
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
@@ -389,7 +389,7 @@ def test_what_others_are_computed_again_from_takes_the_short_way_where_it_stays(
 
         types = packed_in(step, monkeypatch)
         assert all(map(torch.equal, gradients(plain), gradients(model)))
-        assert types.count(Ticket) == sum(again) + 1  # the first one, by which the plan is chosen
+        assert types.count(Placeholder) == sum(again) + 1  # the first one, by which the plan is chosen
         assert types.count(Kept) == len(again) - sum(again) - 1
 
 

@@ -32,19 +32,19 @@ _STRAIGHT_BYTES = 2**24
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
 _VRAM_SPARE_BYTES = 16 * 2**20
 _LARGEST_SEGMENT_BYTES = 2**29  # to unpin 256 MiB takes 5 to 20 ms, in which CUDA does nothing else
-_GIVING_BACK = 0.1  # of the time of training, at most so much for unpinning what no plan has a use for
+_GIVING_BACK = 0.03  # of the time of training, at most so much for unpinning what no plan has a use for
 
 
 @dataclass(eq=False, kw_only=True)
-class Stack:
-    """The tiers of one Session, and what they may take.
+class Tiers:
+    """The fast device of one Session, the tiers below it, and what they may take.
 
     Attributes:
         device: the fast device.
         budget: bytes per tier, as the user named them.
         fast_bytes: what the Session may fill the fast device with.
         spare: what plans leave free of the budget.
-        tiers: where parcels can go.
+        slow: where tensors can go.
         default_tier: where they go without a plan.
         staging_bytes: constant part of the fast tier's budget.
         gives_back_at_s: when the next pinned memory may be unpinned that no plan has a use for, by `time.perf_counter`.
@@ -54,7 +54,7 @@ class Stack:
     budget: Budget
     fast_bytes: int
     spare: Budget = field(default_factory=Budget)
-    tiers: dict[str, Tier] = field(default_factory=dict)
+    slow: dict[str, Tier] = field(default_factory=dict)
     default_tier: str = KEEP
     staging_bytes: int = 0
     directory: str | None = None
@@ -128,7 +128,7 @@ class Stack:
 
     def disk_bytes(self) -> int:
         """Peak of bytes in spill files since the step began."""
-        return self.tiers[DISK].peak_bytes if DISK in self.tiers else 0
+        return self.slow[DISK].peak_bytes if DISK in self.slow else 0
 
     def trim(self, ram_bytes: int) -> None:
         """Chooses pinned memory that plans, which take at most so much of it, need not have. `give_back` unpins it."""
@@ -151,7 +151,7 @@ class Stack:
         notes = []
         for reason in {arena.not_pinned for arena in self.arenas if arena.not_pinned}:  # pragma: gpu
             notes.append(f"ram is pageable: {reason}")
-        disk = self.tiers.get(DISK)
+        disk = self.slow.get(DISK)
         if isinstance(disk, DiskTier | StagedDiskTier):
             info = disk.info()
             notes.append(f"disk: {info.path} I/O ({info.reason})")
@@ -159,11 +159,11 @@ class Stack:
 
     def close(self) -> None:
         """Closes every tier."""
-        for tier in self.tiers.values():
+        for tier in self.slow.values():
             tier.close()
 
 
-def build_stack(
+def build_tiers(
     model: torch.nn.Module,
     *,
     vram: int | str | None,
@@ -171,7 +171,7 @@ def build_stack(
     disk: str | os.PathLike[str] | None,
     check: bool,
     unlimited: bool,
-) -> Stack:
+) -> Tiers:
     """Reads the budgets and opens the tiers. Raises as `Session` does."""
     device = model_device(model)
     if device.type == "cpu" and vram is not None:
@@ -182,12 +182,12 @@ def build_stack(
     if unlimited:
         if not (vram is ram is disk is None):
             raise DeviceError(f"unlimited=True was given together with vram={vram!r}, ram={ram!r}, disk={disk!r}.")
-        return Stack(device=device, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
+        return Tiers(device=device, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
     ram_bytes = available_ram_bytes() // 2 if ram is None else parse_size(ram, name="ram")
     directory, disk_bytes = parse_disk(disk)
     if device.type == "cuda":  # pragma: gpu
-        return _cuda_stack(model, device, vram, ram_bytes, directory, disk_bytes, check)
-    stack = Stack(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
+        return _cuda_tiers(model, device, vram, ram_bytes, directory, disk_bytes, check)
+    tiers = Tiers(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
     if directory is not None:
         threads, block = bounce_buffers(ram_bytes)
         tier = DiskTier(
@@ -199,14 +199,14 @@ def build_stack(
             straight_bytes=_STRAIGHT_BYTES,
             unattended=True,
         )
-        stack.tiers[DISK] = tier
-        stack.default_tier = DISK
-        stack.staging_bytes = threads * block  # once the disk is used
-        stack.budget = Budget(ram=ram_bytes, disk=tier.spec.capacity_bytes)
-    return stack
+        tiers.slow[DISK] = tier
+        tiers.default_tier = DISK
+        tiers.staging_bytes = threads * block  # once the disk is used
+        tiers.budget = Budget(ram=ram_bytes, disk=tier.spec.capacity_bytes)
+    return tiers
 
 
-def _cuda_stack(
+def _cuda_tiers(
     model: torch.nn.Module,
     device: torch.device,
     vram: int | str | None,
@@ -214,7 +214,7 @@ def _cuda_stack(
     directory: str | None,
     disk_bytes: int | None,
     check: bool,
-) -> Stack:  # pragma: gpu
+) -> Tiers:  # pragma: gpu
     free, total = torch.cuda.mem_get_info(device)
     allocated = allocated_bytes(device)
     room = free + torch.cuda.memory_reserved(device)
@@ -236,7 +236,7 @@ def _cuda_stack(
             needed_bytes=allocated,
         )
     engine = Engine(device)
-    stack = Stack(
+    tiers = Tiers(
         device=device,
         budget=Budget(vram=vram_bytes, ram=ram_bytes),
         fast_bytes=vram_bytes,
@@ -247,17 +247,17 @@ def _cuda_stack(
     if directory is not None:
         piece = max(min(2**24, ram_bytes // 32 // 4096 * 4096), 2**16)
         staging = min(8 * piece, ram_bytes // 4)
-        ring = stack.add_arena(staging)
+        ring = tiers.add_arena(staging)
         disk = DiskTier(directory, capacity_bytes=disk_bytes, check=check)
-        stack.tiers[DISK] = StagedDiskTier(disk, ring, engine, piece_bytes=piece)
-    arena = stack.add_arena(ram_bytes - staging)
-    stack.tiers[RAM] = HostTier(
+        tiers.slow[DISK] = StagedDiskTier(disk, ring, engine, piece_bytes=piece)
+    arena = tiers.add_arena(ram_bytes - staging)
+    tiers.slow[RAM] = HostTier(
         arena, engine=engine, spec=TierSpec(name="ram", capacity_bytes=ram_bytes - staging), check=check
     )
-    disk_capacity = stack.tiers[DISK].spec.capacity_bytes if DISK in stack.tiers else 0
-    stack.budget = Budget(vram=vram_bytes, ram=ram_bytes, disk=disk_capacity)
-    stack.spare = Budget(vram=_VRAM_SPARE_BYTES, ram=staging)
-    return stack
+    disk_capacity = tiers.slow[DISK].spec.capacity_bytes if DISK in tiers.slow else 0
+    tiers.budget = Budget(vram=vram_bytes, ram=ram_bytes, disk=disk_capacity)
+    tiers.spare = Budget(vram=_VRAM_SPARE_BYTES, ram=staging)
+    return tiers
 
 
 def bounce_buffers(ram_bytes: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 
 from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.offload import misuse
-from torchstorm.offload.budget import Stack, build_stack
+from torchstorm.offload.budget import Tiers, build_tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
 from torchstorm.offload.native import library
 from torchstorm.offload.native.classes import classes
@@ -94,21 +94,21 @@ class Session:
         misuse.check_optimizer(optimizer)
         given = read_plan(plan, model, recompute=recompute and not unlimited) if plan is not None else None
         sizes = Sizes(vram=vram, ram=ram, disk=disk).with_those_of(given)
-        stack: Stack = build_stack(
+        tiers: Tiers = build_tiers(
             model, vram=sizes.vram, ram=sizes.ram, disk=sizes.disk, check=check, unlimited=unlimited
         )
         if given is not None:
-            check_budget(given, stack.budget)
-        self.device = stack.device
+            check_budget(given, tiers.budget)
+        self.device = tiers.device
         on_cuda = self.device.type == "cuda"
         state = OptimizerState(model, optimizer)
         residency = Residency(
             self.device,
-            limit_bytes=stack.fast_bytes,
-            tiers=stack.tiers,
-            default_tier=stack.default_tier,
-            empty=stack.empty,
-            staging_bytes=stack.staging_bytes,
+            limit_bytes=tiers.fast_bytes,
+            tiers=tiers.slow,
+            default_tier=tiers.default_tier,
+            empty=tiers.empty,
+            staging_bytes=tiers.staging_bytes,
             check=check,
         )
         plans = Plans(given, 4 if on_cuda else 2)
@@ -116,7 +116,7 @@ class Session:
             model=model,
             tensors=ModelTensors(model, partial(misuse.check_unmoved, model, device=self.device)),
             state=state,
-            stack=stack,
+            tiers=tiers,
             recompute=recompute and not unlimited,
             unlimited=unlimited,
             clock=StreamClock(self.device) if on_cuda else CpuClock(),
@@ -124,7 +124,7 @@ class Session:
             saved=SavedTensors(residency),
             # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
             plans=plans,
-            planner=Planner(stack, plans, None if plans_now(on_cpu=not on_cuda) else Beside()),
+            planner=Planner(tiers, plans, None if plans_now(on_cpu=not on_cuda) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
         library.begin(classes)
@@ -257,14 +257,14 @@ class Session:
         shared = self._shared
         shared.learn()
         measured, highest = shared.measured.planned_or_all()
-        notes = [*shared.stack.notes(), *self._runs.notes(), *shared.planner.lessons, *shared.saved.outside.notes()]
+        notes = [*shared.tiers.notes(), *self._runs.notes(), *shared.planner.lessons, *shared.saved.outside.notes()]
         if shared.compiled is not None:
             notes += [shared.compiled.mix, *shared.compiled.notes]
         return Report(
             forecast=shared.plans.forecast(),
             measured=measured,
             highest=highest,
-            budget=shared.stack.budget,
+            budget=shared.tiers.budget,
             num_steps=shared.measured.num_steps,
             num_planned=shared.measured.num_planned,
             num_in_force=shared.measured.num_in_force,
@@ -277,7 +277,7 @@ class Session:
         if not self._shared.saved.closed:
             self._shared.saved.closed = reason
             self._shared.planner.close()
-            self._shared.stack.close()
+            self._shared.tiers.close()
 
     def __reduce__(self) -> str:
         raise UnsupportedError(

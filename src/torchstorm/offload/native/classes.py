@@ -16,7 +16,7 @@ from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.kept import Kept, KeptStorage, KeptTensors
 from torchstorm.offload.step.known import SavedStorages
-from torchstorm.offload.step.packed import Ticket, Untouched, is_own_thread
+from torchstorm.offload.step.packed import Placeholder, Untouched, is_own_thread
 from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
@@ -30,7 +30,7 @@ def classes() -> Mapping[str, object]:
         "parameter": torch.nn.Parameter,
         "kept": Kept,
         "kept_storage": KeptStorage,
-        "ticket": Ticket,
+        "placeholder": Placeholder,
         "untouched": Untouched,
         "view": View,
         "ref": Ref,

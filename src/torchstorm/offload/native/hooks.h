@@ -61,12 +61,12 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
         const bool is_kept = Py_TYPE(packed) == of.kept;
-        if (Py_TYPE(packed) == of.ticket) {
+        if (Py_TYPE(packed) == of.placeholder) {
             Own closed(get(saved_tensors, s_closed)), run(get(saved_tensors, s__run));
             Own settled(take(run.at, running_settled)), holder;
             Way *way = planned_way_of(settled.at, holder);
             if (way == nullptr || checked(PyObject_IsTrue(closed.at))) return otherwise();
-            PyObject *tensor = unpack_ticket(way, saved_tensors, settled.at, packed);
+            PyObject *tensor = unpack_placeholder(way, saved_tensors, settled.at, packed);
             return tensor != nullptr ? tensor : otherwise();
         }
         if (!is_kept && Py_TYPE(packed) != of.untouched) return otherwise();
@@ -76,7 +76,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
         if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
         if (is_kept) {
             Own closed(get(saved_tensors, s_closed));
-            if (see(packed, kept_ticket) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            if (see(packed, kept_placeholder) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
             if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
             Own run(get(saved_tensors, s__run)), settled(take(run.at, running_settled)), holder;
             Way *way = way_of(settled.at, holder);
@@ -85,7 +85,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
         }
         set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
         if (!is_kept) return Py_NewRef(tensor);
-        if (see(packed, kept_ticket) != Py_None)  // it has left the plan just now
+        if (see(packed, kept_placeholder) != Py_None)  // it has left the plan just now
             return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
         tensor = see(packed, kept_tensor);
         return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);

@@ -32,7 +32,7 @@ PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *releas
     put(kept.at, kept_tensor, THPVariable_Wrap(tensor.tensor_data()));
     put_int(kept.at, kept_version, version_of(tensor));
     put(kept.at, kept_pointer, PyLong_FromVoidPtr(tensor.data_ptr()));
-    put_shared(kept.at, kept_ticket, Py_None);
+    put_shared(kept.at, kept_placeholder, Py_None);
     Own weak(weak_reference(kept.at)), count(an_int(see_int(storage, kept_storage_num_live) + 1));
     PyObject *saved = see(storage, kept_storage_saved);
     if (saved == Py_None) {

@@ -207,13 +207,13 @@ bool is_own_thread() {
     return known;
 }
 
-// In place of `Ticket.drop`.
-PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
+// In place of `Placeholder.drop`.
+PyObject *placeholder_dropped(PyObject *placeholder, PyObject *) {
     return guarded([&]() -> PyObject * {
-        if (slot(ticket, ticket__owner) == nullptr || slot(ticket, ticket_saved) == nullptr) Py_RETURN_NONE;
-        Own owner(take(ticket, ticket__owner)), saved(take(ticket, ticket_saved));
+        if (slot(placeholder, placeholder__owner) == nullptr || slot(placeholder, placeholder_saved) == nullptr) Py_RETURN_NONE;
+        Own owner(take(placeholder, placeholder__owner)), saved(take(placeholder, placeholder_saved));
         const auto otherwise = [&] {
-            Own number(checked(PyLong_FromVoidPtr(ticket)));
+            Own number(checked(PyLong_FromVoidPtr(placeholder)));
             return PyObject_CallMethodObjArgs(owner.at, s_let_go, saved.at, number.at, nullptr);
         };
         if (Py_TYPE(owner.at) != of.saved_tensors || is_own_thread()) return otherwise();
@@ -231,7 +231,7 @@ PyObject *ticket_dropped(PyObject *ticket, PyObject *) {
             }
             PyObject *kept = see(saved.at, saved_kept);
             if (PyDict_GET_SIZE(kept)) {
-                Own number(checked(PyLong_FromVoidPtr(ticket)));
+                Own number(checked(PyLong_FromVoidPtr(placeholder)));
                 forget_if_there(kept, number.at);
             }
             const int64_t live = see_int(saved.at, saved_live) - 1;
@@ -257,7 +257,7 @@ PyObject *kept_dropped(PyObject *kept, PyObject *) {
     });
 }
 
-PyMethodDef ticket_dropped_method = {"__del__", ticket_dropped, METH_NOARGS, nullptr};
+PyMethodDef placeholder_dropped_method = {"__del__", placeholder_dropped, METH_NOARGS, nullptr};
 PyMethodDef kept_dropped_method = {"__del__", kept_dropped, METH_NOARGS, nullptr};
 
 void set_finalizer(PyTypeObject *type, PyMethodDef *method) {

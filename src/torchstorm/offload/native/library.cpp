@@ -35,7 +35,7 @@ PyObject *use(PyObject *, PyObject *args) {
             return Py_NewRef(item);
         };
 #define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
-        TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(ticket) TYPE(untouched) TYPE(view) TYPE(ref)
+        TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(placeholder) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
         TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context) TYPE(watched_calls) TYPE(residency) TYPE(kept_tensors)
         TYPE(saved_storages)
@@ -64,7 +64,7 @@ PyObject *use(PyObject *, PyObject *args) {
 #define PLACE(type, name) type##_##name = place_of(of.type, #name);
         SLOTS(PLACE)
 #undef PLACE
-        set_finalizer(of.ticket, &ticket_dropped_method);
+        set_finalizer(of.placeholder, &placeholder_dropped_method);
         set_finalizer(of.kept, &kept_dropped_method);
         Py_RETURN_NONE;
     });

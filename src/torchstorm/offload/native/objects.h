@@ -18,7 +18,7 @@
 namespace {
 
 struct Classes {
-    PyTypeObject *tensor, *parameter, *kept, *kept_storage, *ticket, *untouched, *view, *ref, *unfinished;
+    PyTypeObject *tensor, *parameter, *kept, *kept_storage, *placeholder, *untouched, *view, *ref, *unfinished;
     PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context, *watched_calls;
     PyTypeObject *residency, *kept_tensors, *saved_storages;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of, *no_block;
@@ -57,12 +57,12 @@ NAMES(DECLARE)
     X(parcel, back) X(parcel, block) X(parcel, buffer) X(parcel, filled) X(parcel, handle) X(parcel, hold) \
     X(parcel, members) X(parcel, movable) X(parcel, nbytes) X(parcel, num_joined) X(parcel, number) \
     X(parcel, order) X(parcel, recomputed) X(parcel, sealed) X(parcel, shared) X(parcel, tier) X(parcel, used) \
-    X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, ticket) X(kept, version) \
+    X(kept, _released) X(kept, pointer) X(kept, storage) X(kept, tensor) X(kept, placeholder) X(kept, version) \
     X(kept_storage, _held) X(kept_storage, address) X(kept_storage, beside) X(kept_storage, block) \
     X(kept_storage, counted_bytes) X(kept_storage, lost) X(kept_storage, movable) X(kept_storage, nbytes) \
     X(kept_storage, num_live) X(kept_storage, ordinal) X(kept_storage, owner) X(kept_storage, saved) \
     X(kept_storage, value) \
-    X(ticket, _owner) X(ticket, saved) X(ticket, view) X(untouched, tensor) X(untouched, version) \
+    X(placeholder, _owner) X(placeholder, saved) X(placeholder, view) X(untouched, tensor) X(untouched, version) \
     X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) \
     X(kept_tensors, by_address) X(kept_tensors, by_ordinal) X(kept_tensors, released) X(kept_tensors, awaited) X(kept_tensors, in_parts) X(saved_storages, _at) \
     X(weak, _free_weak_ref) X(weak, cdata)

@@ -162,9 +162,9 @@ PyObject *rebuild(const Way *way, PyObject *saved, PyObject *view) {
     return tensor != nullptr ? tensor : checked(PyObject_CallMethodOneArg(view, s_over, there.at));
 }
 
-// As `SavedTensors.unpack` for a ticket; nullptr without an error where that must be called.
-PyObject *unpack_ticket(Way *way, PyObject *saved_tensors, PyObject *settled, PyObject *ticket) {
-    Own saved(take(ticket, ticket_saved)), tensor;
+// As `SavedTensors.unpack` for a placeholder; nullptr without an error where that must be called.
+PyObject *unpack_placeholder(Way *way, PyObject *saved_tensors, PyObject *settled, PyObject *placeholder) {
+    Own saved(take(placeholder, placeholder_saved)), tensor;
     Holding holding(way, saved_tensors);
     holding.take(true);
     if (!is_current(way, settled) || see(way->progress, running_pace) != Py_None) return nullptr;
@@ -178,9 +178,9 @@ PyObject *unpack_ticket(Way *way, PyObject *saved_tensors, PyObject *settled, Py
     set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
     put_int(way->progress, running_moment, moment);
     begin(way, settled, one, moment);
-    tensor.at = rebuild(way, saved.at, see(ticket, ticket_view));
+    tensor.at = rebuild(way, saved.at, see(placeholder, placeholder_view));
     if (!tensor) {
-        tensor.at = checked(PyObject_CallMethodOneArg(saved_tensors, s__give_back, ticket));  // which ends the moment, too
+        tensor.at = checked(PyObject_CallMethodOneArg(saved_tensors, s__give_back, placeholder));  // which ends the moment, too
     } else {
         put_shared(see(saved.at, saved_parcel), parcel_used, Py_True);
         finish(way, settled, one, moment);

@@ -98,13 +98,13 @@ PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tens
     return Py_NewRef(value);
 }
 
-PyObject *new_ticket(const Way *way, PyObject *saved, PyObject *view) {  // takes the view over
-    Own ticket(allocate(of.ticket));
+PyObject *new_placeholder(const Way *way, PyObject *saved, PyObject *view) {  // takes the view over
+    Own placeholder(allocate(of.placeholder));
     put_int(saved, saved_live, see_int(saved, saved_live) + 1);
-    put_shared(ticket.at, ticket__owner, way->owner);
-    put(ticket.at, ticket_view, view);
-    put_shared(ticket.at, ticket_saved, saved);
-    return ticket.give();
+    put_shared(placeholder.at, placeholder__owner, way->owner);
+    put(placeholder.at, placeholder_view, view);
+    put_shared(placeholder.at, placeholder_saved, saved);
+    return placeholder.give();
 }
 
 // As `Settled._pack_made`, and as `Settled._pack_away` for a result of the call that runs; nullptr without an error where
@@ -139,9 +139,9 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
     put_int(way->progress, running_moment, moment);
     PyObject *view = see(value.at, value_view);
     const bool is_whole = view != Py_None && !tensor.is_view() && !unfinished;
-    Own ticket(new_ticket(way, saved.at, is_whole ? Py_NewRef(view) : view_of(object, tensor)));
+    Own placeholder(new_placeholder(way, saved.at, is_whole ? Py_NewRef(view) : view_of(object, tensor)));
     finish(way, settled, one, moment);
-    return ticket.give();
+    return placeholder.give();
 }
 
 PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment);
@@ -165,9 +165,9 @@ PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::
     if (see(parcel, parcel_shared) == Py_True || may_still_stay) return nullptr;
     begin(way, settled, one, moment);
     put_int(way->progress, running_moment, moment);
-    Own ticket(new_ticket(way, saved.at, view_of(object, tensor)));
+    Own placeholder(new_placeholder(way, saved.at, view_of(object, tensor)));
     finish(way, settled, one, moment);
-    return ticket.give();
+    return placeholder.give();
 }
 
 // As `parcels.Parcel`, with what `Residency.new_parcel` gives it; the caller counts it.
@@ -253,14 +253,14 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     Own saved(save_to_move(way, settled, one, object, tensor, address));
     put_int(way->progress, running_num_saved, one.ordinal + 1);
     put_int(way->progress, running_moment, moment);
-    Own ticket(new_ticket(way, saved.at, view_of(object, tensor)));
+    Own placeholder(new_placeholder(way, saved.at, view_of(object, tensor)));
     PyObject *parcel = see(saved.at, saved_parcel);
     if (see(parcel, parcel_handle) == Py_None) {  // no tier had room
-        Own number(checked(PyLong_FromVoidPtr(ticket.at)));
+        Own number(checked(PyLong_FromVoidPtr(placeholder.at)));
         checked(PyDict_SetItem(see(saved.at, saved_kept), number.at, see(parcel, parcel_hold)));
     }
     finish(way, settled, one, moment);
-    return ticket.give();
+    return placeholder.give();
 }
 
 // As `Settled.pack`; nullptr without an error where that must be called.
@@ -268,8 +268,8 @@ PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::
     const int64_t moment = see_int(way->progress, running_moment) + 1;
     const bool has_plan = way->moments != nullptr, is_planned = has_plan && moment < static_cast<int64_t>(way->moments->all->size());
     if (is_planned && way->repeats != Py_None && moment_of(way, moment).maker != nullptr) {
-        PyObject *ticket = pack_made(way, settled, object, tensor, moment);
-        if (ticket != nullptr) return ticket;
+        PyObject *placeholder = pack_made(way, settled, object, tensor, moment);
+        if (placeholder != nullptr) return placeholder;
     }
     Own address(address_of(tensor));
     if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torchstorm.errors import BudgetError
-from torchstorm.offload.budget import Stack, bounce_buffers
+from torchstorm.offload.budget import Tiers, bounce_buffers
 from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
 from torchstorm.offload.replan.plans import Planned, Plans
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
@@ -38,23 +38,23 @@ class Planner:
     """Plans steps within a Session's budget.
 
     Args:
-        stack: tiers and budget.
+        tiers: tiers and budget.
         plans: of the Session.
         beside: searches for better plans while training goes on; without it, steps wait until the search has ended.
     """
 
-    def __init__(self, stack: Stack, plans: Plans, beside: Beside | None = None) -> None:
-        self._stack = stack
+    def __init__(self, tiers: Tiers, plans: Plans, beside: Beside | None = None) -> None:
+        self._tiers = tiers
         self._plans = plans
         self._beside = beside
-        self._times_first = stack.device.type == "cuda"  # steps tell more of a GPU than those that were measured
+        self._times_first = tiers.device.type == "cuda"  # steps tell more of a GPU than those that were measured
         self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
         self.lessons: list[str] = []
 
     def machine(self) -> Machine:
         """Speeds as measured, and as steps have shown them since."""
-        return slowed(self._stack.machine(), self._link_share)
+        return slowed(self._tiers.machine(), self._link_share)
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
@@ -134,8 +134,8 @@ class Planner:
         return Problem(
             trace=shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace,
             machine=counted_on(self.machine()),
-            budget=self._stack.budget,
-            spare=self._stack.spare_with(slack_bytes),
+            budget=self._tiers.budget,
+            spare=self._tiers.spare_with(slack_bytes),
             time_limit_s=time_limit_s,
             than_s=math.inf,
             fixed=self._plans.placed_before(trace),
@@ -162,7 +162,7 @@ class Planner:
             lambda slack: self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured),
             shortage,
             slack_bytes=self.slack_bytes,
-            tier=self._stack.fast_tier,
+            tier=self._tiers.fast_tier,
         )
         return anew
 
@@ -176,11 +176,11 @@ class Planner:
 
     def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
         """Whether memory that is not the Session's differs from what the plan takes for granted."""
-        if self._stack.device.type == "cpu" or planned.plan is None:
+        if self._tiers.device.type == "cpu" or planned.plan is None:
             return False
-        delta, limit = base_bytes - planned.base_bytes, self._stack.budget.vram  # pragma: gpu
+        delta, limit = base_bytes - planned.base_bytes, self._tiers.budget.vram  # pragma: gpu
         is_less = delta < -limit // 20 and not planned.is_given  # pragma: gpu
-        return delta > self._stack.spare.vram // 2 or is_less  # pragma: gpu
+        return delta > self._tiers.spare.vram // 2 or is_less  # pragma: gpu
 
     def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
         """A plan for the same step beside so much memory that is not the Session's.
@@ -206,7 +206,7 @@ class Planner:
             Whether another plan is in force now.
         """
         plans = self._plans
-        if plans.in_force is not None and vram_bytes > self._stack.budget.vram:
+        if plans.in_force is not None and vram_bytes > self._tiers.budget.vram:
             better = self.judge_peak(plans.in_force, vram_bytes)
             if better is not plans.in_force and plans.replace(plans.in_force, better):
                 return True
@@ -272,7 +272,7 @@ class Planner:
         Returns:
             What replaces the plan: itself where nothing does, None where such steps must be measured anew.
         """
-        budget = self._stack.budget.vram
+        budget = self._tiers.budget.vram
         said = (
             f"Steps took {format_size(vram_bytes)} of device memory, where {format_size(planned.forecast.vram_bytes)} "
             f"were forecast and {format_size(budget)} allowed: "
@@ -353,7 +353,7 @@ class Planner:
 
     def _explained(self, planned: Planned, plan: Plan, measured_s: float) -> Trace:
         """The trace with times that explain what steps took."""
-        machine = self._stack.machine()
+        machine = self._tiers.machine()
         trace, self._link_share = explained(planned.trace, plan, planned.recent, measured_s, machine, self._link_share)
         return trace
 
@@ -385,8 +385,8 @@ class Planner:
 
     def _own_bytes(self, fast_bytes: int) -> int:
         """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
-        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._stack.fast_bytes))
-        threads, block = bounce_buffers(fast_bytes) if self._stack.device.type == "cpu" else (0, 0)
+        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._tiers.fast_bytes))
+        threads, block = bounce_buffers(fast_bytes) if self._tiers.device.type == "cpu" else (0, 0)
         return threads * block + 2 * growth
 
 

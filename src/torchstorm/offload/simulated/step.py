@@ -102,7 +102,7 @@ class _Record:
     freed: int | None = None
 
 
-class _Ticket:
+class _Placeholder:
     """What autograd holds instead of a tensor; with it goes what the Session would hold."""
 
     __slots__ = ("_let_go", "dtype", "record", "size", "stride")
@@ -239,7 +239,7 @@ class _Step:
         else:
             self._signatures.append((PACK, record.number, record.nbytes))
         self._leave()
-        return _Ticket(record, tensor, self._let_go)
+        return _Placeholder(record, tensor, self._let_go)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):

@@ -28,7 +28,7 @@ class Departing:
         residency: what is where.
         room: how much is free.
         saver: makes parcels of what stayed.
-        owner: gets tickets back.
+        owner: gets placeholders back.
         running: the step that runs.
         table_of: the table of a plan.
         settle_in: the short way through the step, by its present plan.

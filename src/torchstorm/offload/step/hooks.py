@@ -25,7 +25,7 @@ from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.packed import Locked, Ticket, Untouched, is_of_parameter, is_own_thread, storage_of
+from torchstorm.offload.step.packed import Locked, Placeholder, Untouched, is_of_parameter, is_own_thread, storage_of
 from torchstorm.offload.step.parcels import Saved, in_place_error
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
@@ -183,14 +183,14 @@ class SavedTensors:
                 saved = self._saver.save(self._run, storage, tensor)
             else:
                 self._arrive(PACK, saved.ordinal, saved.nbytes, tensor)
-            ticket = Ticket(self, saved, View.of(tensor, base))
+            placeholder = Placeholder(self, saved, View.of(tensor, base))
             saved.live += 1
             parcel = saved.parcel
             if parcel.hold is not None and parcel.handle is None and not parcel.shared:
-                saved.kept[id(ticket)] = tensor.detach()
+                saved.kept[id(placeholder)] = tensor.detach()
             self._saver.seal_if_full(self._run, parcel)
             self._depart(look_ahead=False)
-            return ticket
+            return placeholder
 
     def _saved_by_the_same_call(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Saved | None:
         """A compiled graph saves q, k and v as views of one storage with a version counter each. What one call of an
@@ -209,7 +209,7 @@ class SavedTensors:
         """Called by autograd when backward needs a saved tensor."""
         self.num_used += 1
         run = self._run
-        if type(packed) is Kept and packed.ticket is None and not self.closed:
+        if type(packed) is Kept and packed.placeholder is None and not self.closed:
             if run.settled is not None and run.open is None and run.settled.arrive(packed.storage):
                 tensor = packed.unpack()
                 return tensor if tensor is not None else self._give_back_late(packed)
@@ -217,16 +217,16 @@ class SavedTensors:
             return packed.unpack()
         if self.closed:
             raise StorageError(f"The Session that holds this tensor is closed ({self.closed}); run the step again.")
-        if isinstance(packed, Ticket):
+        if isinstance(packed, Placeholder):
             with self._locked:
                 if run.settled is None or run.open is not None or not run.settled.follows(packed.saved):
                     self._arrive_to_unpack(packed.saved)
                 return self._give_back(packed)
         assert isinstance(packed, Kept)
         with self._locked:
-            self._arrive_to_unpack(packed.storage if packed.ticket is None else packed.ticket.saved)
-            if packed.ticket is not None:  # at the latest now that it has left the plan
-                return self._give_back(packed.ticket)
+            self._arrive_to_unpack(packed.storage if packed.placeholder is None else packed.placeholder.saved)
+            if packed.placeholder is not None:  # at the latest now that it has left the plan
+                return self._give_back(packed.placeholder)
             self._depart(look_ahead=True)
             tensor = packed.unpack()
             assert tensor is not None
@@ -242,16 +242,16 @@ class SavedTensors:
     def _give_back_late(self, packed: Kept) -> torch.Tensor:
         """What stayed by plan, and has left it since backward asked for it."""
         with self._locked:
-            assert packed.ticket is not None
-            return self._give_back(packed.ticket)
+            assert packed.placeholder is not None
+            return self._give_back(packed.placeholder)
 
-    def _give_back(self, ticket: Ticket) -> torch.Tensor:
-        saved, view, run = ticket.saved, ticket.view, self._run
+    def _give_back(self, placeholder: Placeholder) -> torch.Tensor:
+        saved, view, run = placeholder.saved, placeholder.view, self._run
         if run.recorder is not None:
             run.recorder.needed(saved)
         if saved.has_other_memory:
             self.residency.note_resized(saved.address)
-        tensor = saved.kept.get(id(ticket)) if saved.kept else None
+        tensor = saved.kept.get(id(placeholder)) if saved.kept else None
         if tensor is not None and tensor._version != saved.version:
             raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
         if tensor is None:
@@ -267,9 +267,9 @@ class SavedTensors:
         self._depart(look_ahead=True)
         return tensor
 
-    def let_go(self, saved: Saved, ticket_id: int) -> None:
+    def let_go(self, saved: Saved, placeholder_id: int) -> None:
         """Called when autograd drops a saved tensor, from any thread and even from within our own work."""
-        self._let_go.add(saved, ticket_id)
+        self._let_go.add(saved, placeholder_id)
         self.settle_soon()
 
     def settle_soon(self) -> None:

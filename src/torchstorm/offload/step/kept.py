@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator
 import torch
 
 from torchstorm.errors import TorchstormError
-from torchstorm.offload.step.packed import Keeper, Ticket
+from torchstorm.offload.step.packed import Keeper, Placeholder
 from torchstorm.offload.step.parcels import Value, in_place_error, resized_error
 from torchstorm.offload.step.views import share_a_counter
 
@@ -88,23 +88,23 @@ class Kept:
         tensor: an alias, which shares the version counter of what was saved; None where the bytes are lost.
         version: its version when it was saved.
         pointer: where its first element was.
-        ticket: what stands for it since its step left the plan; None before.
+        placeholder: what stands for it since its step left the plan; None before.
     """
 
-    __slots__ = ("__weakref__", "_released", "pointer", "storage", "tensor", "ticket", "version")
+    __slots__ = ("__weakref__", "_released", "placeholder", "pointer", "storage", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, storage: KeptStorage, released: deque[KeptStorage]) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
         self.pointer = tensor.data_ptr()
         self.storage = storage
-        self.ticket: Ticket | None = None
+        self.placeholder: Placeholder | None = None
         self._released = released
         storage.saved.append(weakref.ref(self))
         storage.num_live += 1
 
     def unpack(self) -> torch.Tensor | None:
-        """The tensor as it was saved; None where the ticket stands for it by now.
+        """The tensor as it was saved; None where the placeholder stands for it by now.
 
         Raises:
             OutOfVRAMError: its step ran out of memory.
@@ -113,7 +113,7 @@ class Kept:
         """
         tensor = self.tensor
         if tensor is None:
-            if self.ticket is not None:
+            if self.placeholder is not None:
                 return None
             assert self.storage.lost is not None
             raise self.storage.lost()

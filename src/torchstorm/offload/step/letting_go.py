@@ -32,9 +32,9 @@ class LetGo:
         """Whether there is something to settle."""
         return bool(self._dropped or self._residency.kept.released)
 
-    def add(self, saved: Saved, ticket_id: int) -> None:
-        """Autograd has dropped a ticket. Needs no lock."""
-        self._dropped.append((saved, ticket_id))
+    def add(self, saved: Saved, placeholder_id: int) -> None:
+        """Autograd has dropped a placeholder. Needs no lock."""
+        self._dropped.append((saved, placeholder_id))
 
     def settle(self) -> None:
         """Forgets what nobody needs any more; under the lock of the hooks."""
@@ -45,8 +45,8 @@ class LetGo:
             return
         run = self._running()
         while self._dropped:
-            saved, ticket_id = self._dropped.popleft()
-            saved.kept.pop(ticket_id, None)
+            saved, placeholder_id = self._dropped.popleft()
+            saved.kept.pop(placeholder_id, None)
             saved.live -= 1
             if saved.live:
                 continue

@@ -16,16 +16,16 @@ _OWN_THREADS = "torchstorm-"  # begins the names of the threads that copy
 
 
 class Keeper(Protocol):
-    """Who gives tickets out."""
+    """Who gives placeholders out."""
 
-    def let_go(self, saved: Saved, ticket_id: int) -> None:
-        """Autograd has dropped a ticket."""
+    def let_go(self, saved: Saved, placeholder_id: int) -> None:
+        """Autograd has dropped a placeholder."""
 
     def settle_soon(self) -> None:
         """Autograd has let go of something: its memory is given back now, or by whoever looks things up just then."""
 
 
-class Ticket:
+class Placeholder:
     """What autograd holds instead of the tensor; when it lets go, so does the Session."""
 
     __slots__ = ("__weakref__", "_owner", "saved", "view")

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from torchstorm.offload.step.kept import Kept, KeptStorage
-from torchstorm.offload.step.packed import Keeper, Ticket
+from torchstorm.offload.step.packed import Keeper, Placeholder
 from torchstorm.offload.step.parcels import (
     TINY_BYTES,
     Call,
@@ -89,7 +89,7 @@ class Saver:
         self._small = small_bytes(residency.limit_bytes)
 
     def make_parcels(self, owner: Keeper, storage: KeptStorage, alive: list[Kept]) -> None:
-        """What stayed may move from here on: gives its saved tensors tickets, which `owner` takes back."""
+        """What stayed may move from here on: gives its saved tensors placeholders, which `owner` takes back."""
         for version in {kept.version for kept in alive}:
             same = [kept for kept in alive if kept.version == version]
             tensor = same[0].tensor
@@ -109,9 +109,9 @@ class Saver:
             self._residency.known.add(saved, saved.address)
             for kept in same:
                 assert kept.tensor is not None
-                kept.ticket = Ticket(owner, saved, View.of(kept.tensor))
+                kept.placeholder = Placeholder(owner, saved, View.of(kept.tensor))
                 saved.live += 1
-                saved.kept[id(kept.ticket)] = kept.tensor
+                saved.kept[id(kept.placeholder)] = kept.tensor
                 kept.tensor = None
         storage.release()
 

@@ -17,7 +17,7 @@ from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.pace import Pace
-from torchstorm.offload.step.packed import Keeper, Ticket, Untouched, is_of_parameter
+from torchstorm.offload.step.packed import Keeper, Placeholder, Untouched, is_of_parameter
 from torchstorm.offload.step.parcels import Parcel, Saved, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.tables import Table, fits
@@ -59,7 +59,7 @@ class Settled:
         fixed: addresses of storages that never move.
         table: of the plan; None where everything stays.
         is_exact: whether the plan is for steps of just these sizes; else none may be larger.
-        owner: gets tickets back.
+        owner: gets placeholders back.
         drop, fetch: do what the plan has for a moment.
         is_input: whether a storage, saved as a tensor, is an input of the model.
         save, save_made: take charge of what leaves, as `Saver.save_as_planned` and `Saver.save_made`.
@@ -114,13 +114,13 @@ class Settled:
             moments = table.moments_for(found) if table is not None else None
             self.native = found.Way(moments, *of_step, self._index, is_exact)
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Ticket | Untouched | None:
+    def pack(self, tensor: torch.Tensor) -> Kept | Placeholder | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
         moment = self._progress.moment + 1
         if moment in self._made and not _num_dispatch_modes():
-            ticket = self._pack_made(tensor, moment)
-            if ticket is not None:
-                return ticket
+            placeholder = self._pack_made(tensor, moment)
+            if placeholder is not None:
+                return placeholder
         kind = type(tensor)
         if (kind is not _TENSOR and kind is not _PARAMETER) or tensor.layout is not _STRIDED:
             return None
@@ -141,7 +141,7 @@ class Settled:
                     return self._pack(tensor, storage, address)
             return self._pack(tensor, storage, address)
 
-    def _pack_made(self, tensor: torch.Tensor, moment: int) -> Ticket | None:
+    def _pack_made(self, tensor: torch.Tensor, moment: int) -> Placeholder | None:
         """What autograd gets for a tensor that a recorded function returned, or a view of one, and that is to be
         computed again; None for any other one.
 
@@ -173,10 +173,12 @@ class Settled:
             progress.moment = moment
             saved.live += 1
             view = value.view
-            ticket = Ticket(self._owner, saved, view if view is not None and tensor._base is None else View.of(tensor))
+            placeholder = Placeholder(
+                self._owner, saved, view if view is not None and tensor._base is None else View.of(tensor)
+            )
             if is_busy:
                 self._finish(moment)
-            return ticket
+            return placeholder
 
     def _is_its_own(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor with plain strides, saved for the first time, is one that the Session cares for."""
@@ -186,7 +188,9 @@ class Settled:
             return False
         return tensor._base is None or not is_of_parameter(tensor)
 
-    def _pack_planned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | Ticket | None:
+    def _pack_planned(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
+    ) -> Kept | Placeholder | None:
         table, progress, kept = self._table, self._progress, self._kept
         assert table is not None
         moment, nbytes = progress.moment + 1, storage.nbytes()
@@ -238,7 +242,7 @@ class Settled:
 
     def _pack_away(
         self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int, moment: int
-    ) -> Ticket | None:
+    ) -> Placeholder | None:
         """What autograd gets for a tensor that leaves, or that may leave where the step turns out to be another one."""
         known, progress, address = self._residency.known, self._progress, storage._cdata
         is_known = known.holds(address)
@@ -261,16 +265,16 @@ class Settled:
         if saved is None or saved.ordinal != ordinal:
             return None
         progress.moment = moment
-        ticket = Ticket(self._owner, saved, View.of(tensor, base))
+        placeholder = Placeholder(self._owner, saved, View.of(tensor, base))
         saved.live += 1
         parcel = saved.parcel
         if parcel.shared:
             self._seal_if_full(parcel)
         elif parcel.hold is not None and parcel.handle is None:
-            saved.kept[id(ticket)] = parcel.hold if is_new else tensor.detach()
+            saved.kept[id(placeholder)] = parcel.hold if is_new else tensor.detach()
         if is_busy:
             self._finish(moment)
-        return ticket
+        return placeholder
 
     def _may_leave(self, table: Table, tensor: torch.Tensor, storage: torch.UntypedStorage, ordinal: int) -> bool:
         """Whether a tensor that is saved for the first time is one that a plan may have leave."""

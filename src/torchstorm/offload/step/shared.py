@@ -8,7 +8,7 @@ import torch
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.budget import Stack
+from torchstorm.offload.budget import Tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.measured import Measured
@@ -31,7 +31,7 @@ class Shared:
         model: what is trained.
         tensors: of the model.
         state: of the optimizer.
-        stack: budget and tiers.
+        tiers: budget and tiers.
         recompute: whether tensors may be recomputed.
         unlimited: whether everything is kept.
         clock: marks times on the device.
@@ -49,7 +49,7 @@ class Shared:
     model: torch.nn.Module
     tensors: ModelTensors
     state: OptimizerState
-    stack: Stack
+    tiers: Tiers
     recompute: bool
     unlimited: bool
     clock: Clock
@@ -66,7 +66,7 @@ class Shared:
     @property
     def device(self) -> torch.device:
         """The fast device."""
-        return self.stack.device
+        return self.tiers.device
 
     def num_compiled(self) -> int:
         """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""
@@ -89,19 +89,19 @@ class Shared:
         """Gives pinned memory back that no plan has a use for, once the steps of the one in force were timed; until
         then others may be traced, which take more."""
         if self.plans.in_force is None or not self.plans.is_measured_again(self.plans.in_force):
-            self.stack.trim(self.plans.most_ram_bytes())
+            self.tiers.trim(self.plans.most_ram_bytes())
 
     def fixed_bytes(self, tier: str) -> int:
         """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""
-        spare: int = getattr(self.stack.spare, tier)
-        if tier != self.stack.fast_tier:
+        spare: int = getattr(self.tiers.spare, tier)
+        if tier != self.tiers.fast_tier:
             return spare
         return self.base_bytes + self.reserve_bytes() + self.residency.staging_bytes + spare
 
     def explained(self, error: BudgetError) -> BudgetError:
         """The error, with what is kept free for an optimizer that nobody named."""
         reserved = self.reserve_bytes()
-        if error.tier != self.stack.fast_tier or self.state.optimizer() is not None or not reserved:
+        if error.tier != self.tiers.fast_tier or self.state.optimizer() is not None or not reserved:
             return error
         return error.with_reason(
             f"{format_size(reserved)} of that are kept free for the state of an optimizer that this Session does not "

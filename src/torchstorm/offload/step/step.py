@@ -57,11 +57,11 @@ class Step:
         if self._device.type == "cuda":  # pragma: gpu
             if torch.cuda.is_current_stream_capturing():
                 raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
-            shared.stack.give_back()
+            shared.tiers.give_back()
             torch.cuda.reset_peak_memory_stats(self._device)
             shared.base_bytes = allocated_bytes(self._device) - shared.residency.resident_bytes
         self._base_bytes = shared.base_bytes
-        for tier in shared.stack.tiers.values():
+        for tier in shared.tiers.slow.values():
             tier.reset_peak()
         shared.learn()
         tensors = shared.tensors
@@ -149,7 +149,7 @@ class Step:
 
     def _with_micro_batch(self, error: BudgetError) -> BudgetError:
         """The error, with the part of the batch that should fit."""
-        tier = self._shared.stack.fast_tier
+        tier = self._shared.tiers.fast_tier
         return with_micro_batch(
             self._shared.explained(error),
             num_samples=self._inputs.num_samples if error.tier == tier else 0,
@@ -291,7 +291,7 @@ class Step:
             shared.measured.plan_changed()
         self._correct_plans()
         if shortfall is not None:
-            shared.planner.lessons.append(shared.stack.judge_shortfall(*shortfall, is_measured=is_measured))
+            shared.planner.lessons.append(shared.tiers.judge_shortfall(*shortfall, is_measured=is_measured))
 
     def _correct_plans(self) -> None:
         """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is
@@ -348,7 +348,7 @@ class Step:
             elif not blind and (
                 shared.residency.shortfall is not None
                 or shared.residency.has_forgotten
-                or not shared.stack.allows(shared.measured.last, base - trace.base_bytes)
+                or not shared.tiers.allows(shared.measured.last, base - trace.base_bytes)
             ):
                 raise self._with_micro_batch(error) from None
             else:
@@ -370,8 +370,8 @@ class Step:
         figures = Figures(
             step_ms=self._span.took().step_s * 1e3 if on_cpu else 0.0,
             vram_bytes=vram,
-            ram_bytes=shared.residency.peak_bytes if on_cpu else shared.stack.ram_bytes(),
-            disk_bytes=shared.stack.disk_bytes(),
+            ram_bytes=shared.residency.peak_bytes if on_cpu else shared.tiers.ram_bytes(),
+            disk_bytes=shared.tiers.disk_bytes(),
         )
         times = 0.0
         if followed is not None:
@@ -386,7 +386,7 @@ class Step:
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""
         shared = self._shared
-        budget = 0 if shared.unlimited else shared.stack.fast_bytes
+        budget = 0 if shared.unlimited else shared.tiers.fast_bytes
         held = shared.residency.resident_bytes
         shortage = Shortage.read(error, self._device, held_bytes=held, budget_bytes=budget)
         drop_step(shared.saved, error)
