@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch import config as functorch
 
 from offload.steps import Outcome, assert_same
 from torchstorm.bench.record import environment
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled import partition
 from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.compiled.partition import GraphCosts
 from torchstorm.offload.session import Session
 from torchstorm.plan.variants import VARIANTS
 from torchstorm.train.stamp import TRAINING, stamp
@@ -39,6 +43,34 @@ pytestmark = [
 ]
 
 Case = tuple[str, float, bool]
+
+
+@pytest.fixture(autouse=True)
+def _one_compilation_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets share what Inductor has compiled of a graph, also of the variant that tells what the others would save,
+    and what it told of an equal graph. Each is captured and partitioned anew."""
+    compile_with, graph_costs = private.compile_with, partition.graph_costs
+    told: dict[str, GraphCosts] = {}
+
+    def with_cache(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
+        compiled = compile_with(function, partitioner, cache=True)
+        if cache:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            with functorch.patch(enable_autograd_cache=False):  # which would not ask for the partition
+                return compiled(*args)
+
+        return call
+
+    def costs(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> GraphCosts:
+        graph = joint.print_readable(print_output=False)  # with all shapes and dtypes
+        if graph not in told:
+            told[graph] = graph_costs(joint, inputs, **options)
+        return told[graph]
+
+    monkeypatch.setattr(private, "compile_with", with_cache)
+    monkeypatch.setattr(partition, "graph_costs", costs)
 
 
 def cases(names: Any) -> list[Case]:
