@@ -18,9 +18,7 @@ from torch._functorch import config as functorch
 from offload.steps import Outcome, assert_same
 from torchstorm.bench.record import environment
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled import partition
 from torchstorm.offload.compiled.compile import CompiledBlocks
-from torchstorm.offload.compiled.partition import GraphCosts
 from torchstorm.offload.session import Session
 from torchstorm.plan.variants import VARIANTS
 from torchstorm.train.stamp import TRAINING, stamp
@@ -36,6 +34,7 @@ NUM_STEPS = 4
 ENOUGH = 15  # families in which the smallest variant must have the same bits
 
 pytestmark = [
+    pytest.mark.usefixtures("told_once"),
     pytest.mark.no_cover,
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -47,10 +46,9 @@ Case = tuple[str, float, bool]
 
 @pytest.fixture(autouse=True)
 def _one_compilation_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets share what Inductor has compiled of a graph, also of the variant that tells what the others would save,
-    and what it told of an equal graph. Each is captured and partitioned anew."""
-    compile_with, graph_costs = private.compile_with, partition.graph_costs
-    told: dict[str, GraphCosts] = {}
+    """Budgets share what Inductor has compiled of a graph, also of the variant that tells what the others would save.
+    Each is captured and partitioned anew."""
+    compile_with = private.compile_with
 
     def with_cache(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
         compiled = compile_with(function, partitioner, cache=True)
@@ -63,14 +61,7 @@ def _one_compilation_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    def costs(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> GraphCosts:
-        graph = joint.print_readable(print_output=False)  # with all shapes and dtypes
-        if graph not in told:
-            told[graph] = graph_costs(joint, inputs, **options)
-        return told[graph]
-
     monkeypatch.setattr(private, "compile_with", with_cache)
-    monkeypatch.setattr(partition, "graph_costs", costs)
 
 
 def cases(names: Any) -> list[Case]:
