@@ -12,16 +12,6 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.offload.native import library
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.packed import Ticket
-from torchstorm.plan import search
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_search() -> Iterator[None]:
-    """Searches for plans end early: what these tests hold is how steps follow plans. How good plans are is held to in
-    tests/plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_STEPS", 2)
-        yield
 
 
 @pytest.fixture
