@@ -20,6 +20,10 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 # Plans are made at once, so that every run has the same ones; offload/test_planning_beside.py takes this back.
 os.environ["TORCHSTORM_PLAN_NOW"] = "1"
 
+# Inductor compiles and loads a library for every vector extension of the CPU before its first kernel, which takes as
+# long as a dozen kernels; here it believes what the CPU says of itself.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Every run draws the same examples, so that a change fails for what it does; `make fuzz` draws others each time.
 settings.register_profile("same", derandomize=True)
 settings.register_profile("fuzz", print_blob=True)
@@ -108,6 +112,28 @@ def _built() -> None:
 
     library.begin(classes)
     assert library.wait() == ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_seeds() -> Iterator[None]:
+    """`torch.manual_seed` notes the stack for each kind of device that has not begun, in a list that grows; a hundred
+    times what it takes to seed the CPU. Kinds that are not here need no seeds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in torch.cuda, torch.xpu, torch.mtia:
+            if not kind.is_available():
+                patch.setattr(kind, "manual_seed_all", lambda seed: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_search() -> Iterator[None]:
+    """Searches for plans end early: what these tests hold is how steps follow plans. How good plans are is held to in
+    tests/plan, where they end as they do elsewhere."""
+    from torchstorm.plan import search
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_STEPS", 2)
+        yield
 
 
 @pytest.fixture(autouse=True)

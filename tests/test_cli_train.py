@@ -204,9 +204,8 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(
     ],
 )
 def test_a_gpu_that_is_not_there_is_one_line_on_stderr(arguments: list[str], message: str) -> None:
-    process = start(*arguments)
-    stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2
+    code, stdout, stderr = invoke(*arguments)
+    assert code == 2
     assert stderr.startswith(message)
     assert (stdout, stderr.count("\n")) == ("", 1)
 

@@ -32,6 +32,7 @@ RUNS = {
 FORKS = """
 import json, os, sys
 import pytest, torch
+from torchstorm.plan import search
 
 torch.use_deterministic_algorithms(False)
 for folder, options in json.loads(sys.argv[1]):

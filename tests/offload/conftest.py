@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchstorm.offload.native import library
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.packed import Placeholder
-from torchstorm.plan import search
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_search() -> Iterator[None]:
-    """Searches for plans end early: what these tests hold is how steps follow plans. How good plans are is held to in
-    tests/plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_STEPS", 2)
-        yield
 
 
 @pytest.fixture
@@ -33,6 +25,28 @@ def fresh_compiler() -> Iterator[None]:
     limits = config.recompile_limit, config.accumulated_recompile_limit
     yield
     config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+@pytest.fixture(scope="module")
+def told_once() -> Iterator[None]:
+    """What variants of a compiled block would save is found once for equal graphs: it takes five partitions, and each
+    block that is compiled anew asks for it. Each is still partitioned for the variants that it runs in."""
+    from torchstorm.offload.compiled import partition
+    from torchstorm.offload.compiled.partition import GraphCosts
+
+    graph_costs, told = partition.graph_costs, dict[str, GraphCosts]()
+
+    def costs(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> GraphCosts:
+        if any(isinstance(value, torch.SymInt) for value in tree_leaves(inputs)):
+            return graph_costs(joint, inputs, **options)  # equal graphs may be of other sizes
+        graph = joint.print_readable(print_output=False)  # with all shapes and dtypes
+        if graph not in told:
+            told[graph] = graph_costs(joint, inputs, **options)
+        return told[graph]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition, "graph_costs", costs)
+        yield
 
 
 @pytest.fixture(params=["C++", "Python"], scope="module")

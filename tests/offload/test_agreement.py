@@ -28,7 +28,7 @@ ROWS, WIDTH = 8, 64
 NUM_BLOCKS = 2  # each is compiled for itself, which is what takes the time
 
 pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.usefixtures("fresh_compiler", "told_once"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

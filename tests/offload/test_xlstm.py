@@ -26,6 +26,7 @@ CONFIG = XLSTMConfig(vocab_size=32, num_layers=3, num_heads=2, width=64, dropout
 PATTERNS = [("mlstm",), ("slstm",), ("mlstm-mlp",), ("mlstm", "slstm", "mlstm-mlp")]
 pytestmark = [
     pytest.mark.no_cover,
+    pytest.mark.usefixtures("told_once"),
     # Said by Inductor and Dynamo of themselves.
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

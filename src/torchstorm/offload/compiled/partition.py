@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from torchstorm.offload import torch_private as private
-from torchstorm.plan.variants import INPUTS, LEAN, LEAST, SAVE, VARIANTS, Variant
+from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, Variant
 
 # A value counts as an own tensor in memory from here on; below it lie scalars and seeds.
 _SMALL_BYTES = 1024
@@ -82,12 +82,15 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
     """Partitions copies of a joint graph in every variant, and looks at what each saves."""
     found: dict[str, Variant] = {}
     failed: dict[str, str] = {}
+    saved: list[str] | None = None
     for name in VARIANTS:
         try:
-            forward, backward = _split_as(name, private.copy_of(joint), inputs, **options)
+            forward, backward = _split_as(name, private.copy_of(joint), inputs, saved_by_cheap=saved, **options)
         except RuntimeError as error:
             failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
             continue
+        if name == CHEAP:
+            saved = [node.name for node in _saved(forward, options["num_fwd_outputs"])]
         variant = _costs(name, forward, backward, options["num_fwd_outputs"])
         if not found or variant.saved_bytes < min(other.saved_bytes for other in found.values()):
             found[name] = variant
@@ -96,10 +99,16 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
     return GraphCosts(found, flops, failed)
 
 
-def _split_as(variant: str, joint: fx.GraphModule, inputs: Any, **options: Any) -> private.Graphs:
+def _split_as(
+    variant: str, joint: fx.GraphModule, inputs: Any, *, saved_by_cheap: list[str] | None = None, **options: Any
+) -> private.Graphs:
+    """Splits a joint graph, which it changes; `saved_by_cheap` names what "cheap" saves, where that is known."""
     again: set[str] = set()
     if variant in (LEAN, INPUTS, LEAST):
-        again = _products_to_repeat(private.copy_of(joint), inputs, half=variant == LEAN, **options)
+        if saved_by_cheap is None:
+            forward, _ = private.partition(private.copy_of(joint), inputs, lift_bans=True, again=set(), **options)
+            saved_by_cheap = [node.name for node in _saved(forward, options["num_fwd_outputs"])]
+        again = _products_to_repeat(joint, saved_by_cheap, half=variant == LEAN)
         # PyTorch's min-cut never computes these again of itself, and saves what is made of them.
         again |= {node.name for node in joint.graph.nodes if _joins_what_was_made(node)}
     if variant == LEAST:
@@ -107,12 +116,11 @@ def _split_as(variant: str, joint: fx.GraphModule, inputs: Any, **options: Any) 
     return private.partition(joint, inputs, lift_bans=variant != SAVE, again=again, **options)
 
 
-def _products_to_repeat(joint: fx.GraphModule, inputs: Any, *, half: bool, **options: Any) -> set[str]:
+def _products_to_repeat(joint: fx.GraphModule, saved_by_cheap: list[str], *, half: bool) -> set[str]:
     """Names of the matrix products and convolutions whose outputs, or what is made of them, "cheap" would save."""
     flops = {node.name: private.matmul_flops(node) for node in joint.graph.nodes if private.is_forward(node)}
     nodes = {node.name: node for node in joint.graph.nodes}
-    forward, _ = private.partition(joint, inputs, lift_bans=True, again=set(), **options)
-    saved = [nodes[node.name] for node in _saved(forward, options["num_fwd_outputs"]) if node.name in nodes]
+    saved = [nodes[name] for name in saved_by_cheap if name in nodes]
     nbytes: dict[str, int] = {}
     seen: set[int] = set()
     for node in saved:
