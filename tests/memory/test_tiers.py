@@ -57,9 +57,17 @@ def simulated(capacity_bytes: int, *, sleep: bool) -> SimulatedTier:
     return SimulatedTier(spec, sleep=sleep)
 
 
-def host(capacity_bytes: int, *, segment_bytes: int = 2**28, check: bool = False) -> HostTier:
+def host(
+    capacity_bytes: int, *, segment_bytes: int = 2**28, largest_bytes: int | None = None, check: bool = False
+) -> HostTier:
     return HostTier(
-        PinnedArena(capacity_bytes, pin=None, available_bytes=lambda: 1 << 40, segment_bytes=segment_bytes),
+        PinnedArena(
+            capacity_bytes,
+            pin=None,
+            available_bytes=lambda: 1 << 40,
+            segment_bytes=segment_bytes,
+            largest_bytes=largest_bytes,
+        ),
         engine=None,
         spec=TierSpec(name="ram", capacity_bytes=capacity_bytes),
         check=check,
@@ -129,6 +137,9 @@ CASES = {
     "disk-tmpfs": Case(make=lambda place, size: DiskTier(place, capacity_bytes=size), unit_bytes=4096, memory=True),
     "host": Case(make=lambda _, size: host(size), unit_bytes=4096),
     "host-check": Case(make=lambda _, size: host(size, check=True), unit_bytes=4096),
+    "host-in-pieces": Case(
+        make=lambda _, size: host(size, segment_bytes=2 * 4096, largest_bytes=3 * 4096, check=True), unit_bytes=4096
+    ),
     "host-small-segments": Case(make=lambda _, size: host(size, segment_bytes=5 * 4096), unit_bytes=4096),
     "staged": Case(make=lambda place, size: staged(place, size, late=False), unit_bytes=4096),
     "staged-late": Case(make=lambda place, size: staged(place, size, late=True), unit_bytes=4096),
