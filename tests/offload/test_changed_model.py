@@ -18,7 +18,7 @@ from torchstorm.offload.misuse import check_unmoved
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.inputs import ModelTensors
 
-WIDTH, ROWS = 64, 512
+WIDTH, ROWS = 64, 128
 NUM_STEPS, CHANGED = 9, 4  # the change comes before this step; by then a plan is followed
 
 Change = Callable[[nn.Module], object]

@@ -23,7 +23,7 @@ from torchstorm.errors import (
 )
 from torchstorm.offload.session import Session
 
-WIDTH, ROWS = 64, 1024
+WIDTH, ROWS = 64, 256
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from torchstorm.errors import (
 )
 from torchstorm.offload.session import Session
 
-WIDTH, ROWS = 64, 512
+WIDTH, ROWS = 64, 128
 
 
 @pytest.fixture(autouse=True)
