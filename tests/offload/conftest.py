@@ -39,7 +39,8 @@ def told_once() -> Iterator[None]:
     def costs(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> GraphCosts:
         if any(isinstance(value, torch.SymInt) for value in tree_leaves(inputs)):
             return graph_costs(joint, inputs, **options)  # equal graphs may be of other sizes
-        graph = joint.print_readable(print_output=False)  # with all shapes and dtypes
+        code = joint.print_readable(print_output=False)  # with all shapes and dtypes
+        graph = f"{options['num_fwd_outputs']} outputs: {code}"
         if graph not in told:
             told[graph] = graph_costs(joint, inputs, **options)
         return told[graph]

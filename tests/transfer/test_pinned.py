@@ -332,6 +332,53 @@ def test_what_finds_room_for_some_of_its_pieces_alone_takes_none_of_them() -> No
     arena.close()
 
 
+def test_large_slots_whose_size_changes_lie_where_the_last_ones_lay() -> None:
+    pin = FakePin()
+    arena = make_arena(100, pin=pin, segment_pages=1, largest_pages=4)
+    for index in range(60):
+        arena.free(arena.allocate((10 + index % 2) * PAGE), after=[])
+    assert arena.held_bytes <= 16 * PAGE
+    assert pin.num_unpinned == 0
+
+
+def test_a_large_slot_takes_back_no_more_of_what_is_leaving_than_it_needs() -> None:
+    pin = FakePin()
+    arena = make_arena(60, pin=pin, largest_pages=4)
+    for slot in [arena.allocate(4 * PAGE) for _ in range(10)]:
+        arena.free(slot, after=[])
+    arena.trim(0, one_by_one=True)
+    slot = arena.allocate(8 * PAGE)
+    assert len(slot.pieces) == 2
+    assert arena.is_leaving
+    for _ in range(8):
+        arena.release_one()
+    assert (arena.is_leaving, arena.held_bytes, pin.num_unpinned) == (False, 8 * PAGE, 8)
+
+
+def test_what_breaks_off_between_two_pieces_takes_none() -> None:
+    class Interrupted(FakePin):
+        def __call__(self, buffer: torch.Tensor) -> Callable[[], None]:
+            if self.pinned:
+                raise KeyboardInterrupt
+            return super().__call__(buffer)
+
+    arena = make_arena(8, pin=Interrupted(), largest_pages=4)
+    with pytest.raises(KeyboardInterrupt):
+        arena.allocate(8 * PAGE)
+    arena.trim(0)
+    assert (arena.used_bytes, arena.held_bytes) == (0, 0)
+
+
+def test_nothing_is_pinned_for_what_does_not_fit_anyway() -> None:
+    pin = FakePin()
+    arena = make_arena(100, pin=pin, largest_pages=4)
+    arena.allocate(PAGE)
+    num_pinned = len(pin.pinned)
+    with pytest.raises(BudgetError):
+        arena.allocate(101 * PAGE)
+    assert (len(pin.pinned), pin.num_unpinned) == (num_pinned, 0)
+
+
 def test_close_unpins_everything_whatever_is_in_use() -> None:
     pin = FakePin()
     arena = make_arena(32, pin=pin)
@@ -583,7 +630,8 @@ def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: rando
     """And what the sum has room for always fits."""
     pin = FakePin()
     capacity = rng.randint(1, 24)
-    arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6), largest_pages=rng.choice((3, 4, 1024)))
+    largest = rng.choice((3, 4, 1024))
+    arena = make_arena(capacity, pin=pin, segment_pages=rng.randint(1, 6), largest_pages=largest)
     held: list[tuple[Slot, int]] = []
     used = peak = 0
     for mark in range(rng.randint(1, 40)):
@@ -611,6 +659,7 @@ def test_any_calls_keep_to_the_budget_and_never_hand_out_memory_twice(rng: rando
         assert (arena.used_bytes, arena.peak_bytes) == (used, peak)
         assert used <= arena.held_bytes <= capacity * PAGE
         assert sum(nbytes for _, nbytes in pin.pinned) == arena.held_bytes
+        assert all(nbytes <= largest * PAGE for _, nbytes in pin.pinned)
         for slot, mark in held:
             assert all(bool((piece == mark).all()) for piece in slot.pieces)
     arena.close()

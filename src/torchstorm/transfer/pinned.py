@@ -139,7 +139,7 @@ class PinnedArena:
             return Slot(pieces, after, extents, nbytes)
 
     def free(self, slot: Slot, *, after: list[StreamCopy]) -> None:
-        """Frees a slot. `after` are copies that may still use its memory."""
+        """Frees a slot. `after` are copies that may still use its memory, and no other slot's."""
         slot.after = [*slot.after, *after]  # the owner may have followed none of those before it
         with self._lock:
             for _, _, size in slot.extents:
@@ -205,24 +205,33 @@ class PinnedArena:
 
     def _in_parts(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """Extents of at most the largest segment, each in one, which may be new; none if there is no room for them."""
+        leaving_bytes = sum(segment.extents.capacity_bytes for segment in self._leaving)
+        room = min(self.capacity_bytes - self.held_bytes, self._available_bytes())
+        if nbytes > self._free_bytes() + leaving_bytes + room:
+            return []
         extents: list[tuple[_Segment, int, int]] = []
-        for start in range(0, max(nbytes, 1), self._largest_bytes):
-            part = min(nbytes - start, self._largest_bytes)
-            found = (self._in_one_segment(part) if extents else []) or self._in_new_segment(part)
-            if not found:
-                _give_up([Slot([], [], extents, start)])
-                return []
-            extents += found
-        return extents
+        is_whole = False
+        try:
+            for start in range(0, max(nbytes, 1), self._largest_bytes):
+                part = min(nbytes - start, self._largest_bytes)
+                found = self._in_one_segment(part) if part < nbytes else []  # for all of it `allocate` has looked
+                extents += found or self._in_new_segment(part)
+                if sum(size for _, _, size in extents) < start + part:
+                    return []
+            is_whole = True
+            return extents
+        finally:
+            if not is_whole:
+                _give_up([Slot([], [], extents, 0)])
 
     def _in_new_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """An extent of a segment that was about to be unpinned, or of a new one, if the budget and the machine's memory
         allow one."""
-        while self._leaving:
-            self._segments.append(self._leaving.pop())
-            extents = self._in_one_segment(nbytes)
-            if extents:
-                return extents
+        for segment in reversed(self._leaving):
+            if segment.extents.rounded(nbytes) <= segment.extents.capacity_bytes:
+                self._leaving.remove(segment)
+                self._segments.append(segment)
+                return self._in_one_segment(nbytes)
         return self._in_one_segment(nbytes) if self._add_segment(nbytes) else []
 
     def _add_segment(self, nbytes: int) -> bool:
@@ -236,7 +245,7 @@ class PinnedArena:
         room = min(self.capacity_bytes - self.held_bytes, available) // page * page
         if wanted > room:
             return False
-        usual = max(self._segment_bytes, min(self.held_bytes // _PART, self._largest_bytes))
+        usual = min(max(self._segment_bytes, self.held_bytes // _PART), self._largest_bytes)
         size = max(wanted, min(usual // page * page, room))
         try:
             segment = _Segment(size, self._pin)
@@ -251,12 +260,17 @@ class PinnedArena:
         return sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
 
     def _in_pieces(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
-        """Several free extents, the largest first. If they are too small together, a segment is added."""
+        """Several free extents, the largest first. If they are too small together, segments are added."""
         page = mmap.PAGESIZE
         if nbytes > self._free_bytes():
             self.trim(0)  # a segment that is added may take the place of several that are too small
         free = self._free_bytes()
-        if nbytes > free and not self._add_segment(nbytes - free):
+        missing = max(0, nbytes - free)
+        for added in range(0, missing, self._largest_bytes):
+            if missing - added > min(self.capacity_bytes - self.held_bytes, self._available_bytes()):
+                break
+            self._add_segment(min(missing - added, self._largest_bytes))
+        if nbytes > self._free_bytes():
             raise BudgetError(
                 f"ram={format_size(self.capacity_bytes)}, but {format_size(nbytes)} more is needed with "
                 f"{format_size(self.held_bytes)} already held ({format_size(self.used_bytes)} of it in use) and "
