@@ -50,7 +50,8 @@ class Slot:
     """An allocation in the arena.
 
     Attributes:
-        pieces: uint8 tensors on the host, in order. There is one, unless the free memory was fragmented.
+        pieces: uint8 tensors on the host, in order. There is one, unless the free memory was fragmented or the slot is
+            larger than any segment.
         after: copies of previous owners that still use this memory. New copies must wait for them.
         nbytes: total bytes of the pieces.
     """
@@ -95,7 +96,7 @@ class PinnedArena:
         self._segment_bytes = segment_bytes
         self._largest_bytes = largest_bytes or capacity_bytes or 1
         self._segments: list[_Segment] = []
-        self._spare: dict[int, deque[Slot]] = {}  # freed slots of one piece, by their bytes, the first freed first
+        self._spare: dict[int, deque[Slot]] = {}  # freed slots by their bytes, the first freed first
         self._lock = threading.RLock()
         self._leaving: list[_Segment] = []  # empty ones that `release_one` unpins
 
@@ -205,24 +206,22 @@ class PinnedArena:
 
     def _in_parts(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """Extents of at most the largest segment, each in one, which may be new; none if there is no room for them."""
-        leaving_bytes = sum(segment.extents.capacity_bytes for segment in self._leaving)
-        room = min(self.capacity_bytes - self.held_bytes, self._available_bytes())
-        if nbytes > self._free_bytes() + leaving_bytes + room:
+        if nbytes > self.held_bytes - self.used_bytes + self._room_bytes():
             return []
         extents: list[tuple[_Segment, int, int]] = []
-        is_whole = False
         try:
             for start in range(0, max(nbytes, 1), self._largest_bytes):
                 part = min(nbytes - start, self._largest_bytes)
                 found = self._in_one_segment(part) if part < nbytes else []  # for all of it `allocate` has looked
-                extents += found or self._in_new_segment(part)
-                if sum(size for _, _, size in extents) < start + part:
-                    return []
-            is_whole = True
-            return extents
+                found = found or self._in_new_segment(part)
+                if not found:
+                    break
+                extents += found
         finally:
+            is_whole = sum(size for _, _, size in extents) >= nbytes
             if not is_whole:
-                _give_up([Slot([], [], extents, 0)])
+                _give_up([Slot([], [], extents, nbytes)])
+        return extents if is_whole else []
 
     def _in_new_segment(self, nbytes: int) -> list[tuple[_Segment, int, int]]:
         """An extent of a segment that was about to be unpinned, or of a new one, if the budget and the machine's memory
@@ -238,11 +237,9 @@ class PinnedArena:
         """Adds a segment of `nbytes` or more, if the budget and the machine's memory allow one."""
         page = mmap.PAGESIZE
         wanted = max(-(-nbytes // page), 1) * page
-        available = self._available_bytes()
-        if wanted > min(self.capacity_bytes - self.held_bytes, available):
+        if wanted > self._room_bytes():
             self.trim(0)
-            available = self._available_bytes()
-        room = min(self.capacity_bytes - self.held_bytes, available) // page * page
+        room = self._room_bytes() // page * page
         if wanted > room:
             return False
         usual = min(max(self._segment_bytes, self.held_bytes // _PART), self._largest_bytes)
@@ -256,6 +253,10 @@ class PinnedArena:
         self._segments.append(segment)
         return True
 
+    def _room_bytes(self) -> int:
+        """What segments may be added, by the budget and the machine's memory."""
+        return min(self.capacity_bytes - self.held_bytes, self._available_bytes())
+
     def _free_bytes(self) -> int:
         return sum(segment.extents.capacity_bytes - segment.extents.used_bytes for segment in self._segments)
 
@@ -264,10 +265,9 @@ class PinnedArena:
         page = mmap.PAGESIZE
         if nbytes > self._free_bytes():
             self.trim(0)  # a segment that is added may take the place of several that are too small
-        free = self._free_bytes()
-        missing = max(0, nbytes - free)
+        missing = max(0, nbytes - self._free_bytes())
         for added in range(0, missing, self._largest_bytes):
-            if missing - added > min(self.capacity_bytes - self.held_bytes, self._available_bytes()):
+            if missing - added > self._room_bytes():
                 break
             self._add_segment(min(missing - added, self._largest_bytes))
         if nbytes > self._free_bytes():
