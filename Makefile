@@ -76,7 +76,7 @@ test-gpu: $(NEEDS_TEST)
 
 # All of them in one process: what was found goes into one record. Those that FAMILIES names, without a record, in several.
 test-families: $(NEEDS_TEST)
-	$(SHARING) $(RUN) -m pytest -m families tests/offload/test_families.py --fail-on-skip \
+	$(if $(FAMILIES),$(SHARING),OMP_NUM_THREADS=1) $(RUN) -m pytest -m families tests/offload/test_families.py --fail-on-skip \
 		$(if $(FAMILIES),-k "$(FAMILIES)" --numprocesses $(WORKERS) --dist loadgroup)
 
 # Not part of any install: needs a C compiler and liburing's headers, and fetches xNVMe's source release.

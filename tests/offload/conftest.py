@@ -1,4 +1,4 @@
-"""For all of this room; for tests that compile blocks, and for those of what settled steps do in C++ or in Python."""
+"""For tests that compile blocks, and for those of what settled steps do in C++ or in Python."""
 
 from __future__ import annotations
 
