@@ -459,7 +459,8 @@ def test_nothing_leaks_in_50_steps() -> None:
             allocated.append(torch.cuda.memory_allocated())
             held.append(session.usage().ram_bytes)
         assert len(set(allocated[3:])) == 1, allocated
-        assert len(set(held[25:])) == 1, held  # until then the plan may have been made anew three times
+        # Until then the plan may have been made anew three times; what none needs is given back at some steps' begin.
+        assert held[25:] == sorted(held[25:], reverse=True), held
         assert 0 < max(held) <= 8 * 2**30
     del session
     torch.cuda.synchronize()

@@ -16,7 +16,8 @@ from fractions import Fraction
 from itertools import product
 
 from torchstorm.plan.packing import Buffers, Packing
-from torchstorm.plan.trace import UNPACK, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import UNPACK, SavedStorage, Trace, make_parcels, taking
+from torchstorm.plan.typical import beside_the_host, spare_s
 
 _HIGHEST_POWER = 2  # of one size in a tensor's bytes
 _MOST_SIZES = 3  # that change
@@ -133,7 +134,8 @@ def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> 
     traces = [one.trace for one in known]
     if len(known) < 2 or any(not run_alike(traces[0], other) for other in traces[1:]):
         return None
-    low, high = sorted(traces, key=lambda one: one.saved_bytes)[-2:]
+    ordered = sorted(traces, key=lambda one: one.saved_bytes)
+    high = ordered[-1]
     try:
         law = Law([one.sizes for one in known], sizes)
         moments = law.numbers([one.nbytes for one in trace.moments] for trace in traces)
@@ -147,7 +149,7 @@ def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> 
         values=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.values, values, strict=True)),
         storages=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.storages, storages, strict=True)),
     )
-    return _drawn_out(_with_parcels(trace, high, buffers), low, high)
+    return _drawn_out(_with_parcels(trace, high, buffers), ordered)
 
 
 def run_alike(one: Trace, other: Trace) -> bool:
@@ -182,29 +184,48 @@ def _with_parcels(trace: Trace, before: Trace, buffers: Buffers) -> Trace:
     return replace(trace, storages=tuple(storages), parcels=make_parcels(storages, packing.parcel_bytes))
 
 
-def _drawn_out(trace: Trace, low: Trace, high: Trace) -> Trace:
-    """With times, and bytes that the model itself takes on a GPU, as they rise with what is saved."""
-    rise = trace.saved_bytes / max(1, high.saved_bytes)
+def _drawn_out(trace: Trace, traces: Sequence[Trace]) -> Trace:
+    """With times, and bytes that the model itself takes on a GPU, as they rise with what is saved.
+
+    Args:
+        trace: of the step that is foreseen.
+        traces: those seen, the largest last. Bytes are drawn out of the two between which it lies, or the largest two.
+            What is smaller than all takes no more than the smallest of them.
+    """
+    top = traces[-1]
+    above = next((at for at, one in enumerate(traces) if one.saved_bytes >= trace.saved_bytes), len(traces) - 1)
+    low, high = traces[max(0, above - 1)], traces[above]
+    rise = trace.saved_bytes / max(1, top.saved_bytes)
     between = high.saved_bytes - low.saved_bytes
     beyond = (trace.saved_bytes - high.saved_bytes) / between if between else 0.0
-    shift = high.base_bytes - low.base_bytes
+
+    shift_low, shift_high = top.base_bytes - low.base_bytes, top.base_bytes - high.base_bytes
 
     def bytes_of(lower: int, higher: int) -> int:
         return max(0, higher + round((higher - lower) * beyond))
 
-    return replace(
-        trace,
-        moments=tuple(
-            replace(
-                one,
-                compute_s=one.compute_s * rise,
-                other_bytes=bytes_of(lower.other_bytes + shift, one.other_bytes),
-                still_bytes=bytes_of(lower.still_bytes + shift, one.still_bytes),
-            )
-            for one, lower in zip(trace.moments, low.moments, strict=True)
-        ),
-        ops=tuple(
-            replace(one, compute_s=one.compute_s * rise, scratch_bytes=bytes_of(lower.scratch_bytes, one.scratch_bytes))
-            for one, lower in zip(trace.ops, low.ops, strict=True)
-        ),
+    moments = tuple(
+        replace(
+            one,
+            compute_s=one.compute_s * rise,
+            other_bytes=bytes_of(lower.other_bytes + shift_low, higher.other_bytes + shift_high),
+            still_bytes=bytes_of(lower.still_bytes + shift_low, higher.still_bytes + shift_high),
+        )
+        for one, lower, higher in zip(trace.moments, low.moments, high.moments, strict=True)
     )
+    ops = tuple(
+        replace(one, compute_s=one.compute_s * rise, scratch_bytes=bytes_of(lower.scratch_bytes, higher.scratch_bytes))
+        for one, lower, higher in zip(trace.ops, low.ops, high.ops, strict=True)
+    )
+    return _with_the_same_host(replace(trace, moments=moments, ops=ops), top)
+
+
+def _with_the_same_host(trace: Trace, top: Trace) -> Trace:
+    """With a forward that takes the host of a GPU as long as another step's does: it calls as many operations."""
+    if trace.device == "cpu" or not any((top.host.record_s, top.host.move_s)):
+        return trace  # it is not known
+    seconds = [one.compute_s for one in top.moments[: top.turn]]
+    base_s = spare_s(seconds, 0.0) - top.host.idle_s if top.host.idle_s else sum(seconds)
+    seconds, idle_s = beside_the_host([one.compute_s for one in trace.moments[: trace.turn]], base_s)
+    moments = (*taking(trace.moments[: trace.turn], seconds), *trace.moments[trace.turn :])
+    return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))

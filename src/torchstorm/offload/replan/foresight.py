@@ -15,7 +15,7 @@ from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
 
-_MOST_TRACES = 4  # that a law is told from
+MOST_TRACES = 4  # that a law is told from
 
 
 class _Seen(NamedTuple):
@@ -57,8 +57,8 @@ def foresee(
             return None  # as in every settled step, by the first of them
         seen.append(_Seen(its_sizes, planned))
     error: BudgetError | None = None
-    is_sure = all(_tells(each.planned) for each in seen)
-    for group in _groups([each for each in seen if _tells(each.planned)]):
+    is_sure = all(tells(each.planned) for each in seen)
+    for group in _groups([each for each in seen if tells(each.planned)]):
         trace = scaled([Known(each.sizes, each.planned.trace) for each in group], sizes, buffers)
         if trace is None:
             is_sure = False
@@ -75,7 +75,7 @@ def foresee(
     return None
 
 
-def _tells(planned: Planned) -> bool:
+def tells(planned: Planned) -> bool:
     """Whether a plan's trace is of whole steps with one call of the model each, and has all that such a step needs."""
     kind = planned.kind
     is_whole = not (kind.is_of_rest or planned.is_unrecorded or planned.is_given)
@@ -89,7 +89,7 @@ def _groups(seen: list[_Seen]) -> list[list[_Seen]]:
         group = next((one for one in groups if run_alike(one[0].planned.trace, each.planned.trace)), None)
         if group is None:
             groups.append([each])
-        elif len(group) < _MOST_TRACES and all(other.sizes != each.sizes for other in group):
+        elif len(group) < MOST_TRACES and all(other.sizes != each.sizes for other in group):
             group.append(each)
     return groups
 

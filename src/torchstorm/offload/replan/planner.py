@@ -15,6 +15,7 @@ from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers, bounce_buffers
 from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
 from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.proven import NOISE, NUM_JUDGED, as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
 from torchstorm.offload.step.saving import slab_bytes
@@ -26,9 +27,6 @@ from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
 from torchstorm.sizes import format_size
 
-# A step's time is judged by the median of so many that followed the plan.
-_NUM_JUDGED = 3
-_NOISE = 0.02  # a miss that is none
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
 _QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
@@ -129,6 +127,28 @@ class Planner:
         planned.forecast = measured or stated(plan, self.machine()).forecast
         planned.plan = replace(plan, forecast=planned.forecast)
         beside.ask(planned.asked)
+
+    def plan_smaller(self, larger: Planned, trace: Trace | None) -> Planned:
+        """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
+        beside training, and where nothing fits.
+
+        Args:
+            larger: which they follow as long as there is none.
+            trace: of such steps; None where it is not known, and no plan is to come.
+        """
+        found = replace(larger, plan=None, trace=trace or larger.trace, smaller={}, asked=None, replaced=None)
+        if trace is None:
+            return found
+        time_limit_s = _QUICK_S if self._beside is None else _FULL_S
+        problem = self._problem(self.slack_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
+        if self._beside is not None:
+            found.asked = problem
+            self._beside.ask(problem)
+            return found
+        with suppress(BudgetError):
+            found.plan = stated(self._solve(problem), self.machine())
+            found.forecast = found.plan.forecast
+        return found
 
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
         return Problem(
@@ -236,16 +256,19 @@ class Planner:
         problem, better = answer
         planned = plans.waiting_for(problem)
         assert planned is not None
-        assert planned.plan is not None
         planned.asked = None
         if better is None:
+            return False
+        if planned.plan is None:  # it is for smaller steps, which have followed a larger plan so far
+            planned.plan = stated(better, self.machine())
+            planned.forecast = planned.plan.forecast
             return False
         is_better = better.forecast.step_ms < problem.than_s * 1e3
         now = planned
         if is_better:
             plan = stated(better, self.machine())
             now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[])
-            now.replaced = _last_proven(planned)
+            now.replaced = last_proven(planned)
         is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
         if is_quick and self._times_first:
             now.is_quick = True
@@ -303,16 +326,18 @@ class Planner:
         Returns:
             What replaces the plan, or the forecast alone, where the times of several steps say that it is wrong.
         """
-        planned.recent = [*planned.recent[1 - _NUM_JUDGED :], took]
+        planned.recent = [*planned.recent[1 - NUM_JUDGED :], took]
         if self._beside is not None and planned.asked is not None:
             return None  # it may soon be replaced, and its steps share the processor with the search
         planned.times_s.append(took.step_s)
-        if planned.replaced is not None and len(planned.times_s) == _NUM_JUDGED:
+        if planned.replaced is not None and len(planned.times_s) == NUM_JUDGED:
             before, planned.replaced = planned.replaced, None
-            if (was := self._as_it_was(before, planned)) is not None:
+            if (found := as_it_was(before, planned)) is not None:
+                was, said = found
+                self.lessons.append(said)
                 return was
         plan = planned.plan
-        if plan is None or len(planned.times_s) != _NUM_JUDGED:
+        if plan is None or len(planned.times_s) != NUM_JUDGED:
             return None
         measured_s, expected_s = statistics.median(planned.times_s), planned.forecast.step_ms / 1e3
         was_quick, planned.is_quick = planned.is_quick, False
@@ -324,7 +349,7 @@ class Planner:
             return searched
         if planned.num_lessons >= _MOST_LESSONS:
             return None
-        if abs(measured_s - expected_s) <= _NOISE * measured_s:
+        if abs(measured_s - expected_s) <= NOISE * measured_s:
             return None
         said = f"Steps took {measured_s * 1e3:.1f} ms, where {expected_s * 1e3:.1f} ms were forecast: "
         forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
@@ -346,7 +371,7 @@ class Planner:
         with suppress(BudgetError):
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
             anew.num_lessons = planned.num_lessons + 1
-            anew.replaced = _last_proven(planned)
+            anew.replaced = last_proven(planned)
             self.lessons.append(said + "such steps were planned anew.")
             return anew
         return corrected
@@ -357,39 +382,8 @@ class Planner:
         trace, self._link_share = explained(planned.trace, plan, planned.recent, measured_s, machine, self._link_share)
         return trace
 
-    def _as_it_was(self, before: Planned, planned: Planned) -> Planned | None:
-        """The plan that another one has replaced, if its steps took less, whatever was forecast; else None. The fastest
-        ones tell: what disturbs the host, as the search for the new plan itself, only adds, and may last for seconds.
-        """
-        before_s, measured_s = min(one.step_s for one in before.recent), min(planned.times_s)
-        if before.plan is None or planned.plan is None or measured_s <= before_s * (1 + _NOISE):
-            return None
-        if before.plan.placements == planned.plan.placements:
-            return None
-        self.lessons.append(
-            f"Steps took {measured_s * 1e3:.1f} ms by a new plan, and {before_s * 1e3:.1f} ms by the one before it, "
-            "which is back."
-        )
-        forecast = replace(before.forecast, step_ms=before_s * 1e3)
-        plan = replace(before.plan, forecast=forecast)
-        num_lessons = planned.num_lessons + 1
-        return replace(
-            before,
-            plan=plan,
-            forecast=forecast,
-            num_lessons=num_lessons,
-            times_s=[],
-            asked=None,
-            is_quick=planned.is_quick,
-        )
-
     def _own_bytes(self, fast_bytes: int) -> int:
         """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
         growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._tiers.fast_bytes))
         threads, block = bounce_buffers(fast_bytes) if self._tiers.device.type == "cpu" else (0, 0)
         return threads * block + 2 * growth
-
-
-def _last_proven(planned: Planned) -> Planned | None:
-    """The last plan, up to this one, whose steps have shown what it takes."""
-    return planned if len(planned.recent) == _NUM_JUDGED else planned.replaced

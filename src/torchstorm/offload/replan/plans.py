@@ -21,7 +21,9 @@ _MOST_NEAR = 4
 _MOST_SMALLER = 16  # traces of steps for which a larger plan stands
 _MUCH_SMALLER = 0.5  # steps of less than this part of a plan's work keep a plan of their own
 _NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
+_MUCH = 0.4  # of the budget: another step may well need more than all of it
 _MOST_SIZES = 2**14  # that are remembered
+_UNTOLD = (8, 64, 512)  # after so many much smaller steps that follow a plan, one of them is traced
 _MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
 
 
@@ -71,6 +73,9 @@ class Planned:
         is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
+        smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
+            no plan while that is searched for, and where none can be told.
+        num_untold: much smaller steps that have followed it while the traces did not tell of their sizes.
         kind: of the steps.
     """
 
@@ -90,12 +95,23 @@ class Planned:
     is_quick: bool = False
     is_unrecorded: bool = False
     stands_for_smaller: bool = False
+    smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
+    num_untold: int = 0
     kind: Kind = field(default_factory=Kind)
+
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether a much smaller step is to be traced: a single size tells nothing of others."""
+        return self.num_untold in _UNTOLD
 
     @property
     def recomputes(self) -> bool:
         """Whether a step that follows it computes anything again."""
         return self.plan is not None and self.plan.recomputes
+
+    def is_tight(self, limit_bytes: int) -> bool:
+        """Whether a step that saves more than another, as far as can be expected, might not fit into so many bytes."""
+        return self.recomputes or self.trace.saved_bytes > _MUCH * limit_bytes
 
     def work_over(self, key: Key) -> float:
         """About how many times the work of a step that begins so a step is that the plan was made for."""
@@ -299,11 +315,16 @@ class Plans:
 
     def waiting_for(self, problem: Problem) -> Planned | None:
         """The plan in use that is to be replaced by a problem's answer."""
-        return next((one for one in self._all if one.asked is problem), None)
+        return next((one for one in self._all_and_smaller() if one.asked is problem), None)
+
+    def _all_and_smaller(self) -> Iterator[Planned]:
+        for one in self._all:
+            yield one
+            yield from one.smaller.values()
 
     def most_ram_bytes(self) -> int:
         """The most that any plan in use keeps in host memory beside a GPU."""
-        return max((one.forecast.ram_bytes for one in self._all), default=0)
+        return max((one.forecast.ram_bytes for one in self._all_and_smaller()), default=0)
 
     def plan_in_force(self, machine: Callable[[], Machine]) -> Plan | None:
         """The plan in force, with the machine whose speeds it has, and what it is for."""
@@ -335,7 +356,8 @@ class Plans:
         if len(self._all) != 1 or self.have_left or self._are_others:
             return True  # where steps have differed, the next one may be new again
         (planned,) = self._all
-        return planned.is_unrecorded or self.is_measured_again(planned) or planned.recomputes or is_outdated(planned)
+        is_traced = planned.is_unrecorded or self.is_measured_again(planned) or planned.is_to_tell
+        return is_traced or planned.recomputes or is_outdated(planned)
 
 
 def _serves(larger: Trace, one: Trace) -> bool:

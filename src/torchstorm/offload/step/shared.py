@@ -20,6 +20,9 @@ from torchstorm.offload.step.garbage import collect_early
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.residency import Residency
+from torchstorm.offload.step.saving import buffers_of
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.packing import Buffers
 from torchstorm.sizes import format_size
 
 
@@ -67,6 +70,10 @@ class Shared:
     def device(self) -> torch.device:
         """The fast device."""
         return self.tiers.device
+
+    def buffers(self) -> Buffers:
+        """What is put together where a step is decided on the spot."""
+        return buffers_of(self.residency.limit_bytes, can_move=self.residency.default_tier != KEEP)
 
     def num_compiled(self) -> int:
         """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.foresight import foresee
 from torchstorm.offload.replan.given import check_inputs
+from torchstorm.offload.replan.mistaken import correct
 from torchstorm.offload.replan.plans import Kind, Planned
+from torchstorm.offload.replan.smaller import ask_for_plan, give_up, is_to_be_traced, plan_for
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
@@ -29,14 +31,13 @@ from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice, Departure, TableOf
-from torchstorm.offload.step.saving import buffers_of
 from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import KEEP, Figures
-from torchstorm.plan.trace import PACK, without_origin
+from torchstorm.plan.trace import PACK
+from torchstorm.sizes import format_size
 
-_MUCH = 0.4  # of the budget: another step may well need more than all of it
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
 
@@ -64,8 +65,7 @@ class Step:
         for tier in shared.tiers.slow.values():
             tier.reset_peak()
         shared.learn()
-        tensors = shared.tensors
-        tensors.read()
+        (tensors := shared.tensors).read()
         refuse_compiled_whole(shared.model)
         shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
         optimizer = shared.state.optimizer()
@@ -75,6 +75,7 @@ class Step:
         self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._planned: Planned | None = None  # what the step follows, as far as it has come
+        self._larger: Planned | None = None  # what it would follow without a plan for smaller steps
         self._foreseen: Planned | None = None  # a plan for steps of its sizes, which no step has had so far
         self._mistaken: list[tuple[Planned, int]] = []  # plans that have a storage made by what did not make it
         self._is_planned_for = True  # whether what is measured is for a plan
@@ -126,7 +127,7 @@ class Step:
         Raises:
             BudgetError: no plan fits.
         """
-        shared, residency = self._shared, self._shared.residency
+        shared = self._shared
         if self._key is not None or shared.unlimited or shared.plans.given is not None:
             return
         assert self._inputs.shapes is not None
@@ -134,7 +135,7 @@ class Step:
             self._foreseen = foresee(
                 *(shared.plans, shared.planner, self._inputs.shapes, self._key_of_state()),
                 base_bytes=self._base_bytes,
-                buffers=buffers_of(residency.limit_bytes, can_move=residency.default_tier != KEEP),
+                buffers=shared.buffers(),
             )
         except BudgetError as error:
             if shared.compiled is None or shared.compiled.fixed:  # else other variants may fit
@@ -176,6 +177,8 @@ class Step:
             planned = plans.covering(key)
             if planned is not None and planner.is_outdated(planned, self._base_bytes):
                 planned = None
+            if planned is not None and is_to_be_traced(planned, self._inputs.shapes):
+                return self._traced()
             self._is_exact = planned is None
         if planned is None and self._foreseen is not None and self._foreseen.kind.key == key:
             planned = self._foreseen
@@ -184,14 +187,14 @@ class Step:
         if planned is None:
             return self._traced()
         others = tuple(plans.near(planned, key))
-        has_tight_ram = shared.residency.default_tier == KEEP and (plans.have_left or self._is_tight(planned))
+        smaller = plan_for(planned, self._inputs.shapes) if not self._is_exact else None
+        if smaller is not None and not planner.is_outdated(smaller, self._base_bytes):
+            self._planned, self._larger, planned = smaller, planned, smaller
+        is_tight = plans.have_left or planned.is_tight(shared.residency.limit_bytes)
+        has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         measure = self._measure(planned)
         turned = self._span.turned if measure is None else None
         return Choice(planned.plan, measure, self._is_exact, others, has_tight_ram, turned)
-
-    def _is_tight(self, planned: Planned) -> bool:
-        """Whether a step that saves more than another, as far as can be expected, might not fit."""
-        return planned.recomputes or planned.trace.saved_bytes > _MUCH * self._shared.residency.limit_bytes
 
     def _traced(self) -> Choice:
         """No plan is followed from here on, and a trace is made for one."""
@@ -237,6 +240,8 @@ class Step:
                 continue
             plans.use(other)  # the next step may begin with it
             self._mistaken += [(other, at) for at in departure.made_otherwise_than(table)]
+            if other is self._larger:
+                give_up(planned, shared.planner, "a tensor is larger than was foreseen.")
             if departure.may_follow(table):
                 self._planned, self._is_exact = other, is_exact
                 return Choice(other.plan, None, is_exact)
@@ -289,24 +294,12 @@ class Step:
                 planned = found
         if planned is not None and plans.stand_for_smaller(planned):
             shared.measured.plan_changed()
-        self._correct_plans()
+        if planned is not None and recorder is None and not self._is_exact:
+            ask_for_plan(plans, shared.planner, self._larger or planned, self._inputs.shapes, shared.buffers())
+        if correct(plans, shared.planner, self._mistaken):
+            shared.measured.plan_changed()
         if shortfall is not None:
             shared.planner.lessons.append(shared.tiers.judge_shortfall(*shortfall, is_measured=is_measured))
-
-    def _correct_plans(self) -> None:
-        """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is
-        that of another plan, and steps of both may have differed before it was seen."""
-        shared = self._shared
-        for planned in {id(one): one for one, _ in self._mistaken if one.kind.is_of_rest}.values():
-            trace = planned.trace
-            for at in {at for one, at in self._mistaken if one is planned}:
-                trace = without_origin(trace, at)
-            anew = None
-            with suppress(BudgetError):
-                base, num_measured = planned.base_bytes, planned.num_measured
-                anew = shared.planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
-            if shared.plans.replace(planned, anew):
-                shared.measured.plan_changed()
 
     def _plan_next(self, recorder: Recorder | Pace, planned: Planned | None) -> Planned | None:
         """The plan for further steps of this kind, by what this one has measured; None where compiled blocks take other
@@ -378,6 +371,10 @@ class Step:
             shared.plans.followed(followed)
             sizes = self._inputs.shapes if not on_cpu else None
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
+        if self._larger is not None:
+            times = 0.0
+            if followed is not None and vram > shared.tiers.budget.vram and not on_cpu:  # pragma: gpu
+                give_up(followed, shared.planner, f"steps took {format_size(vram)}, more than the budget.")
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
@@ -390,7 +387,9 @@ class Step:
         held = shared.residency.resident_bytes
         shortage = Shortage.read(error, self._device, held_bytes=held, budget_bytes=budget)
         drop_step(shared.saved, error)
-        planned = self._planned
+        planned = self._larger or self._planned
+        if self._larger is not None and self._planned is not None:
+            give_up(self._planned, shared.planner, "the device ran out of memory.")
         anew = shared.planner.plan_after(shortage, planned) if planned is not None else None
         if planned is not None and anew is not None and shared.plans.replace(planned, anew):
             shared.measured.plan_changed()

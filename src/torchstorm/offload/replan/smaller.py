@@ -1,0 +1,140 @@
+"""Plans for smaller steps of the same operations.
+
+A plan serves smaller steps as it is, and moves and computes again the same tensors of them. But of a smaller step more
+could stay; and since the host takes as long for a short batch as for a long one, it is the host that comes late. So
+steps that are much smaller than the plan which they follow get plans for their sizes: these are foreseen from traces of
+two sizes, and searched for beside training.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from torchstorm.offload.replan.foresight import MOST_TRACES, tells
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.workload import sizes_of
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.packing import Buffers
+from torchstorm.plan.scaled import Known, run_alike, scaled
+
+Sizes = tuple[int, ...]
+
+_PARTS = 8  # of the full size; steps between two of them share a plan
+_MOST = 16  # such plans beside one
+
+
+def part_of(sizes: Sizes, full: Sizes) -> Sizes | None:
+    """The sizes that a smaller step is planned for: each in as many parts of the full one as it needs.
+
+    Args:
+        sizes: of what the model is given.
+        full: what the step's plan is for.
+
+    Returns:
+        None where these are the full ones, or something is larger than they are.
+    """
+    if len(sizes) != len(full) or any(map(operator.gt, sizes, full)):
+        return None
+    parts = tuple(
+        one if one == most else _up(most * _up(_PARTS * one, most), _PARTS)
+        for one, most in zip(sizes, full, strict=True)
+    )
+    return parts if parts != full else None
+
+
+def _up(one: int, other: int) -> int:
+    return -(-one // other)
+
+
+def plan_for(larger: Planned, inputs: tuple[str, ...] | None) -> Planned | None:
+    """The plan for the smallest steps that are no smaller than one; None for that which it is to follow otherwise.
+
+    Args:
+        larger: that plan.
+        inputs: shapes and types of what the model is given in the step, as a plan's workload has them.
+    """
+    if not larger.smaller or (sizes := _smaller_sizes(larger, inputs)) is None:
+        return None
+    found = [
+        (math.prod(most), one)
+        for most, one in larger.smaller.items()
+        if one.plan is not None and all(map(operator.le, sizes, most))
+    ]
+    return min(found, key=operator.itemgetter(0))[1] if found else None
+
+
+def is_to_be_traced(larger: Planned, inputs: tuple[str, ...] | None) -> bool:
+    """Whether a step is to be traced that could follow a plan for larger ones, so that its sizes tell of others."""
+    if not larger.is_to_tell:
+        return False
+    sizes = _smaller_sizes(larger, inputs)
+    if sizes is None or part_of(sizes, _full_sizes(larger)) is None:
+        return False
+    larger.num_untold += 1
+    larger.stands_for_smaller = False  # but will, when the step was traced
+    return True
+
+
+def ask_for_plan(
+    plans: Plans, planner: Planner, larger: Planned, inputs: tuple[str, ...] | None, buffers: Buffers
+) -> None:
+    """A step has followed a plan for larger ones to its end: if it was much smaller, a plan for its sizes is searched
+    for.
+
+    Args:
+        plans: of the Session.
+        planner: makes plans.
+        larger: the plan.
+        inputs: as in `plan_for`.
+        buffers: of the Session.
+    """
+    is_settled = larger.asked is None and not plans.is_measured_again(larger)
+    if not is_settled or not tells(larger) or len(larger.smaller) >= _MOST or _keeps_all(larger):
+        return
+    sizes = _smaller_sizes(larger, inputs)
+    part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
+    if part is None or part in larger.smaller:
+        return
+    known = _known_like(plans, larger)
+    if len(known) == 1:
+        larger.num_untold += 1
+        return
+    larger.smaller[part] = planner.plan_smaller(larger, scaled(known, part, buffers))
+
+
+def give_up(planned: Planned, planner: Planner, why: str) -> None:
+    """Steps that have followed a plan for smaller ones follow the larger one again, and the report says why."""
+    planned.plan = planned.asked = None
+    planner.lessons.append(f"Smaller steps follow the plan for larger ones again: {why}")
+
+
+def _smaller_sizes(larger: Planned, inputs: tuple[str, ...] | None) -> Sizes | None:
+    """Sizes of what the model is given in a step; None where that is not known, or is other tensors than the plan's."""
+    workload = larger.kind.workload
+    if inputs is None or workload is None:
+        return None
+    types, sizes = sizes_of(inputs)
+    return sizes if types == sizes_of(workload.inputs)[0] else None
+
+
+def _full_sizes(larger: Planned) -> Sizes:
+    assert larger.kind.workload is not None
+    return sizes_of(larger.kind.workload.inputs)[1]
+
+
+def _keeps_all(larger: Planned) -> bool:
+    return larger.plan is not None and all(one.tier == KEEP for one in larger.plan.placements)
+
+
+def _known_like(plans: Plans, larger: Planned) -> list[Known]:
+    """Traces of steps of the same operations on different sizes, the plan's own first."""
+    found = {_full_sizes(larger): larger.trace}
+    for one in plans.latest_first():
+        if len(found) == MOST_TRACES or not tells(one) or one.kind.key[1:] != larger.kind.key[1:]:
+            continue
+        sizes = _smaller_sizes(larger, one.kind.workload.inputs if one.kind.workload is not None else None)
+        if sizes is not None and sizes not in found and run_alike(larger.trace, one.trace):
+            found[sizes] = one.trace
+    return [Known(sizes, trace) for sizes, trace in found.items()]
