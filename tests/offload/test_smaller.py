@@ -1,0 +1,235 @@
+"""Much smaller steps than those of a plan get plans for their own sizes, in which more stays: exactly, and within the
+budget."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchstorm.offload.replan import smaller
+from torchstorm.offload.replan.plans import Planned
+from torchstorm.offload.replan.smaller import part_of
+from torchstorm.offload.session import Session
+from torchstorm.offload.step import step as step_module
+from torchstorm.plan.beside import PLAN_NOW
+from torchstorm.plan.forecast import KEEP
+from torchstorm.plan.scaled import scaled
+from torchstorm.plan.trace import Trace
+
+SHORTER, FULL = 96, 160
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+class Training:
+    """A model in a Session, and its like without one."""
+
+    def __init__(self, share: float, disk: Path | None = None) -> None:
+        unlimited = Session(model := llama(), unlimited=True)
+        _run(model, 4, FULL, unlimited)
+        self.budget = int(unlimited.usage().ram_bytes * share)
+        unlimited.close()
+        self.plain, self.model = llama(), llama()
+        self.session = Session(self.model, ram=self.budget, disk=str(disk) if disk is not None else None)
+
+    def step(self, length: int, batch: int = 4) -> None:
+        expected, found = _run(self.plain, batch, length, None), _run(self.model, batch, length, self.session)
+        assert all(map(torch.equal, expected, found)), length
+        assert self.session.usage().ram_bytes <= self.budget, length
+
+    @property
+    def largest(self) -> Planned:
+        """The plan for the largest steps."""
+        return max(self.session._shared.plans._all, key=lambda one: one.trace.saved_bytes)
+
+
+def _run(model: nn.Module, batch: int, length: int, session: Session | None) -> list[torch.Tensor]:
+    ids = torch.randint(0, 128, (batch, length), generator=torch.Generator().manual_seed(length))
+    if session is None:
+        model(input_ids=ids, labels=ids).loss.backward()
+    else:
+        with session.step():
+            model(input_ids=ids, labels=ids).loss.backward()
+    found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> list[Planned | None]:
+    """What steps have followed to their end."""
+    found: list[Planned | None] = []
+    count = step_module.Step._count
+
+    def noted(self: Any, recorder: Any, planned: Planned | None) -> None:
+        found.append(planned)
+        count(self, recorder, planned)
+
+    monkeypatch.setattr(step_module.Step, "_count", noted)
+    return found
+
+
+def num_leaving(planned: Planned | None) -> int:
+    assert planned is not None
+    assert planned.plan is not None
+    return sum(one.tier != KEEP for one in planned.plan.placements)
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["RAM and disk", "RAM alone"])
+def test_much_smaller_steps_follow_plans_in_which_more_stays(
+    disk: bool, tmp_path: Path, followed: list[Planned | None]
+) -> None:
+    training = Training(0.6, tmp_path if disk else None)
+    for length in (SHORTER, FULL, FULL, FULL):
+        training.step(length)
+    assert followed[-1] is training.largest
+    training.step(100)
+    assert followed[-1] is training.largest, "there was none for such steps"
+    for length in (100, 99, 81, 100):
+        training.step(length)
+        assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
+    assert list(training.largest.smaller) == [(4, 100, 4, 100)]
+    assert num_leaving(followed[-1]) < num_leaving(training.largest)
+    training.step(60)
+    assert followed[-1] is training.largest.smaller[4, 100, 4, 100], "the smallest that is large enough"
+    training.step(60)
+    assert followed[-1] is training.largest.smaller[4, 60, 4, 60]
+    assert num_leaving(followed[-1]) == 0
+    training.step(FULL - 1)
+    assert followed[-1] is training.largest, "which is nearly as large"
+    training.step(FULL)
+    assert followed[-1] is training.largest
+    report = training.session.report()
+    assert report.num_steps - report.num_planned <= 4
+    assert not any("smaller" in note for note in report.notes)
+
+
+def test_sizes_at_random_and_of_batches_too_are_exact_and_within_the_budget(tmp_path: Path) -> None:
+    training, rng = Training(0.5, tmp_path), random.Random(0)
+    for _ in range(60):
+        training.step(rng.randint(8, FULL), rng.randint(1, 4))
+    assert training.largest.smaller
+
+
+def test_where_only_one_size_is_known_a_ninth_smaller_step_is_traced_and_tells_of_the_others(
+    followed: list[Planned | None],
+) -> None:
+    training = Training(0.6)
+    for length in [FULL] * 4 + [70] * 8:
+        training.step(length)
+    assert followed[-1] is training.largest
+    assert not training.largest.smaller
+    training.step(90)
+    assert followed[-1] is None, "traced"
+    for length in (FULL, 70, 70):
+        training.step(length)
+    assert followed[-1] is training.largest.smaller[4, 80, 4, 80]
+    (planned,) = training.session._shared.plans._all
+    assert planned is training.largest
+
+
+def test_a_model_whose_steps_are_much_the_same_size_is_never_traced_for_smaller_ones(
+    followed: list[Planned | None],
+) -> None:
+    training = Training(0.6)
+    for length in [FULL] * 3 + [FULL - at for at in range(16)]:
+        training.step(length)
+    assert None not in followed[3:]
+    assert not training.largest.smaller
+
+
+def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+) -> None:
+    def too_small(*given: Any) -> Trace | None:
+        trace = scaled(*given)
+        assert trace is not None
+        moves = [trace.storages[one.storage].parcel >= 0 for one in trace.moments]
+        at = moves.index(True, trace.turn // 2)
+        less = replace(trace.moments[at], nbytes=trace.moments[at].nbytes - 512)
+        return replace(trace, moments=(*trace.moments[:at], less, *trace.moments[at + 1 :]))
+
+    training = Training(0.6)
+    for length in (SHORTER, FULL, FULL, FULL):
+        training.step(length)
+    monkeypatch.setattr(smaller, "scaled", too_small)
+    for _ in range(3):
+        training.step(100)
+    assert followed[-1] is training.largest
+    assert training.largest.smaller[4, 100, 4, 100].plan is None
+    assert "follow the plan for larger ones again" in training.session.report().notes[-1]
+
+
+def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
+    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+) -> None:
+    monkeypatch.setenv(PLAN_NOW, "0")
+    training = Training(0.6)
+    with training.session:
+        for length in (SHORTER, FULL, FULL, FULL):
+            training.step(length)
+        while training.largest.asked is not None or (4, 100, 4, 100) not in training.largest.smaller:
+            training.step(100)
+            assert followed[-1] is not None
+        found = training.largest.smaller[4, 100, 4, 100]
+        beside = training.session._shared.planner._beside
+        assert beside is not None
+        while found.plan is None:
+            assert beside._running is not None
+            beside._running.thread.join(60)
+            training.step(100)
+        assert found.asked is None
+        training.step(100)
+        assert followed[-1] is found
+
+
+def test_another_state_of_the_model_forgets_plans_for_smaller_steps(followed: list[Planned | None]) -> None:
+    training = Training(0.6)
+    for length in (SHORTER, FULL, FULL, FULL, 100, 100):
+        training.step(length)
+    was = followed[-1]
+    for model in (training.plain, training.model):
+        next(model.parameters()).requires_grad_(False)
+    for length in (FULL, FULL, FULL, 100, 100):
+        training.step(length)
+    assert was not in followed[-5:]
+
+
+numbers = st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 4096)), min_size=1, max_size=4)
+
+
+@given(numbers)
+def test_a_part_is_no_smaller_than_the_sizes_and_at_most_an_eighth_of_the_full_ones_more(
+    pairs: list[tuple[int, int]],
+) -> None:
+    sizes, full = tuple(min(pair) for pair in pairs), tuple(max(pair) for pair in pairs)
+    part = part_of(sizes, full)
+    for one, found, most in zip(sizes, part or full, full, strict=True):
+        assert one <= found <= most
+        assert part is None or found - one < most / 8 + 1
+    assert part_of(full, full) is None
+    assert part_of((*sizes, 1), full) is None
+    assert part_of(tuple(most + 1 for most in full), full) is None
