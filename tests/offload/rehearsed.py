@@ -5,7 +5,6 @@ while something is computed again) is gone through without one, byte by byte."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ from torchstorm.offload import session
 from torchstorm.offload.budget import Tiers
 from torchstorm.offload.replan import given
 from torchstorm.offload.session import Session
-from torchstorm.offload.step import pace, tracing
-from torchstorm.offload.step.clock import CpuClock
+from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.plan.forecast import RAM
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
@@ -51,7 +49,7 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return tensor
 
-    def reset_peak(self, _: object = None) -> None:
+    def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,13 +79,49 @@ def _empty_there(*size: Any, device: object = None, **options: Any) -> torch.Ten
     return _empty(*size, device=None if isinstance(device, _Device) else device, **options)  # type: ignore[arg-type]
 
 
-class _Tiers(Tiers):
-    meter: Meter
-    speeds: Machine
+class _Fast:
+    """The CPU as a fast tier that is like a GPU: see `FastTier`."""
 
-    @property
-    def empty(self) -> Callable[[int], torch.Tensor]:
-        return lambda nbytes, _: self.meter.hold(torch.empty(nbytes, dtype=torch.uint8))
+    name = "vram"
+    counts_all = is_beside_host = True
+
+    def __init__(self, meter: Meter) -> None:
+        self.device: Any = _Device()
+        self._meter = meter
+
+    def clock(self) -> Clock:
+        return CpuClock()
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_idle(self) -> bool:
+        return True
+
+    def begin_step(self) -> None:
+        self.reset_peak()
+
+    def allocated_bytes(self) -> int:
+        return self._meter.live_bytes
+
+    def peak_bytes(self) -> int:
+        return self._meter.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._meter.reset_peak()
+
+    def unused_bytes(self, limit_bytes: int) -> int:
+        return limit_bytes - self._meter.live_bytes
+
+    def in_use(self, held_bytes: int, limit_bytes: int) -> tuple[int, int, int]:
+        return self._meter.live_bytes, self._meter.live_bytes, limit_bytes - self._meter.live_bytes
+
+    def empty(self, nbytes: int, phase: int) -> torch.Tensor:
+        return self._meter.hold(torch.empty(nbytes, dtype=torch.uint8))
+
+
+class _Tiers(Tiers):
+    speeds: Machine
 
     def machine(self) -> Machine:
         return self.speeds
@@ -111,20 +145,8 @@ class Rehearsal:
             h2d_bytes_per_s=link_bytes_per_s,
         )
         self._monkeypatch = monkeypatch
-        for name, told in {
-            "memory_stats_as_nested_dict": lambda _: {
-                "allocated_bytes": {"all": {"current": self.meter.live_bytes, "peak": self.meter.peak_bytes}}
-            },
-            "reset_peak_memory_stats": self.meter.reset_peak,
-            "synchronize": lambda _: None,
-            "is_current_stream_capturing": lambda: False,
-            "default_generators": (torch.default_generator,),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, told)
+        monkeypatch.setattr(torch.cuda, "default_generators", (torch.default_generator,))
         monkeypatch.setattr(torch, "empty", _empty_there)
-        for module in (tracing, pace):
-            monkeypatch.setattr(module, "StreamClock", lambda _: CpuClock())
-        monkeypatch.setattr(session, "StreamClock", lambda _: CpuClock())
 
     def session(
         self,
@@ -145,18 +167,18 @@ class Rehearsal:
         """
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
-        device: Any = _Device()
+        fast = _Fast(self.meter)
         tiers = _Tiers(
-            device=device,
+            fast=fast,
             budget=Budget(vram=vram, ram=_RAM_BYTES),
             fast_bytes=vram,
             slow={RAM: DeviceTier(TierSpec(name="ram", capacity_bytes=_RAM_BYTES))},
             default_tier=RAM,
             spare=Budget(vram=spare_bytes),
         )
-        tiers.meter, tiers.speeds = self.meter, self.machine
+        tiers.speeds = self.machine
         with self._monkeypatch.context() as patch:
             patch.setattr(session, "build_tiers", lambda *_, **__: tiers)
-            patch.setattr(given, "model_device", lambda _: device)
+            patch.setattr(given, "model_device", lambda _: fast.device)
             given_one = (optimizer or torch.optim.SGD(model.parameters())) if knows_optimizer else None
             return Session(model, optimizer=given_one, plan=plan)

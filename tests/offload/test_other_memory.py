@@ -203,7 +203,6 @@ def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_
     for slot in [arena.allocate(MIB) for _ in range(6)]:
         arena.free(slot, after=[])
     held, clock = list[int](), [0.0]
-    monkeypatch.setattr(budgets, "is_idle", lambda _: len(held) != 7)
     monkeypatch.setattr(budgets, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def release_one() -> None:
@@ -216,7 +215,11 @@ def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_
         held.append(arena.held_bytes // MIB)
         clock[0] += 0.2
 
+    def prepare(storm: Session) -> None:
+        storm._shared.tiers.arenas.append(arena)
+        monkeypatch.setattr(storm._shared.tiers.fast, "is_idle", lambda: len(held) != 7)
+
     with gpu.meter:
-        train(gpu, 1 << 40, num_steps=14, before=before, prepare=lambda storm: storm._shared.tiers.arenas.append(arena))
+        train(gpu, 1 << 40, num_steps=14, before=before, prepare=prepare)
     assert held[:5] == [6, 6, 6, 6, 6], "the plan was timed in the fourth step"
     assert held[5:] == [5, 5, 5, 4, 4, 3, 3, 2, 2], "in every second step, for 3 % of the time, once it is idle"

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from torchstorm.offload.fast import Cpu
 from torchstorm.offload.native.library import library
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import pace as pacing
 from torchstorm.offload.step import step as steps
+from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures, Placement
@@ -52,20 +54,28 @@ def trace_of(*seconds: float) -> Trace:
     return Trace(device="cpu", moments=moments, storages=(), parcels=(), base_bytes=0, staging_bytes=0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
-    hand = Hand()
-    monkeypatch.setattr(pacing, "CpuClock", lambda: hand)
-    return hand
+class ByHand(Cpu):
+    """A device whose clock is set by hand."""
+
+    def __init__(self, hand: Hand, *, is_beside_host: bool = False) -> None:
+        self._hand = hand
+        self.is_beside_host = is_beside_host
+
+    def clock(self) -> Clock:
+        return self._hand
 
 
 @pytest.fixture
-def host_clock(clock: Hand, monkeypatch: pytest.MonkeyPatch) -> Hand:
-    """The host's, beside `clock`, which is a GPU's now."""
+def clock() -> Hand:
+    """The device's."""
+    return Hand()
+
+
+@pytest.fixture
+def host_clock(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    """The host's, beside that of a GPU."""
     hand = Hand()
-    monkeypatch.setattr(pacing, "StreamClock", lambda _: clock)
     monkeypatch.setattr(pacing.time, "perf_counter", hand.mark)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     return hand
 
 
@@ -83,7 +93,7 @@ def times(trace: Trace) -> list[float]:
 
 
 def test_between_two_marks_time_is_shared_out_as_it_was_known(clock: Hand) -> None:
-    pace = Pace(torch.device("cpu"), 0.0)
+    pace = Pace(ByHand(clock), 0.0)
     clock.now = 4.0
     pace.stop()
     clock.now = 9.0  # waited for a copy
@@ -94,14 +104,14 @@ def test_between_two_marks_time_is_shared_out_as_it_was_known(clock: Hand) -> No
 
 
 def test_what_was_not_known_is_shared_out_evenly(clock: Hand) -> None:
-    pace = Pace(torch.device("cpu"), 0.0)
+    pace = Pace(ByHand(clock), 0.0)
     clock.now = 6.0
     pace.end(2)
     assert times(refined(pace, trace_of(0.0, 0.0, 0.0))) == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
-    pace = Pace(torch.device("cpu"), 0.0)
+    pace = Pace(ByHand(clock), 0.0)
     for now in (1.0, 2.0):
         clock.now = now
         pace.stop()
@@ -113,7 +123,7 @@ def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
 
 
 def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
-    pace = Pace(torch.device("cpu"), 0.0)
+    pace = Pace(ByHand(clock), 0.0)
     clock.now = 6.0
     pace.end(1)
     trace = trace_of(1.0, 1.0, 1.0)
@@ -130,7 +140,7 @@ def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
 def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
     host_s: float, expected: list[float], clock: Hand, host_clock: Hand
 ) -> None:
-    pace = Pace(torch.device("cuda"), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
     clock.now = 4.0
     pace.stop()
     clock.now, host_clock.now = 9.0, host_s
@@ -141,7 +151,7 @@ def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
 
 
 def test_what_copies_have_taken_from_the_cores_is_no_time_of_the_model(clock: Hand) -> None:
-    pace = Pace(torch.device("cpu"), 0.0)
+    pace = Pace(ByHand(clock), 0.0)
     clock.now = 8.0
     pace.end(3)
     trace = with_parcel(trace_of(1.0, 1.0, 1.0, 1.0), nbytes=100)
@@ -170,7 +180,7 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
 def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_it(
     device_s: float, copies_s: float, idle_s: float, forward_s: float, stall_s: float, clock: Hand, host_clock: Hand
 ) -> None:
-    pace = Pace(torch.device("cuda"), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
     for moment in range(1, 11):  # the host is on its way for 1 ms before each moment of forward
         host_clock.now += 1e-3 + stall_s * (moment == 4)  # as where a library chooses kernels for sizes that are new
         clock.now += device_s + stall_s * (moment == 4)
@@ -243,7 +253,7 @@ def test_operations_that_run_again_show_how_long_the_device_waited_within_their_
     gap_s: float, host_s: float, expected: float, clock: Hand, host_clock: Hand
 ) -> None:
     trace, plan = with_recomputing(gap_s=gap_s, seconds=5.0)
-    pace = Pace(torch.device("cuda"), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
     for moment in range(11, 21):
         clock.now, host_clock.now = clock.now + 1.0, host_clock.now + 0.1
         pace.stop()

@@ -13,6 +13,7 @@ from torch import nn
 import torchstorm
 from plan.naive import all_away_bytes
 from plan.traces import gpt_trace
+from torchstorm.offload.fast import Gpu
 from torchstorm.offload.replan.explain import counted_on
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planner import Planner
@@ -44,7 +45,7 @@ def planner_of(plan: Plan, plans: Plans) -> Planner:
     tiers: Any = FakeTiers(
         budget=plan.budget,
         spare=Budget(vram=0, ram=0, disk=0),
-        device=torch.device("cuda"),
+        fast=Gpu(torch.device("cuda")),
         fast_bytes=plan.budget.vram,
         machine=lambda: machine,
     )

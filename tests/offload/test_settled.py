@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.forced import force_recompute
 from offload.noted import note_packed
 from torchstorm.errors import OutOfVRAMError, StorageError, UnsupportedError
+from torchstorm.offload.fast import Cpu
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.tape import TINY_BYTES
@@ -487,11 +488,10 @@ def test_what_only_something_read_that_has_gone_by_itself_goes_with_it() -> None
     first = Value(4, None)
     second = Value(4, Call(torch.device("cpu"), add, add, (), {}, [first], [], [], None, 0, 0))
     residency = Residency(
-        torch.device("cpu"),
+        Cpu(),
         limit_bytes=1024,
         tiers={},
         default_tier=KEEP,
-        empty=lambda nbytes, phase: torch.empty(nbytes),
         staging_bytes=0,
         check=False,
     )

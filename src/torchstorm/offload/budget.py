@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchstorm.errors import BudgetError, DeviceError, SizeError
-from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.memory.disk import DiskTier
 from torchstorm.memory.host import HostTier
 from torchstorm.memory.limits import available_ram_bytes
 from torchstorm.memory.staged import StagedDiskTier
 from torchstorm.memory.tier import Tier, TierSpec
+from torchstorm.offload.fast import FastTier, fast_tier_on
 from torchstorm.offload.measure import measure_machine
 from torchstorm.paths import path_text, user_path
 from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget
 from torchstorm.sizes import format_size, parse_size
-from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import Engine
 from torchstorm.transfer.pinned import PinnedArena, pin_memory
 
@@ -40,7 +38,7 @@ class Tiers:
     """The fast device of one Session, the tiers below it, and what they may take.
 
     Attributes:
-        device: the fast device.
+        fast: the fast device.
         budget: bytes per tier, as the user named them.
         fast_bytes: what the Session may fill the fast device with.
         spare: what plans leave free of the budget.
@@ -50,7 +48,7 @@ class Tiers:
         gives_back_at_s: when the next pinned memory may be unpinned that no plan has a use for, by `time.perf_counter`.
     """
 
-    device: torch.device
+    fast: FastTier
     budget: Budget
     fast_bytes: int
     spare: Budget = field(default_factory=Budget)
@@ -64,9 +62,8 @@ class Tiers:
     def allows(self, figures: Figures | None, more_bytes: int) -> bool:
         """Whether a step with such peaks keeps to the budget, with `more_bytes` on a GPU that are not the Session's."""
         assert figures is not None
-        if self.device.type == "cpu":
-            return figures.ram_bytes <= self.budget.ram
-        return figures.vram_bytes + more_bytes <= self.fast_bytes  # pragma: gpu
+        taken_bytes: int = getattr(figures, f"{self.fast.name}_bytes")
+        return taken_bytes + more_bytes <= self.fast_bytes
 
     def judge_shortfall(self, needed_bytes: int, block: str, *, is_measured: bool) -> str:
         """What to note of a step without a plan that needed more RAM than the budget has, where RAM is the fast tier.
@@ -102,25 +99,13 @@ class Tiers:
         self.arenas.append(arena)
         return arena
 
-    @property
-    def fast_tier(self) -> str:
-        """What the budget calls the fast device: "ram" or "vram"."""
-        return "ram" if self.device.type == "cpu" else "vram"
-
     def spare_with(self, slack_bytes: int) -> Budget:
         """`spare`, with so many bytes more of the fast tier."""
-        return replace(self.spare, **{self.fast_tier: getattr(self.spare, self.fast_tier) + slack_bytes})
-
-    @property
-    def empty(self) -> Callable[[int, int], torch.Tensor]:
-        """Allocates (nbytes,) uint8 on the fast device; on CPU at a phase of a page, for a disk to fill it directly."""
-        if self.device.type == "cpu":
-            return empty_at_phase
-        return lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # pragma: gpu
+        return replace(self.spare, **{self.fast.name: getattr(self.spare, self.fast.name) + slack_bytes})
 
     def machine(self) -> Machine:
         """Speeds of the link and the disk, measured on first use."""
-        return measure_machine(self.device, self.directory)
+        return measure_machine(self.fast.device, self.directory)
 
     def ram_bytes(self) -> int:
         """On CUDA, what the arenas have taken from the machine."""
@@ -141,7 +126,7 @@ class Tiers:
         if not self.arenas or not self.arenas[-1].is_leaving:
             return
         began_s = time.perf_counter()
-        if began_s >= self.gives_back_at_s and is_idle(self.device):
+        if began_s >= self.gives_back_at_s and self.fast.is_idle():
             self.arenas[-1].release_one()
             now_s = time.perf_counter()
             self.gives_back_at_s = now_s + (now_s - began_s) / _GIVING_BACK
@@ -173,8 +158,8 @@ def build_tiers(
     unlimited: bool,
 ) -> Tiers:
     """Reads the budgets and opens the tiers. Raises as `Session` does."""
-    device = model_device(model)
-    if device.type == "cpu" and vram is not None:
+    fast = fast_tier_on(model_device(model))
+    if fast.name != "vram" and vram is not None:
         raise DeviceError(
             f"vram={vram!r} was given, but the model's parameters are on the CPU, where RAM is the fast tier. "
             "Move the model to a GPU, or give ram= and disk= instead."
@@ -182,12 +167,12 @@ def build_tiers(
     if unlimited:
         if not (vram is ram is disk is None):
             raise DeviceError(f"unlimited=True was given together with vram={vram!r}, ram={ram!r}, disk={disk!r}.")
-        return Tiers(device=device, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
+        return Tiers(fast=fast, budget=Budget(), fast_bytes=_UNLIMITED_BYTES)
     ram_bytes = available_ram_bytes() // 2 if ram is None else parse_size(ram, name="ram")
     directory, disk_bytes = parse_disk(disk)
-    if device.type == "cuda":  # pragma: gpu
-        return _cuda_tiers(model, device, vram, ram_bytes, directory, disk_bytes, check)
-    tiers = Tiers(device=device, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
+    if fast.name == "vram":  # pragma: gpu
+        return _cuda_tiers(fast, vram, ram_bytes, directory, disk_bytes, check)
+    tiers = Tiers(fast=fast, budget=Budget(ram=ram_bytes), fast_bytes=ram_bytes, directory=directory)
     if directory is not None:
         threads, block = bounce_buffers(ram_bytes)
         tier = DiskTier(
@@ -207,17 +192,16 @@ def build_tiers(
 
 
 def _cuda_tiers(
-    model: torch.nn.Module,
-    device: torch.device,
+    fast: FastTier,
     vram: int | str | None,
     ram_bytes: int,
     directory: str | None,
     disk_bytes: int | None,
     check: bool,
 ) -> Tiers:  # pragma: gpu
-    free, total = torch.cuda.mem_get_info(device)
-    allocated = allocated_bytes(device)
-    room = free + torch.cuda.memory_reserved(device)
+    device, total = fast.device, torch.cuda.mem_get_info(fast.device)[1]
+    allocated, reserved, free = fast.in_use(0, 0)
+    room = free + reserved
     vram_bytes = room * 9 // 10 if vram is None else parse_size(vram, name="vram")
     if vram_bytes > total:
         raise BudgetError(
@@ -237,7 +221,7 @@ def _cuda_tiers(
         )
     engine = Engine(device)
     tiers = Tiers(
-        device=device,
+        fast=fast,
         budget=Budget(vram=vram_bytes, ram=ram_bytes),
         fast_bytes=vram_bytes,
         default_tier=RAM,
@@ -298,8 +282,3 @@ def parse_disk(disk: str | os.PathLike[str] | None) -> tuple[str | None, int | N
     if not directory:
         raise SizeError(f"disk={text!r} names no directory: write DIR or DIR:SIZE.")
     return str(user_path(directory, name="disk")), parse_size(size, name=f"disk={text!r}: the size")
-
-
-def is_idle(device: torch.device) -> bool:  # pragma: gpu
-    """Whether a GPU has done all that its current stream was given."""
-    return torch.cuda.current_stream(device).query()

@@ -30,7 +30,6 @@ from torchstorm.offload.report import Report
 from torchstorm.offload.run.runner import RunMemory, Runner
 from torchstorm.offload.run.shortage import is_out_of_memory
 from torchstorm.offload.state.optimizer_state import OptimizerState
-from torchstorm.offload.step.clock import CpuClock
 from torchstorm.offload.step.garbage import rare_collections
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
@@ -40,7 +39,6 @@ from torchstorm.offload.step.step import Step
 from torchstorm.plan.beside import Beside, plans_now
 from torchstorm.plan.forecast import KEEP, Figures
 from torchstorm.plan.plan import Plan
-from torchstorm.transfer.engine import StreamClock
 
 Batch = TypeVar("Batch")
 
@@ -99,19 +97,18 @@ class Session:
         )
         if given is not None:
             check_budget(given, tiers.budget)
-        self.device = tiers.device
-        on_cuda = self.device.type == "cuda"
+        fast = tiers.fast
+        self.device = fast.device
         state = OptimizerState(model, optimizer)
         residency = Residency(
-            self.device,
+            fast,
             limit_bytes=tiers.fast_bytes,
             tiers=tiers.slow,
             default_tier=tiers.default_tier,
-            empty=tiers.empty,
             staging_bytes=tiers.staging_bytes,
             check=check,
         )
-        plans = Plans(given, 4 if on_cuda else 2)
+        plans = Plans(given, 4 if fast.is_beside_host else 2)
         self._shared = Shared(
             model=model,
             tensors=ModelTensors(model, partial(misuse.check_unmoved, model, device=self.device)),
@@ -119,12 +116,12 @@ class Session:
             tiers=tiers,
             recompute=recompute and not unlimited,
             unlimited=unlimited,
-            clock=StreamClock(self.device) if on_cuda else CpuClock(),
+            clock=fast.clock(),
             residency=residency,
             saved=SavedTensors(residency),
             # One is traced; on CUDA one asks for memory and one only runs, so that clocks settle; one takes times.
             plans=plans,
-            planner=Planner(tiers, plans, None if plans_now(on_cpu=not on_cuda) else Beside()),
+            planner=Planner(tiers, plans, None if plans_now(on_cpu=not fast.is_beside_host) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
         )
         library.begin(classes)
@@ -207,7 +204,7 @@ class Session:
         runner = Runner(
             model=self._shared.model,
             optimizer=self._shared.state.optimizer(),
-            device=self.device,
+            fast=self._shared.tiers.fast,
             memory=self._runs,
             step=self.step,
             add_inputs=self._shared.saved.add_inputs,
@@ -252,9 +249,8 @@ class Session:
 
     def report(self) -> Report:
         """The forecast and the measurement. On CUDA, the host waits for the device here."""
-        if self.device.type == "cuda":  # pragma: gpu
-            torch.cuda.synchronize(self.device)
         shared = self._shared
+        shared.tiers.fast.synchronize()
         shared.learn()
         measured, highest = shared.measured.planned_or_all()
         notes = [*shared.tiers.notes(), *self._runs.notes(), *shared.planner.lessons, *shared.saved.outside.notes()]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchstorm.errors import UnsupportedError
-from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import run
 from torchstorm.offload.recompute.tape import Probe
@@ -29,19 +29,19 @@ class TracingProbe(Probe):
     """Watches one step.
 
     Args:
-        device: the fast device.
+        fast: the fast device.
         aside: entered around all that the probe does, so that it counts neither as the step's time nor as its memory.
         room_bytes: what may still be allocated.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        fast: FastTier,
         *,
         aside: Callable[[], contextlib.AbstractContextManager[None]],
         room_bytes: Callable[[], int],
     ) -> None:
-        self._device = device
+        self._fast = fast
         self._aside = aside
         self._room_bytes = room_bytes
         self._made: dict[Value, tuple[int, torch.Tensor, tuple[Any, ...]]] = {}
@@ -150,21 +150,15 @@ class TracingProbe(Probe):
         target = call.args[0] if call.args else None
         if self._overwritten is not None and isinstance(target, Ref):
             there[target.value] = self._overwritten
-        if self._device.type == "cpu":
-            self._scratch[self._kind] = 0
-            return run(call, there)
-        torch.cuda.reset_peak_memory_stats(self._device)  # pragma: gpu
-        rows = run(call, there)  # pragma: gpu
-        peak = peak_allocated_bytes(self._device)  # pragma: gpu
-        self._scratch[self._kind] = peak - allocated_bytes(self._device)  # pragma: gpu
-        return rows  # pragma: gpu
+        self._fast.reset_peak()
+        rows = run(call, there)
+        self._scratch[self._kind] = self._fast.peak_bytes() - self._fast.allocated_bytes()
+        return rows
 
     def _scratch_of_the_run(self) -> int:
         """What the operation that has just run for its user allocated besides its results."""
-        if self._device.type == "cpu":
-            return 0
         # `before` began the interval whose peak this is.
-        return peak_allocated_bytes(self._device) - allocated_bytes(self._device)  # pragma: gpu
+        return self._fast.peak_bytes() - self._fast.allocated_bytes()
 
 
 def _expected_bytes(call: Call) -> int:

@@ -45,7 +45,7 @@ class Planner:
         self._tiers = tiers
         self._plans = plans
         self._beside = beside
-        self._times_first = tiers.device.type == "cuda"  # steps tell more of a GPU than those that were measured
+        self._times_first = tiers.fast.is_beside_host  # steps tell more of a GPU than those that were measured
         self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
         self.lessons: list[str] = []
@@ -152,7 +152,7 @@ class Planner:
 
     def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
         return Problem(
-            trace=shift_base(trace, base_bytes - trace.base_bytes) if trace.device == "cuda" else trace,
+            trace=shift_base(trace, base_bytes - trace.base_bytes) if self._tiers.fast.counts_all else trace,
             machine=counted_on(self.machine()),
             budget=self._tiers.budget,
             spare=self._tiers.spare_with(slack_bytes),
@@ -182,7 +182,7 @@ class Planner:
             lambda slack: self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured),
             shortage,
             slack_bytes=self.slack_bytes,
-            tier=self._tiers.fast_tier,
+            tier=self._tiers.fast.name,
         )
         return anew
 
@@ -196,11 +196,11 @@ class Planner:
 
     def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
         """Whether memory that is not the Session's differs from what the plan takes for granted."""
-        if self._tiers.device.type == "cpu" or planned.plan is None:
+        if not self._tiers.fast.counts_all or planned.plan is None:
             return False
-        delta, limit = base_bytes - planned.base_bytes, self._tiers.budget.vram  # pragma: gpu
-        is_less = delta < -limit // 20 and not planned.is_given  # pragma: gpu
-        return delta > self._tiers.spare.vram // 2 or is_less  # pragma: gpu
+        delta, limit = base_bytes - planned.base_bytes, self._tiers.budget.vram
+        is_less = delta < -limit // 20 and not planned.is_given
+        return delta > self._tiers.spare.vram // 2 or is_less
 
     def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
         """A plan for the same step beside so much memory that is not the Session's.
@@ -385,5 +385,5 @@ class Planner:
     def _own_bytes(self, fast_bytes: int) -> int:
         """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
         growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._tiers.fast_bytes))
-        threads, block = bounce_buffers(fast_bytes) if self._tiers.device.type == "cpu" else (0, 0)
+        threads, block = (0, 0) if self._tiers.fast.is_beside_host else bounce_buffers(fast_bytes)
         return threads * block + 2 * growth

@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, UnsupportedError
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.run.shortage import trained
 from torchstorm.offload.run.snapshot import Before
 from torchstorm.offload.run.split import Work, choose_num_parts, part_sizes, rows_that_fit, what_differs
@@ -175,7 +176,7 @@ class Runner:
     """Runs one batch.
 
     Attributes:
-        model, optimizer, device: the Session's.
+        model, optimizer, fast: the Session's.
         memory: what its runs remember.
         step: begins a step.
         add_inputs: names tensors that never move, within a step.
@@ -184,7 +185,7 @@ class Runner:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer | None
-    device: torch.device
+    fast: FastTier
     memory: RunMemory
     step: Callable[[], AbstractContextManager[None]]
     add_inputs: Callable[[list[torch.Tensor]], None]
@@ -210,7 +211,7 @@ class Runner:
             )
         unchanging = self.memory.unchanging or set()
         before = Before(
-            self.model, tensors, work.tensors, self.device, unchanging=unchanging, on_host=self.memory.on_host
+            self.model, tensors, work.tensors, self.fast.device, unchanging=unchanging, on_host=self.memory.on_host
         )
         failures: list[_Failure] = []
         try:
@@ -273,7 +274,7 @@ class Runner:
         if can_split:
             self.memory.num_repeats += is_out_of_memory
             return choose_num_parts(work.num_rows, min(work.num_rows, max(last.num_parts + 1, wanted)))
-        if self.device.type == "cuda" and before.had_gradients and not self.memory.on_host:  # pragma: gpu
+        if self.fast.counts_all and before.had_gradients and not self.memory.on_host:  # pragma: gpu
             self.memory.on_host = True
             before.move_to_host()
             return last.num_parts
@@ -300,7 +301,7 @@ class Runner:
         # How much it would have needed nobody knows, but what it reached was too much.
         reached = last.error.allocated_bytes + last.error.asked_bytes
         room = last.error.reserved_bytes + last.error.free_bytes
-        fixed = self.fixed_bytes("vram" if self.device.type == "cuda" else "ram")
+        fixed = self.fixed_bytes(self.fast.name)
         ratio = (reached - fixed) / (room - fixed) if room > fixed else 1.0
         return min(max(1, work.num_rows), math.ceil(last.num_parts * max(2.0, ratio)))
 

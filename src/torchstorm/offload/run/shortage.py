@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.errors import BudgetError, OutOfVRAMError
-from torchstorm.memory.allocated import allocated_bytes
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.residency import Residency
 from torchstorm.sizes import format_size
@@ -58,21 +58,18 @@ class Shortage:
     budget_bytes: int
 
     @staticmethod
-    def read(error: BaseException, device: torch.device, *, held_bytes: int, budget_bytes: int) -> Shortage:
+    def read(error: BaseException, fast: FastTier, *, held_bytes: int, budget_bytes: int) -> Shortage:
         """Reads the figures while what the step allocated is still there.
 
         Args:
             error: what was raised.
-            device: the fast device. On a CPU only what the Session holds is counted.
-            held_bytes: what that is.
-            budget_bytes: what it may be.
+            fast: the fast device.
+            held_bytes: what the Session holds there.
+            budget_bytes: what it may hold.
         """
         reason = (str(error).splitlines() or ["out of memory"])[0]
         asked = _ASKED.search(reason)
-        allocated, reserved, free = held_bytes, held_bytes, max(0, budget_bytes - held_bytes)
-        if device.type == "cuda":  # pragma: gpu
-            allocated, reserved = allocated_bytes(device), torch.cuda.memory_reserved(device)
-            free = torch.cuda.mem_get_info(device)[0]
+        allocated, reserved, free = fast.in_use(held_bytes, budget_bytes)
         return Shortage(
             reason=reason,
             allocated_bytes=allocated,

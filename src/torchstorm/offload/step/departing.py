@@ -167,4 +167,4 @@ class Departing:
         measure.lie_still(self._residency.resident.values())
         run.recorder = measure
         run.record_all(measure.clock.mark)
-        run.set_up_tape(self._residency.device, may_repeat=False, room_bytes=self._room.unused_bytes)
+        run.set_up_tape(self._residency, may_repeat=False)

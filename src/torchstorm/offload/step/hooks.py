@@ -53,7 +53,6 @@ class SavedTensors:
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self._cuda = residency.device.type == "cuda"
         self._lock = threading.Lock()
         self._let_go = LetGo(residency, running=lambda: self._run)
         self._locked = Locked(self._lock, settle=self._let_go.settle, unlock=self._unlock)
@@ -255,9 +254,9 @@ class SavedTensors:
         if tensor is not None and tensor._version != saved.version:
             raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
         if tensor is None:
-            if self._cuda and run.plan is None:  # pragma: gpu
+            if run.plan is None:
                 incoming = saved.parcel.nbytes if saved.parcel.buffer is None else 0
-                self._room.make_on_cuda(incoming, spare=saved.parcel)
+                self._room.keep_free(incoming, spare=saved.parcel)
             tensor = self.residency.rebuild(saved, view)
         if tensor is None:
             hold = saved.parcel.hold
@@ -314,7 +313,7 @@ class SavedTensors:
                 self._run.table.record_for(tuple(map(self._table_of, choice.others)), any_other=choice.any_other)
                 self._run.recorded = self._run.table.recorded
             may_repeat = not (self.residency.known or self.residency.checks)
-            self._run.set_up_tape(self.residency.device, may_repeat=may_repeat, room_bytes=self._room.unused_bytes)
+            self._run.set_up_tape(self.residency, may_repeat=may_repeat)
             if self._run.plan is not None and self._run.recorder is not None:
                 self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
             self._run.settled = self._settle_in()

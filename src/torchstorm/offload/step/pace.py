@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import torch
-
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.traced_ops import call_seconds
-from torchstorm.offload.step.clock import CpuClock, seconds_between
+from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.machine import Machine
@@ -32,7 +31,6 @@ from torchstorm.plan.typical import (
     typical,
     typical_ops,
 )
-from torchstorm.transfer.engine import StreamClock
 
 _LITTLE_MORE = 1.25
 # What following a plan takes the host in forward, measured on the hosts of an H200: docs/decisions/0014 and 0017.
@@ -59,7 +57,7 @@ class Pace:
     forecasts add. But where a GPU does no more meanwhile than wait for the host, it counts.
 
     Args:
-        device: the fast device.
+        fast: the fast device.
         start: the clock's mark at the step's entry.
 
     Attributes:
@@ -67,10 +65,10 @@ class Pace:
         calls: recorded operations, whose times are taken as well.
     """
 
-    def __init__(self, device: torch.device, start: object) -> None:
-        self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
+    def __init__(self, fast: FastTier, start: object) -> None:
+        self.clock = fast.clock()
         self.calls: list[Call] = []
-        self._device = device
+        self._fast = fast
         self._marks: list[tuple[object, float]] = []  # and when the host has made each
         self._stopped = self.mark()
         self._points: list[_Point] = [(0, start, start, 0.0)]
@@ -106,13 +104,12 @@ class Pace:
         """
         if self._points[-1][0] != trace.num_moments:
             return trace
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._fast.synchronize()
         times = {call.number: call_seconds(call) * scale for call in self.calls}
         ops = taking(trace.ops, (times.get(op.number, op.compute_s) for op in trace.ops))
         seconds = [moment.compute_s for moment in trace.moments]
         intervals = list(pairwise(self._points))
-        stalls_s = self._stalls_within(intervals) if self._device.type == "cuda" else [0.0] * len(intervals)
+        stalls_s = self._stalls_within(intervals) if self._fast.is_beside_host else [0.0] * len(intervals)
         for ((first, _, left, _), (last, arrived, _, _)), stall_s in zip(intervals, stalls_s, strict=True):
             known_s, took_s = sum(seconds[first:last]), max(0.0, seconds_between(left, arrived))
             # A host that has waited for the device stood still as well, while that worked.
@@ -120,7 +117,7 @@ class Pace:
             for moment in range(first, last):
                 seconds[moment] = seconds[moment] * measured_s / known_s if known_s else measured_s / (last - first)
         refined = replace(trace, ops=ops)
-        if self._device.type == "cuda":
+        if self._fast.is_beside_host:
             again = (replays(trace, plan.placements) or {}) if plan.recomputes else {}
             refined = self._without_gaps(replace(trace, ops=typical_ops(refined)), plan, again)
             for moment, waited_s in self._waited_for_the_host(refined, again):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, TorchstormError, UnsupportedError
-from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.memory.tier import Tier
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
@@ -25,11 +25,10 @@ class Residency:
     Not thread-safe: `SavedTensors` holds its lock around every call.
 
     Args:
-        device: the fast device.
-        limit_bytes: what may be resident at once, on CPU; on CUDA the budget for allocated memory.
+        fast: the fast device.
+        limit_bytes: the budget on it.
         tiers: where parcels can go, by the names of placements ("ram", "disk"); may be empty.
         default_tier: the one that unplanned moves go to; "keep" where there is none.
-        empty: allocates (nbytes,) uint8 on the fast device, at a phase of a page: `Handle.phase`.
         staging_bytes: constant room for copies under way, counted as resident.
         check: poison buffers that came back, once autograd has let go of them.
     """
@@ -42,16 +41,15 @@ class Residency:
 
     def __init__(
         self,
-        device: torch.device,
+        fast: FastTier,
         *,
         limit_bytes: int,
         tiers: dict[str, Tier],
         default_tier: str,
-        empty: Callable[[int, int], torch.Tensor],
         staging_bytes: int,
         check: bool,
     ) -> None:
-        self.device = device
+        self.fast, self.device = fast, fast.device
         self.limit_bytes = limit_bytes
         self.default_tier = default_tier
         self.staging_bytes = staging_bytes
@@ -63,7 +61,7 @@ class Residency:
         self.resident: dict[int, Parcel] = {}  # by order of making
         self.make_room: Callable[[int, str], None] = lambda nbytes, block: None  # see `Room`
         self.checks = check
-        self._tiers, self._empty = tiers, empty
+        self._tiers, self._empty = tiers, fast.empty
         self._others = {name: [one for one in tiers.values() if one is not tier] for name, tier in tiers.items()}
         self.away: dict[int, Parcel] = {}  # by order of making
         self.absent: set[Parcel] = set()  # let go when they were saved, and not computed again so far
@@ -100,7 +98,7 @@ class Residency:
         self.kept.lose(resized_error, address=address)
         for saved in self.known.at(address):
             parcel = saved.parcel
-            if parcel.handle is not None and parcel.hold is not None and self.device.type == "cpu":
+            if parcel.handle is not None and parcel.hold is not None and not self.fast.is_beside_host:
                 with contextlib.suppress(StorageError):
                     parcel.handle.written.wait()  # a thread may be reading it
             elif parcel.handle is not None:
@@ -166,7 +164,8 @@ class Residency:
         """The same for a parcel that was made just now, so that nobody has resized its storage."""
         assert parcel.buffer is not None
         content = parcel.buffer[: parcel.filled] if parcel.shared else row_of(parcel.buffer)
-        if self.checks and self.device.type == "cpu" and parcel.hold is not None and parcel.hold.nbytes < parcel.nbytes:
+        is_read_by_threads = not self.fast.is_beside_host
+        if self.checks and is_read_by_threads and parcel.hold is not None and parcel.hold.nbytes < parcel.nbytes:
             content = content.clone()  # parts with a version counter of their own may change while it is written
         label = label_of(parcel.block)
         for candidate in (self._tiers[tier], *self._others[tier]):
@@ -303,7 +302,8 @@ class Residency:
                 f"A tensor of {saved.nbytes} bytes saved in {parcel.block or 'the model'} was made by {made_by}; now "
                 "that it was computed again, its bytes are others."
             )
-        if saved is not wanted and self.device.type == "cpu" and self.resident_bytes + nbytes > self.limit_bytes:
+        is_counted = not self.fast.counts_all
+        if saved is not wanted and is_counted and self.resident_bytes + nbytes > self.limit_bytes:
             return
         self.make_room(parcel.nbytes, parcel.block)
         parcel.buffer = content
@@ -313,7 +313,7 @@ class Residency:
 
     def discard(self, parcel: Parcel) -> None:
         """Autograd has let go of everything in it: gone from every tier."""
-        if parcel.back is not None and self.device.type == "cuda":  # pragma: gpu
+        if parcel.back is not None and self.fast.is_beside_host:  # pragma: gpu
             # The memory goes back to the allocator, which must not hand it out before the copy into it has ended.
             with contextlib.suppress(StorageError):
                 parcel.back.wait()
@@ -362,15 +362,13 @@ class Residency:
         return fingerprint(flat_bytes(storage)) if self.checks else None
 
     def unused_bytes(self) -> int:
-        """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""
-        if self.device.type == "cpu":
-            return 1 << 62
-        return self.limit_bytes - allocated_bytes(self.device)  # pragma: gpu
+        """What may be allocated beside all that is there."""
+        return self.fast.unused_bytes(self.limit_bytes)
 
     def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session refers to the parcel's buffer. On a CPU waits for a copy out, which does."""
         assert parcel.buffer is not None
-        if parcel.handle is not None and self.device.type == "cpu":
+        if parcel.handle is not None and not self.fast.is_beside_host:
             with contextlib.suppress(StorageError):  # told where the parcel is dropped
                 parcel.handle.written.wait()
         return held_only_here(parcel.buffer, aliases=parcel.num_aliases)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchstorm.memory.allocated import allocated_bytes
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.parcels import Call, Parcel, Value
 from torchstorm.offload.step.residency import Residency
@@ -39,9 +38,9 @@ class Room:
         residency.make_room = self.make
 
     def make(self, nbytes: int, block: str) -> None:
-        """Makes room for `nbytes` more within the budget; on CUDA plans see to that themselves."""
+        """Makes room for `nbytes` more within a budget of what is saved; where all counts, plans see to that."""
         residency = self._residency
-        if residency.device.type == "cuda" or residency.resident_bytes + nbytes <= residency.limit_bytes:
+        if residency.fast.counts_all or residency.resident_bytes + nbytes <= residency.limit_bytes:
             return
         self._push_out_until(nbytes)
         needed = residency.resident_bytes + nbytes
@@ -49,27 +48,24 @@ class Room:
             residency.shortfall = (needed, block)
 
     def part_of(self, nbytes: int) -> int:
-        """How much of `nbytes` fits the budget after pushing out what can be; on CUDA without a plan, all."""
-        return nbytes if self._residency.device.type == "cuda" else min(nbytes, self._push_out_until(nbytes))
+        """How much of `nbytes` fits a budget of what is saved after pushing out what can be; where all counts, all."""
+        return nbytes if self._residency.fast.counts_all else min(nbytes, self._push_out_until(nbytes))
 
-    def make_on_cuda(self, nbytes: int, *, spare: Parcel | None = None) -> None:  # pragma: gpu
-        """Without a plan nobody knows what the next block allocates: keep free twice what any has so far, or half."""
+    def keep_free(self, nbytes: int, *, spare: Parcel | None = None) -> None:
+        """Where all counts, and no plan is followed, nobody knows what the next block allocates: keeps free `nbytes`
+        and twice what any has so far, or half."""
         residency = self._residency
         limit = residency.limit_bytes
+        if not residency.fast.counts_all:
+            return
         recorder = self._running().recorder
         excess = recorder.excess_bytes if recorder is not None else 0  # of any stretch of the user's work so far
         allowed = min(limit // 2, limit - 2 * excess)
         for victim in list(self._victims()):
-            if allocated_bytes(residency.device) + nbytes <= allowed:
+            if residency.fast.allocated_bytes() + nbytes <= allowed:
                 return
             if victim is not spare:
                 self._push_out(victim)
-
-    def unused_bytes(self) -> int:
-        """What may be allocated beside all that is there. On CPU only what is saved counts, so anything may."""
-        if self._residency.device.type == "cpu":
-            return 1 << 62
-        return self._residency.limit_bytes - allocated_bytes(self._residency.device)  # pragma: gpu
 
     def look_ahead(self) -> None:
         """Without a plan: brings back what was made just before the latest parcel that backward has reached."""
@@ -77,8 +73,8 @@ class Room:
         for order in heapq.nlargest(2, residency.away):
             parcel = residency.away[order]
             room = residency.limit_bytes - residency.resident_bytes
-            if residency.device.type == "cuda":  # pragma: gpu
-                room = residency.limit_bytes // 2 - allocated_bytes(residency.device)
+            if residency.fast.counts_all:
+                room = residency.limit_bytes // 2 - residency.fast.allocated_bytes()
             if order < residency.first_order or parcel.nbytes * 2 > room:
                 return
             residency.fetch(parcel)

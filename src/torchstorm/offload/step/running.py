@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.offload.recompute.probe import TracingProbe
@@ -14,6 +13,7 @@ from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import Calls, WatchedCalls
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.parcels import Call, Parcel, Value, is_made_by
+from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tables import Table, fits
 from torchstorm.offload.step.tracing import Recorder
@@ -159,13 +159,12 @@ class Running:
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)
 
-    def set_up_tape(self, device: torch.device, *, may_repeat: bool, room_bytes: Callable[[], int]) -> None:
+    def set_up_tape(self, residency: Residency, *, may_repeat: bool) -> None:
         """The step's plan is known now, or that it is traced: so is what its operations are recorded for.
 
         Args:
-            device: the fast device.
+            residency: what is where.
             may_repeat: whether records of an earlier step may be used again, of which nothing is left.
-            room_bytes: what may be allocated on the device beside all that is there.
         """
         tape, recorder = self.tape, self.recorder
         if tape is None:
@@ -173,7 +172,8 @@ class Running:
         if recorder is not None:
             recorder.calls = tape.calls
             if self.plan is None:
-                self.probe = tape.probe = TracingProbe(device, aside=recorder.aside, room_bytes=room_bytes)
+                room_bytes = residency.unused_bytes
+                self.probe = tape.probe = TracingProbe(residency.fast, aside=recorder.aside, room_bytes=room_bytes)
         elif self.table is None or not (self.table.recorded or self.table.may_change):
             tape.clear()
         else:

@@ -83,7 +83,6 @@ class Saver:
         self._residency = residency
         self._room = room
         self._made_otherwise = made_otherwise
-        self._cuda = residency.device.type == "cuda"
         self._slab_bytes = slab_bytes(residency.limit_bytes)
         self._least_moved = least_moved_bytes(residency.limit_bytes)
         self._small = small_bytes(residency.limit_bytes)
@@ -164,8 +163,8 @@ class Saver:
             parcel = self._slab_for(run, nbytes, number, block)
             offset = self._join(parcel, storage, nbytes)
         else:
-            if self._cuda and run.plan is None:  # pragma: gpu
-                self._room.make_on_cuda(0)
+            if run.plan is None:
+                self._room.keep_free(0)
             # Of an input only what was saved counts: a slice of a whole data set does not count as all of it.
             counted = min(nbytes, tensor.nbytes) if is_input else nbytes
             parcel, offset = self._residency.new_parcel(counted, block, movable=movable), 0
@@ -299,8 +298,7 @@ class Saver:
             size = run.plan.trace.parcels[number].nbytes
         else:
             size = max(self._room.part_of(self._slab_bytes), bytes_in_a_buffer(nbytes))
-            if self._cuda:  # pragma: gpu
-                self._room.make_on_cuda(size)
+            self._room.keep_free(size)
         slab = self._residency.new_shared_parcel(size, block)
         if run.plan is not None:
             slab.number = number

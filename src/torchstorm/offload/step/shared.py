@@ -69,7 +69,7 @@ class Shared:
     @property
     def device(self) -> torch.device:
         """The fast device."""
-        return self.tiers.device
+        return self.tiers.fast.device
 
     def buffers(self) -> Buffers:
         """What is put together where a step is decided on the spot."""
@@ -101,14 +101,14 @@ class Shared:
     def fixed_bytes(self, tier: str) -> int:
         """What a step needs on a tier however small its batch is, as far as is known; what plans keep free included."""
         spare: int = getattr(self.tiers.spare, tier)
-        if tier != self.tiers.fast_tier:
+        if tier != self.tiers.fast.name:
             return spare
         return self.base_bytes + self.reserve_bytes() + self.residency.staging_bytes + spare
 
     def explained(self, error: BudgetError) -> BudgetError:
         """The error, with what is kept free for an optimizer that nobody named."""
         reserved = self.reserve_bytes()
-        if error.tier != self.tiers.fast_tier or self.state.optimizer() is not None or not reserved:
+        if error.tier != self.tiers.fast.name or self.state.optimizer() is not None or not reserved:
             return error
         return error.with_reason(
             f"{format_size(reserved)} of that are kept free for the state of an optimizer that this Session does not "
@@ -117,6 +117,6 @@ class Shared:
 
     def reserve_bytes(self) -> int:
         """Optimizer state that does not exist yet and will."""
-        if self.device.type == "cpu" or (self.state.optimizer() is None and self.measured.num_steps > 1):
+        if not self.tiers.fast.counts_all or (self.state.optimizer() is None and self.measured.num_steps > 1):
             return 0
-        return self.state.missing_bytes()  # pragma: gpu
+        return self.state.missing_bytes()

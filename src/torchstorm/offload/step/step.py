@@ -8,11 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchstorm.errors import BudgetError, OutOfVRAMError, UnsupportedError
-from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
+from torchstorm.errors import BudgetError, OutOfVRAMError
 from torchstorm.offload import misuse
 from torchstorm.offload.compiled.compile import refuse_compiled_whole
 from torchstorm.offload.native.library import hooks_of
@@ -54,14 +52,12 @@ class Step:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._device = shared.device
-        if self._device.type == "cuda":  # pragma: gpu
-            if torch.cuda.is_current_stream_capturing():
-                raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
-            shared.tiers.give_back()
-            torch.cuda.reset_peak_memory_stats(self._device)
-            shared.base_bytes = allocated_bytes(self._device) - shared.residency.resident_bytes
-        self._base_bytes = shared.base_bytes
+        self._fast = fast = shared.tiers.fast
+        fast.begin_step()
+        shared.tiers.give_back()
+        # Where only what autograd saved counts, nothing is but what the Session has.
+        held_bytes = shared.residency.resident_bytes if fast.counts_all else 0
+        self._base_bytes = shared.base_bytes = fast.allocated_bytes() - held_bytes
         for tier in shared.tiers.slow.values():
             tier.reset_peak()
         shared.learn()
@@ -100,7 +96,7 @@ class Step:
         may_be_needed = shared.residency.default_tier == KEEP or shared.plans.needs_operations(is_outdated)
         if not shared.recompute or not may_be_needed:
             return None
-        return Tape(self._device, is_leaf=shared.saved.is_leaf, mark=shared.clock.mark)
+        return Tape(shared.device, is_leaf=shared.saved.is_leaf, mark=shared.clock.mark)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -146,11 +142,11 @@ class Step:
     def _key_of_state(self) -> tuple[int, ...]:
         """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
         and others are allocated, so the peaks differ."""
-        return (self._gradients.nbytes,) if self._device.type == "cuda" else ()
+        return (self._gradients.nbytes,) if self._fast.counts_all else ()
 
     def _with_micro_batch(self, error: BudgetError) -> BudgetError:
         """The error, with the part of the batch that should fit."""
-        tier = self._shared.tiers.fast_tier
+        tier = self._fast.name
         return with_micro_batch(
             self._shared.explained(error),
             num_samples=self._inputs.num_samples if error.tier == tier else 0,
@@ -205,7 +201,7 @@ class Step:
 
     def _recorder(self) -> Recorder:
         return Recorder(
-            self._device,
+            self._fast,
             self._span.start,
             base_bytes=self._base_bytes,
             staging_bytes=self._shared.residency.staging_bytes,
@@ -218,8 +214,8 @@ class Step:
         if planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
             return None
-        if self._device.type == "cpu" or planned.num_measured > 1 or not self._is_exact:
-            return Pace(self._device, self._span.start)
+        if not self._fast.counts_all or planned.num_measured > 1 or not self._is_exact:
+            return Pace(self._fast, self._span.start)
         return self._recorder()
 
     def _change(self, departure: Departure, before: Table, table_of: TableOf) -> Choice:
@@ -354,26 +350,23 @@ class Step:
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
-        shared, vram = self._shared, 0
-        if self._device.type == "cuda":  # pragma: gpu
-            vram = peak_allocated_bytes(self._device)
-            if isinstance(recorder, Recorder):
-                vram = max(vram, recorder.peak_bytes)
-        on_cpu = self._device.type == "cpu"
+        shared, fast, vram = self._shared, self._fast, self._fast.peak_bytes()
+        if isinstance(recorder, Recorder):
+            vram = max(vram, recorder.peak_bytes)
         figures = Figures(
-            step_ms=self._span.took().step_s * 1e3 if on_cpu else 0.0,
+            step_ms=0.0 if fast.is_beside_host else self._span.took().step_s * 1e3,
             vram_bytes=vram,
-            ram_bytes=shared.residency.peak_bytes if on_cpu else shared.tiers.ram_bytes(),
+            ram_bytes=shared.tiers.ram_bytes() if fast.counts_all else shared.residency.peak_bytes,
             disk_bytes=shared.tiers.disk_bytes(),
         )
         times = 0.0
         if followed is not None:
             shared.plans.followed(followed)
-            sizes = self._inputs.shapes if not on_cpu else None
+            sizes = self._inputs.shapes if fast.is_beside_host else None
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
         if self._larger is not None:
             times = 0.0
-            if followed is not None and vram > shared.tiers.budget.vram and not on_cpu:  # pragma: gpu
+            if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes:  # pragma: gpu
                 give_up(followed, shared.planner, f"steps took {format_size(vram)}, more than the budget.")
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
@@ -385,7 +378,7 @@ class Step:
         shared = self._shared
         budget = 0 if shared.unlimited else shared.tiers.fast_bytes
         held = shared.residency.resident_bytes
-        shortage = Shortage.read(error, self._device, held_bytes=held, budget_bytes=budget)
+        shortage = Shortage.read(error, self._fast, held_bytes=held, budget_bytes=budget)
         drop_step(shared.saved, error)
         planned = self._larger or self._planned
         if self._larger is not None and self._planned is not None:
@@ -393,6 +386,6 @@ class Step:
         anew = shared.planner.plan_after(shortage, planned) if planned is not None else None
         if planned is not None and anew is not None and shared.plans.replace(planned, anew):
             shared.measured.plan_changed()
-        if self._device.type == "cuda" and not shared.unlimited:  # pragma: gpu
+        if self._fast.counts_all and not shared.unlimited:
             keep_more_free(shared.residency, shortage)
         return shortage.error(planned_anew=anew is not None, lost=self._gradients.drop())

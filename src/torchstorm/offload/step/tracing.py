@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.traced_ops import Origins, call_seconds, made_before
-from torchstorm.offload.step.clock import CpuClock, seconds_between
+from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
@@ -18,7 +16,6 @@ from torchstorm.plan.forecast import Placement, held_before_profile, held_profil
 from torchstorm.plan.solve import shift_base
 from torchstorm.plan.trace import ENTER, HostCost, Moment, SavedStorage, Trace, make_parcels, taking
 from torchstorm.plan.typical import typical, without_waiting
-from torchstorm.transfer.engine import StreamClock
 
 _NEVER = 1 << 30
 
@@ -53,21 +50,20 @@ class Recorder:
     host longer than many a kernel takes the device: right times are for `Pace` to take.
 
     Args:
-        device: the fast device.
+        fast: the fast device.
         start: the clock's mark at the step's entry.
         base_bytes: as in `Trace`.
         staging_bytes: as in `Trace`.
     """
 
-    def __init__(self, device: torch.device, start: object, *, base_bytes: int, staging_bytes: int) -> None:
-        self.clock = StreamClock(device) if device.type == "cuda" else CpuClock()
-        self._asks_memory = device.type == "cuda"
+    def __init__(self, fast: FastTier, start: object, *, base_bytes: int, staging_bytes: int) -> None:
+        self.clock = fast.clock()
         self.calls: list[Call] = []  # whose times are being measured
         self._storages: list[StorageRecord] = []
         self._parcel_bytes: list[int] = []
         self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
         self._unowned: dict[Saved, StorageRecord] = {}  # of those, what the user may hold too
-        self._device = device
+        self._fast = fast
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
         self._signatures: list[tuple[str, int, int]] = [(ENTER, -1, 0)]
@@ -130,7 +126,7 @@ class Recorder:
             if one is not None:
                 one.parcel.number = record.parcel
                 self._records[one] = record
-                if self._device.type == "cuda" and record.owned is None:  # pragma: gpu
+                if self._fast.counts_all and record.owned is None:
                     self._unowned[one] = record
             if record.parcel >= len(self._parcel_bytes):
                 self._parcel_bytes.append(0)
@@ -142,10 +138,9 @@ class Recorder:
         """The interval ends here: a hook was entered, or the step is over."""
         self._pause()
         interval = self._interval
-        if self._asks_memory:  # pragma: gpu
-            self.peak_bytes = max(self.peak_bytes, interval.peak_bytes)
-            self.excess_bytes = max(self.excess_bytes, interval.peak_bytes - self._start_bytes)
-            interval.peak_bytes -= self._held_bytes
+        self.peak_bytes = max(self.peak_bytes, interval.peak_bytes)
+        self.excess_bytes = max(self.excess_bytes, interval.peak_bytes - self._start_bytes)
+        interval.peak_bytes -= self._held_bytes
         self._intervals.append(interval)
         self._interval = _Interval()
 
@@ -160,18 +155,14 @@ class Recorder:
 
     def lie_still(self, resident: Iterable[Parcel]) -> None:
         """What is allocated at this moment and not held by the Session alone, which has the `resident` parcels."""
-        if not self._asks_memory:
-            self._stills.append(0)
-            return
         # Not what it held in the interval that has ended: autograd has let go of some of that since.
-        held = self._planned_before[self.moment] if self._planned_before else self.held_alone(resident)  # pragma: gpu
-        self._stills.append(allocated_bytes(self._device) - held)  # pragma: gpu
+        held = self._planned_before[self.moment] if self._planned_before else self.held_alone(resident)
+        self._stills.append(self._fast.allocated_bytes() - held)
 
     def leave(self, resident: Iterable[Parcel]) -> None:
         """The next interval begins; the Session has the `resident` parcels on the fast device."""
         self._resume()
-        if self._asks_memory:  # pragma: gpu
-            self._start_bytes = allocated_bytes(self._device)
+        self._start_bytes = self._fast.allocated_bytes()
         self._held_bytes = self._planned[self.moment] if self._planned else self.held_alone(resident)
 
     @contextlib.contextmanager
@@ -190,14 +181,11 @@ class Recorder:
             return
         self._is_paused = True
         self._interval.marks.append((self._left, self.clock.mark()))
-        if self._asks_memory:  # pragma: gpu
-            peak = peak_allocated_bytes(self._device)
-            self._interval.peak_bytes = max(self._interval.peak_bytes, peak)
+        self._interval.peak_bytes = max(self._interval.peak_bytes, self._fast.peak_bytes())
 
     def _resume(self) -> None:
-        if self._asks_memory:  # pragma: gpu
-            self.peak_bytes = max(self.peak_bytes, peak_allocated_bytes(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak_bytes = max(self.peak_bytes, self._fast.peak_bytes())
+        self._fast.reset_peak()
         self._left = self.clock.mark()
         self._is_paused = False
 
@@ -218,7 +206,7 @@ class Recorder:
             self._parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
         self._storages.append(record)
         self._records[saved] = record
-        if self._device.type == "cuda":  # pragma: gpu
+        if self._fast.counts_all:
             if is_input:
                 record.owned = _NEVER
             else:
@@ -248,10 +236,10 @@ class Recorder:
 
     def held_alone(self, resident: Iterable[Parcel]) -> int:
         """Bytes on the fast device that only the Session keeps alive; of those on a CPU nobody asks."""
-        if self._device.type == "cpu":
+        if not self._fast.counts_all:
             return 0
-        held = 0  # pragma: gpu
-        for parcel in resident:  # pragma: gpu
+        held = 0
+        for parcel in resident:
             records = [self._records.get(saved) for saved in parcel.members]
             theirs = not parcel.shared and parcel.hold is not None and records
             if not theirs or any(not record or (record.owned or _NEVER) <= self.moment for record in records):
@@ -279,7 +267,7 @@ class Recorder:
             for number, record in enumerate(self._storages)
         )
         trace = Trace(
-            device=self._device.type,
+            device=self._fast.device.type,
             moments=moments,
             storages=storages,
             parcels=make_parcels(storages, self._parcel_bytes),
@@ -287,7 +275,7 @@ class Recorder:
             staging_bytes=self._staging_bytes,
             ops=origins.ops(),
             values=origins.values(),
-            host=host_cost() if self._device.type == "cuda" else HostCost(),
+            host=host_cost() if self._fast.is_beside_host else HostCost(),
         )
         return without_waiting(typical(trace))
 
@@ -306,8 +294,7 @@ class Recorder:
         return without_waiting(typical(replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops)))
 
     def _moments(self) -> tuple[Moment, ...]:
-        if self._device.type == "cuda":  # pragma: gpu
-            torch.cuda.synchronize(self._device)
+        self._fast.synchronize()
         num_before = len(self._moments_before)
         return self._moments_before + tuple(
             Moment(
