@@ -17,7 +17,7 @@ from torch import nn
 from offload import families
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import foresight
-from torchstorm.offload.replan.plans import Planned
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
 from torchstorm.offload.step.saving import buffers_of

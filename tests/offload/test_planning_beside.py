@@ -21,8 +21,8 @@ from torch import nn
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import planner as planning
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Planned
 from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Took

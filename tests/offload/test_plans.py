@@ -16,8 +16,9 @@ from plan.traces import gpt_trace
 from torchstorm.offload.fast import Gpu
 from torchstorm.offload.replan.explain import counted_on
 from torchstorm.offload.replan.measured import Measured
+from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Kind, Planned, Plans
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.step.clock import CpuClock, Span, Took
 from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.forecast import Figures, forecast_s

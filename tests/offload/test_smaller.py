@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from torchstorm.errors import OutOfVRAMError
 from torchstorm.offload.replan import smaller
-from torchstorm.offload.replan.plans import Planned
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.smaller import part_of
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
@@ -180,7 +181,7 @@ def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_repor
         training.step(100)
     assert followed[-1] is training.largest
     assert training.largest.smaller[4, 100, 4, 100].plan is None
-    assert "follow the plan for larger ones again" in training.session.report().notes[-1]
+    assert "follow the one for larger ones again" in training.session.report().notes[-1]
 
 
 def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
@@ -233,3 +234,90 @@ def test_a_part_is_no_smaller_than_the_sizes_and_at_most_an_eighth_of_the_full_o
     assert part_of(full, full) is None
     assert part_of((*sizes, 1), full) is None
     assert part_of(tuple(most + 1 for most in full), full) is None
+
+
+class Padded(nn.Module):
+    """Pads short sequences, and says that there is no memory if it is to; so two lengths tell too little of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48), nn.Tanh()) for _ in range(6))
+        self.blocks = nn.ModuleList(blocks)
+        self.is_full = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        x = torch.cat([x, x.new_zeros(len(x), max(0, 70 - x.shape[1]), 48)], 1)
+        for block in self.blocks[1:]:
+            x = block(x)
+        if self.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 KiB.")
+        return x.square().mean()
+
+
+def test_no_memory_where_a_step_has_gone_over_from_a_plan_for_smaller_ones_costs_the_larger_plan_nothing() -> None:
+    unlimited = Session(model := Padded(), unlimited=True)
+    with unlimited.step():
+        model(torch.randn(8, 256, 48)).backward()
+    budget = unlimited.usage().ram_bytes * 3 // 10
+    unlimited.close()
+    plain, model = Padded(), Padded()
+    session = Session(model, ram=budget)
+
+    def step(length: int) -> None:
+        x = torch.randn(8, length, 48)
+        with session.step():
+            model(x).backward()
+        plain(x).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        plain.zero_grad()
+        model.zero_grad()
+        assert session.usage().ram_bytes <= budget, length
+
+    for length in (256, 256, 256, *[120] * 9, 200, 100, 100, 100, 50):
+        step(length)
+    model.is_full = True
+    with pytest.raises(OutOfVRAMError), session.step():
+        model(torch.randn(8, 50, 48)).backward()
+    model.is_full = False
+    model.zero_grad()
+    for length in (256, 200, 120, 50, 50, 256):
+        step(length)
+    assert all(one.plan is not None for one in session._shared.plans._all)
+    given_up = [note for note in session.report().notes if "smaller" in note]
+    assert len(given_up) == len(set(given_up)) == 1
+
+
+def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found_at_once(
+    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+) -> None:
+    monkeypatch.setenv(PLAN_NOW, "0")
+    training = Training(0.6)
+    with training.session:
+        for length in (SHORTER, FULL, FULL, FULL):
+            training.step(length)
+        beside = training.session._shared.planner._beside
+        assert beside is not None
+        while training.largest.asked is not None or (4, 100, 4, 100) not in training.largest.smaller:
+            training.step(100)
+        if beside._running is not None:
+            beside._running._process.kill()
+            beside._running.thread.join(60)
+        for _ in range(3):
+            training.step(100)
+        assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
+
+
+def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(followed: list[Planned | None]) -> None:
+    training = Training(0.6)
+    for length in [FULL] * 4 + [70] * 8:
+        training.step(length)
+    ready = list[bool]()
+    for _ in range(6):
+        ready.append(training.largest.is_to_tell)
+        training.step(FULL)
+    assert ready == [True] * 4 + [False] * 2
+    training.step(70)
+    assert followed[-1] is training.largest

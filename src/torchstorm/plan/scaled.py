@@ -128,8 +128,8 @@ def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> 
         buffers: of the Session.
 
     Returns:
-        The trace. Its bytes are exact; what the model itself takes on CUDA, and all times, are drawn out of the largest
-        two steps. None where the steps do not tell.
+        The trace. The bytes of its tensors follow laws that all steps obey. What the model itself takes on CUDA follows
+        from the two between which it lies, and times from the largest. None where the steps do not tell.
     """
     traces = [one.trace for one in known]
     if len(known) < 2 or any(not run_alike(traces[0], other) for other in traces[1:]):
@@ -189,8 +189,8 @@ def _drawn_out(trace: Trace, traces: Sequence[Trace]) -> Trace:
 
     Args:
         trace: of the step that is foreseen.
-        traces: those seen, the largest last. Bytes are drawn out of the two between which it lies, or the largest two.
-            What is smaller than all takes no more than the smallest of them.
+        traces: those seen, the largest last. Bytes are on the line through the two between which it lies, or the
+            largest two. What is smaller than all has those of the smallest.
     """
     top = traces[-1]
     above = next((at for at, one in enumerate(traces) if one.saved_bytes >= trace.saved_bytes), len(traces) - 1)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchstorm.errors import BudgetError
+from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Kind, Planned, Plans
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled

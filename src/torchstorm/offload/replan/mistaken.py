@@ -1,4 +1,4 @@
-"""Plans that have a storage made by what has not made it."""
+"""Plans by whose trace an operation made a saved tensor that another one has made."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from torchstorm.errors import BudgetError
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.plan.trace import without_origin
 
 
 def correct(plans: Plans, planner: Planner, mistaken: Collection[tuple[Planned, int]]) -> bool:
-    """Makes plans anew where they have a storage made by what has not made it: the first part of their trace is that of
-    another plan, and steps of both may have differed before it was seen.
+    """Makes such plans anew: the first part of their trace is that of another plan, and steps of both may have differed
+    before it was seen.
 
     Args:
         plans: of the Session.

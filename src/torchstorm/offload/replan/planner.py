@@ -14,7 +14,8 @@ from dataclasses import replace
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers, bounce_buffers
 from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
-from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.proven import NOISE, NUM_JUDGED, as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
@@ -251,6 +252,7 @@ class Planner:
                 "whole search from now on."
             )
             self._beside = None
+            plans.nothing_is_asked()
         if answer is None:
             return False
         problem, better = answer
@@ -372,6 +374,7 @@ class Planner:
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
             anew.num_lessons = planned.num_lessons + 1
             anew.replaced = last_proven(planned)
+            anew.smaller, anew.num_untold = planned.smaller, planned.num_untold  # only times have changed
             self.lessons.append(said + "such steps were planned anew.")
             return anew
         return corrected

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from torchstorm.offload.step.clock import Took
+from torchstorm.offload.replan.planned import Key, Kind, Planned
 from torchstorm.plan.beside import Problem
 from torchstorm.plan.forecast import Figures
 from torchstorm.plan.machine import Machine
-from torchstorm.plan.plan import Plan, Workload
+from torchstorm.plan.plan import Plan
 from torchstorm.plan.scaled import run_alike, save_alike
 from torchstorm.plan.trace import SavedStorage, Trace, num_shared
 
@@ -21,102 +21,8 @@ _MOST_NEAR = 4
 _MOST_SMALLER = 16  # traces of steps for which a larger plan stands
 _MUCH_SMALLER = 0.5  # steps of less than this part of a plan's work keep a plan of their own
 _NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
-_MUCH = 0.4  # of the budget: another step may well need more than all of it
 _MOST_SIZES = 2**14  # that are remembered
-_UNTOLD = (8, 64, 512)  # after so many much smaller steps that follow a plan, one of them is traced
 _MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
-
-
-Key = tuple[Any, ...]
-"""What tells a kind of step from others: how it begins."""
-
-
-@dataclass(eq=False)
-class Kind:
-    """Steps that begin alike and run the same sequence of operations: all plans that they had one after the other.
-
-    Attributes:
-        key: how such steps begin.
-        workload: their model and batch; None where that was not noted.
-        num_calls: how often such a step calls the model; 0 where that was not noted.
-        is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
-        is_followed: whether a step has followed a plan for it to its end.
-        then: the kind of the step after the last one.
-    """
-
-    key: Key = ()
-    workload: Workload | None = None
-    num_calls: int = 0
-    is_of_rest: bool = False
-    is_followed: bool = False
-    then: Kind | None = None
-
-
-@dataclass(eq=False)
-class Planned:
-    """A plan in use, and what it takes for granted.
-
-    Attributes:
-        plan: None for a step that fits only when it is decided as it goes.
-        trace: the step, without memory that was moved into it since.
-        forecast: of the plan; of a step without one what was measured.
-        base_bytes: bytes that are not the Session's at the step's entry.
-        num_measured: steps that measured something of it.
-        num_lessons: how often its times were corrected.
-        is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
-        is_least: whether it takes more than the budget, and no plan that keeps free what was missing exists.
-        times_s: of steps that followed it, since it was last judged.
-        recent: what the last steps took that followed it.
-        replaced: the plan before it, until so many steps have followed this one that the two can be compared.
-        is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
-        asked: what is solved beside training for a better plan; None for nothing.
-        is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
-        is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
-        stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
-        smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
-            no plan while that is searched for, and where none can be told.
-        num_untold: much smaller steps that have followed it while the traces did not tell of their sizes.
-        kind: of the steps.
-    """
-
-    plan: Plan | None
-    trace: Trace
-    forecast: Figures
-    base_bytes: int
-    num_measured: int = 0
-    num_lessons: int = 0
-    is_over: bool = False
-    is_least: bool = False
-    times_s: list[float] = field(default_factory=list)
-    recent: list[Took] = field(default_factory=list)
-    replaced: Planned | None = None
-    is_given: bool = False
-    asked: Problem | None = None
-    is_quick: bool = False
-    is_unrecorded: bool = False
-    stands_for_smaller: bool = False
-    smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
-    num_untold: int = 0
-    kind: Kind = field(default_factory=Kind)
-
-    @property
-    def is_to_tell(self) -> bool:
-        """Whether a much smaller step is to be traced: a single size tells nothing of others."""
-        return self.num_untold in _UNTOLD
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether a step that follows it computes anything again."""
-        return self.plan is not None and self.plan.recomputes
-
-    def is_tight(self, limit_bytes: int) -> bool:
-        """Whether a step that saves more than another, as far as can be expected, might not fit into so many bytes."""
-        return self.recomputes or self.trace.saved_bytes > _MUCH * limit_bytes
-
-    def work_over(self, key: Key) -> float:
-        """About how many times the work of a step that begins so a step is that the plan was made for."""
-        planned_for, ours = math.prod(self.kind.key[0]), math.prod(key[0])
-        return float(planned_for / ours) if ours else 1.0
 
 
 class Plans:
@@ -140,6 +46,7 @@ class Plans:
         self._last: Kind | None = None  # of the last step that followed a plan
         self._num_left = 0  # steps that differed from all plans, since the rest of one was traced
         self.have_left = False  # whether steps have differed from all plans
+        self.num_put = 0  # plans that have come
         self._state: int | None = None  # of the model, in which these plans were made
         self._state_now: int | None = None
         self.given = given  # until the first step asks for a plan
@@ -291,6 +198,7 @@ class Plans:
             for one in [one for one in self._all if one.kind.is_of_rest and _are_alike(one, planned)]:
                 self.drop(one)
         self._all.append(planned)
+        self.num_put += 1
         self.in_force = planned
         for one in self._all[:-_MOST_PLANS]:
             self.drop(one)
@@ -314,8 +222,14 @@ class Plans:
         return True
 
     def waiting_for(self, problem: Problem) -> Planned | None:
-        """The plan in use that is to be replaced by a problem's answer."""
+        """The plan in use that a problem's answer is to replace, or that has none before that."""
         return next((one for one in self._all_and_smaller() if one.asked is problem), None)
+
+    def nothing_is_asked(self) -> None:
+        """No better plan will come: nothing waits for one."""
+        for one in self._all:
+            one.asked = None
+            one.smaller = {sizes: small for sizes, small in one.smaller.items() if small.asked is None}
 
     def _all_and_smaller(self) -> Iterator[Planned]:
         for one in self._all:

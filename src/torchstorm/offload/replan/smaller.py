@@ -1,9 +1,9 @@
 """Plans for smaller steps of the same operations.
 
-A plan serves smaller steps as it is, and moves and computes again the same tensors of them. But of a smaller step more
-could stay; and since the host takes as long for a short batch as for a long one, it is the host that comes late. So
-steps that are much smaller than the plan which they follow get plans for their sizes: these are foreseen from traces of
-two sizes, and searched for beside training.
+A plan serves smaller steps as it is, and moves and computes again the same tensors of them. But a smaller step has room
+for more of them. And the host takes as long for a short batch as for a long one, so a GPU waits for it there. So steps
+that are much smaller than those of the plan which they follow get plans for their sizes: these are foreseen from traces
+of two sizes, and searched for beside training.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 import operator
 
 from torchstorm.offload.replan.foresight import MOST_TRACES, tells
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
@@ -22,7 +23,7 @@ from torchstorm.plan.scaled import Known, run_alike, scaled
 Sizes = tuple[int, ...]
 
 _PARTS = 8  # of the full size; steps between two of them share a plan
-_MOST = 16  # such plans beside one
+_MOST, _MOST_TRIED = 16, 64  # such plans beside one; sizes for which there was to be one
 
 
 def part_of(sizes: Sizes, full: Sizes) -> Sizes | None:
@@ -72,7 +73,7 @@ def is_to_be_traced(larger: Planned, inputs: tuple[str, ...] | None) -> bool:
     sizes = _smaller_sizes(larger, inputs)
     if sizes is None or part_of(sizes, _full_sizes(larger)) is None:
         return False
-    larger.num_untold += 1
+    larger.told()
     larger.stands_for_smaller = False  # but will, when the step was traced
     return True
 
@@ -91,23 +92,30 @@ def ask_for_plan(
         buffers: of the Session.
     """
     is_settled = larger.asked is None and not plans.is_measured_again(larger)
-    if not is_settled or not tells(larger) or len(larger.smaller) >= _MOST or _keeps_all(larger):
+    num_found = sum(one.plan is not None or one.asked is not None for one in larger.smaller.values())
+    is_full = num_found >= _MOST or len(larger.smaller) >= _MOST_TRIED
+    if not is_settled or not tells(larger) or is_full or _keeps_all(larger):
         return
     sizes = _smaller_sizes(larger, inputs)
     part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
     if part is None or part in larger.smaller:
         return
+    if larger.untold_by == plans.num_put:
+        larger.num_untold += 1
+        return
     known = _known_like(plans, larger)
     if len(known) == 1:
-        larger.num_untold += 1
+        larger.num_untold, larger.untold_by = larger.num_untold + 1, plans.num_put
         return
     larger.smaller[part] = planner.plan_smaller(larger, scaled(known, part, buffers))
 
 
 def give_up(planned: Planned, planner: Planner, why: str) -> None:
-    """Steps that have followed a plan for smaller ones follow the larger one again, and the report says why."""
+    """Takes a plan for smaller steps away, so that they follow the larger one again; the report says why, once."""
     planned.plan = planned.asked = None
-    planner.lessons.append(f"Smaller steps follow the plan for larger ones again: {why}")
+    lesson = f"A plan for smaller steps was given up, and some follow the one for larger ones again: {why}"
+    if lesson not in planner.lessons:
+        planner.lessons.append(lesson)
 
 
 def _smaller_sizes(larger: Planned, inputs: tuple[str, ...] | None) -> Sizes | None:

@@ -12,8 +12,9 @@ from torchstorm.offload.budget import Tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.measured import Measured
+from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
-from torchstorm.offload.replan.plans import Planned, Plans
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
 from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.garbage import collect_early

@@ -19,7 +19,7 @@ from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.foresight import foresee
 from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.mistaken import correct
-from torchstorm.offload.replan.plans import Kind, Planned
+from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.smaller import ask_for_plan, give_up, is_to_be_traced, plan_for
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
@@ -71,7 +71,7 @@ class Step:
         self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
         self._planned: Planned | None = None  # what the step follows, as far as it has come
-        self._larger: Planned | None = None  # what it would follow without a plan for smaller steps
+        self._larger: Planned | None = None  # while it follows a plan for smaller steps, the one that it has beside
         self._foreseen: Planned | None = None  # a plan for steps of its sizes, which no step has had so far
         self._mistaken: list[tuple[Planned, int]] = []  # plans that have a storage made by what did not make it
         self._is_planned_for = True  # whether what is measured is for a plan
@@ -173,7 +173,7 @@ class Step:
             planned = plans.covering(key)
             if planned is not None and planner.is_outdated(planned, self._base_bytes):
                 planned = None
-            if planned is not None and is_to_be_traced(planned, self._inputs.shapes):
+            if planned is not None and self._tape is not None and is_to_be_traced(planned, self._inputs.shapes):
                 return self._traced()
             self._is_exact = planned is None
         if planned is None and self._foreseen is not None and self._foreseen.kind.key == key:
@@ -182,6 +182,7 @@ class Step:
         self._planned = planned
         if planned is None:
             return self._traced()
+        planned.num_untold += planned.is_to_tell
         others = tuple(plans.near(planned, key))
         smaller = plan_for(planned, self._inputs.shapes) if not self._is_exact else None
         if smaller is not None and not planner.is_outdated(smaller, self._base_bytes):
@@ -226,7 +227,8 @@ class Step:
         assert self._key is not None
         if departure.is_made_otherwise:
             self._mistaken.append((planned, departure.ordinal))
-        is_known = False
+        larger, self._larger, is_known = self._larger, None, False
+        self._planned = larger or planned
         for other, is_exact in plans.others(planned, self._key):
             assert other.plan is not None
             table = table_of(other.plan)
@@ -236,7 +238,7 @@ class Step:
                 continue
             plans.use(other)  # the next step may begin with it
             self._mistaken += [(other, at) for at in departure.made_otherwise_than(table)]
-            if other is self._larger:
+            if other is larger:
                 give_up(planned, shared.planner, "a tensor is larger than was foreseen.")
             if departure.may_follow(table):
                 self._planned, self._is_exact = other, is_exact

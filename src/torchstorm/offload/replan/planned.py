@@ -1,0 +1,115 @@
+"""A plan in use, and the kind of steps that it is for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchstorm.offload.step.clock import Took
+from torchstorm.plan.beside import Problem
+from torchstorm.plan.forecast import Figures
+from torchstorm.plan.plan import Plan, Workload
+from torchstorm.plan.trace import Trace
+
+_UNTOLD = (8, 64, 512)  # after so many much smaller steps that follow a plan, one is traced
+_NUM_TRIES = 4  # the next steps are ready to be, whatever their sizes are
+_MUCH = 0.4  # of the budget: another step may well need more than all of it
+
+
+Key = tuple[Any, ...]
+"""What tells a kind of step from others: how it begins."""
+
+
+@dataclass(eq=False)
+class Kind:
+    """Steps that begin alike and run the same sequence of operations: all plans that they had one after the other.
+
+    Attributes:
+        key: how such steps begin.
+        workload: their model and batch; None where that was not noted.
+        num_calls: how often such a step calls the model; 0 where that was not noted.
+        is_of_rest: whether only the rest of a step was traced, which had followed another plan so far.
+        is_followed: whether a step has followed a plan for it to its end.
+        then: the kind of the step after the last one.
+    """
+
+    key: Key = ()
+    workload: Workload | None = None
+    num_calls: int = 0
+    is_of_rest: bool = False
+    is_followed: bool = False
+    then: Kind | None = None
+
+
+@dataclass(eq=False)
+class Planned:
+    """A plan in use, and what it takes for granted.
+
+    Attributes:
+        plan: None for a step that fits only when it is decided as it goes.
+        trace: the step, without memory that was moved into it since.
+        forecast: of the plan; of a step without one what was measured.
+        base_bytes: bytes that are not the Session's at the step's entry.
+        num_measured: steps that measured something of it.
+        num_lessons: how often its times were corrected.
+        is_over: whether the plan before it took more than the budget, and this one keeps free what was missing.
+        is_least: whether it takes more than the budget, and no plan that keeps free what was missing exists.
+        times_s: of steps that followed it, since it was last judged.
+        recent: what the last steps took that followed it.
+        replaced: the plan before it, until so many steps have followed this one that the two can be compared.
+        is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
+        asked: what is solved beside training for a better plan; None for nothing.
+        is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
+        is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
+        stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
+        smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
+            no plan while that is searched for, and where none can be told.
+        num_untold: much smaller steps of whose sizes the traces did not tell.
+        untold_by: number of the plan that came last when they did not; -1 where that was not asked.
+        kind: of the steps.
+    """
+
+    plan: Plan | None
+    trace: Trace
+    forecast: Figures
+    base_bytes: int
+    num_measured: int = 0
+    num_lessons: int = 0
+    is_over: bool = False
+    is_least: bool = False
+    times_s: list[float] = field(default_factory=list)
+    recent: list[Took] = field(default_factory=list)
+    replaced: Planned | None = None
+    is_given: bool = False
+    asked: Problem | None = None
+    is_quick: bool = False
+    is_unrecorded: bool = False
+    stands_for_smaller: bool = False
+    smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
+    num_untold: int = 0
+    untold_by: int = -1
+    kind: Kind = field(default_factory=Kind)
+
+    @property
+    def is_to_tell(self) -> bool:
+        """Whether a much smaller step is to be traced, since a single size tells nothing of others."""
+        return any(at <= self.num_untold < at + _NUM_TRIES for at in _UNTOLD)
+
+    def told(self) -> None:
+        """Such a step is traced."""
+        self.num_untold += _NUM_TRIES
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a step that follows it computes anything again."""
+        return self.plan is not None and self.plan.recomputes
+
+    def is_tight(self, limit_bytes: int) -> bool:
+        """Whether a step that saves more than another, as far as can be expected, might not fit into so many bytes."""
+        return self.recomputes or self.trace.saved_bytes > _MUCH * limit_bytes
+
+    def work_over(self, key: Key) -> float:
+        """About how many times the work of a step that begins so a step is that the plan was made for."""
+        planned_for, ours = math.prod(self.kind.key[0]), math.prod(key[0])
+        return float(planned_for / ours) if ours else 1.0
