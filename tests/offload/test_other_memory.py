@@ -195,6 +195,40 @@ def test_what_is_kept_free_for_an_optimizer_that_is_not_known_is_told_where_it_d
         session.close()
 
 
+@pytest.mark.parametrize("num_rows", [ROWS * 15 // 16, ROWS // 2], ids=["nearly as large", "much smaller"])
+def test_a_plan_is_given_up_or_made_anew_where_a_smaller_step_takes_more_than_the_budget(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    with gpu.meter:
+        vram = budget(gpu, 0.5)
+        torch.manual_seed(0)
+        model = Mlp()
+        with gpu.session(model, vram, optimizer=torch.optim.SGD(model.parameters()), spare_bytes=SPARE_BYTES) as storm:
+
+            def step(num: int) -> int:
+                with storm.step():
+                    model(torch.randn(num, WIDTH)).square().mean().backward()
+                model.zero_grad()
+                return storm.usage().vram_bytes
+
+            peaks = [step(num) for num in (ROWS * 3 // 4, ROWS, ROWS, ROWS, ROWS, ROWS, *[num_rows] * 3)]
+            assert max(peaks) <= vram
+            at_end_bytes = list[int]()
+            noting = model.layers[3].register_forward_hook(lambda *_: at_end_bytes.append(gpu.meter.live_bytes))
+            step(num_rows)
+            noting.remove()
+            more_bytes = vram - at_end_bytes[0] + MIB
+
+            def take_more(*_: object) -> None:
+                gpu.meter.hold(torch.empty(more_bytes, dtype=torch.uint8))
+
+            model.layers[3].register_forward_hook(take_more)
+            assert step(num_rows) > vram
+            assert step(num_rows) <= vram
+            assert any("allowed" in note or "more than the budget" in note for note in storm.report().notes)
+
+
 def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_is_idle_at_a_step_s_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -130,7 +130,7 @@ def test_much_smaller_steps_follow_plans_in_which_more_stays(
 
 def test_sizes_at_random_and_of_batches_too_are_exact_and_within_the_budget(tmp_path: Path) -> None:
     training, rng = Training(0.5, tmp_path), random.Random(0)
-    for _ in range(60):
+    for _ in range(30):
         training.step(rng.randint(8, FULL), rng.randint(1, 4))
     assert training.largest.smaller
 
@@ -156,7 +156,7 @@ def test_a_model_whose_steps_are_much_the_same_size_is_never_traced_for_smaller_
     followed: list[Planned | None],
 ) -> None:
     training = Training(0.6)
-    for length in [FULL] * 3 + [FULL - at for at in range(16)]:
+    for length in [FULL] * 3 + [FULL - at for at in range(10)]:
         training.step(length)
     assert None not in followed[3:]
     assert not training.largest.smaller

@@ -368,8 +368,11 @@ class Step:
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
         if self._larger is not None:
             times = 0.0
-            if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes:  # pragma: gpu
+        if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes and not times:
+            if self._larger is not None:
                 give_up(followed, shared.planner, f"steps took {format_size(vram)}, more than the budget.")
+            else:  # else the next step learns it
+                shared.judge_peak(followed, vram)
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
