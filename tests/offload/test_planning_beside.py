@@ -548,3 +548,20 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert "answered" in done.stdout
     assert log.read_text().split() == ["__main__"]
+
+
+def test_a_quick_plan_that_smaller_steps_alone_follow_is_not_waited_for_to_be_timed(storm: Session) -> None:
+    storm._shared.planner._times_first = True
+    run_steps(storm, 3)
+    wait_for_answer(storm)
+    run_steps(storm, 1)
+    quick = storm._shared.plans.in_force
+    assert quick is not None
+    assert quick.is_quick
+    for index in range(planning._NUM_UNTIMED + 1):  # one of which is traced, to tell of smaller ones
+        assert quick.asked is None
+        with storm.step():
+            storm._shared.model(torch.randn(192 + index, 64)).square().mean().backward()
+    assert quick.asked is not None
+    assert quick.asked.time_limit_s == planning._FULL_S
+    search_out(storm)

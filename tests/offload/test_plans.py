@@ -49,6 +49,7 @@ def planner_of(plan: Plan, plans: Plans) -> Planner:
         fast=Gpu(torch.device("cuda")),
         fast_bytes=plan.budget.vram,
         machine=lambda: machine,
+        own_bytes=lambda fast_bytes: 0,
     )
     return Planner(tiers, plans)
 

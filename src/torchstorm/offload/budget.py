@@ -16,6 +16,7 @@ from torchstorm.memory.staged import StagedDiskTier
 from torchstorm.memory.tier import Tier, TierSpec
 from torchstorm.offload.fast import FastTier, fast_tier_on
 from torchstorm.offload.measure import measure_machine
+from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.paths import path_text, user_path
 from torchstorm.plan.forecast import DISK, KEEP, RAM, Figures
 from torchstorm.plan.machine import Machine
@@ -102,6 +103,12 @@ class Tiers:
     def spare_with(self, slack_bytes: int) -> Budget:
         """`spare`, with so many bytes more of the fast tier."""
         return replace(self.spare, **{self.fast.name: getattr(self.spare, self.fast.name) + slack_bytes})
+
+    def own_bytes(self, fast_bytes: int) -> int:
+        """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
+        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self.fast_bytes))
+        threads, block = (0, 0) if self.fast.is_beside_host else bounce_buffers(fast_bytes)
+        return threads * block + 2 * growth
 
     def machine(self) -> Machine:
         """Speeds of the link and the disk, measured on first use."""

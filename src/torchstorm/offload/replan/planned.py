@@ -65,6 +65,7 @@ class Planned:
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
             no plan while that is searched for, and where none can be told.
+        num_smaller: smaller steps that have followed it, or a plan for smaller ones in its place.
         num_untold: much smaller steps of whose sizes the traces did not tell.
         untold_by: number of the plan that came last when they did not; -1 where that was not asked.
         kind: of the steps.
@@ -87,6 +88,7 @@ class Planned:
     is_unrecorded: bool = False
     stands_for_smaller: bool = False
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
+    num_smaller: int = 0
     num_untold: int = 0
     untold_by: int = -1
     kind: Kind = field(default_factory=Kind)

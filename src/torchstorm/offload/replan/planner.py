@@ -12,14 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torchstorm.errors import BudgetError
-from torchstorm.offload.budget import Tiers, bounce_buffers
+from torchstorm.offload.budget import Tiers
 from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.proven import NOISE, NUM_JUDGED, as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
-from torchstorm.offload.step.saving import slab_bytes
 from torchstorm.plan.beside import Beside, Problem
 from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
 from torchstorm.plan.machine import Machine
@@ -30,6 +29,7 @@ from torchstorm.sizes import format_size
 
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
+_NUM_UNTIMED = 12  # smaller steps by a quick plan, while none tells what it takes
 _QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
@@ -129,6 +129,17 @@ class Planner:
         planned.plan = replace(plan, forecast=planned.forecast)
         beside.ask(planned.asked)
 
+    def search_on(self, planned: Planned) -> None:
+        """A smaller step has followed a plan. A quick one waits to be timed before a better one is searched for; but
+        where sizes change, few steps are as large as it is for. So after some of these it waits no longer."""
+        planned.num_smaller += 1
+        if self._beside is None or planned.plan is None or not planned.is_quick or planned.asked is not None:
+            return
+        if planned.num_smaller >= _NUM_UNTIMED:
+            planned.is_quick = False
+            forecast = planned.forecast
+            self._search_beside(self._beside, planned, planned.plan, planned.trace, forecast, time_limit_s=_FULL_S)
+
     def plan_smaller(self, larger: Planned, trace: Trace | None) -> Planned:
         """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
         beside training, and where nothing fits.
@@ -168,7 +179,7 @@ class Planner:
             problem.machine,
             problem.budget,
             spare=problem.spare,
-            own_bytes=self._own_bytes,
+            own_bytes=self._tiers.own_bytes,
             # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
             slow_own_bytes=max((parcel.nbytes for parcel in problem.trace.parcels), default=0) + SLOT_BYTES,
             time_limit_s=problem.time_limit_s,
@@ -384,9 +395,3 @@ class Planner:
         machine = self._tiers.machine()
         trace, self._link_share = explained(planned.trace, plan, planned.recent, measured_s, machine, self._link_share)
         return trace
-
-    def _own_bytes(self, fast_bytes: int) -> int:
-        """What a Session with such a budget on the fast tier takes of it: bounce buffers, and larger shared buffers."""
-        growth = max(0, slab_bytes(fast_bytes) - slab_bytes(self._tiers.fast_bytes))
-        threads, block = (0, 0) if self._tiers.fast.is_beside_host else bounce_buffers(fast_bytes)
-        return threads * block + 2 * growth

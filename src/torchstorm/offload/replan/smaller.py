@@ -81,8 +81,8 @@ def is_to_be_traced(larger: Planned, inputs: tuple[str, ...] | None) -> bool:
 def ask_for_plan(
     plans: Plans, planner: Planner, larger: Planned, inputs: tuple[str, ...] | None, buffers: Buffers
 ) -> None:
-    """A step has followed a plan for larger ones to its end: if it was much smaller, a plan for its sizes is searched
-    for.
+    """A step has followed a plan for larger ones to its end, or one for smaller ones in its place: if it was much
+    smaller, a plan for its sizes is searched for.
 
     Args:
         plans: of the Session.
@@ -91,6 +91,7 @@ def ask_for_plan(
         inputs: as in `plan_for`.
         buffers: of the Session.
     """
+    planner.search_on(larger)
     is_settled = larger.asked is None and not plans.is_measured_again(larger)
     num_found = sum(one.plan is not None or one.asked is not None for one in larger.smaller.values())
     is_full = num_found >= _MOST or len(larger.smaller) >= _MOST_TRIED
