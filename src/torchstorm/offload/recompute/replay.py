@@ -12,7 +12,7 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.repeats import LONG_WAY
 from torchstorm.offload.recompute.tensors import default_generator, tensors_of
-from torchstorm.offload.step.parcels import Call, Chain, Leaf, Ref, Saved, Value
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
 from torchstorm.offload.step.views import content_of, row_of
 
 BytesOf = Callable[[Saved], torch.Tensor | None]
@@ -61,7 +61,7 @@ def _run_into(
         if made in passed:
             there[made] = content
         # What else the operation makes may be away on another tier; it comes back when its own time has come.
-        if made.saved is not None and made.saved.parcel.is_absent:
+        if made.saved is not None and made.saved.parcel.place is Place.ABSENT:
             arrived(made.saved, content)
 
 

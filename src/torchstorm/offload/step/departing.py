@@ -8,6 +8,7 @@ from dataclasses import replace
 from torchstorm.offload.recompute.watched import Calls
 from torchstorm.offload.step.packed import Keeper
 from torchstorm.offload.step.parcels import Call, Saved
+from torchstorm.offload.step.policy import Follow, Policy
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Departure, Running, TableOf
@@ -30,6 +31,7 @@ class Departing:
         saver: makes parcels of what stayed.
         owner: gets placeholders back.
         running: the step that runs.
+        spot: decides where no plan does.
         table_of: the table of a plan.
         settle_in: the short way through the step, by its present plan.
         drop: gives back what that plan drops at a moment.
@@ -43,12 +45,14 @@ class Departing:
         owner: Keeper,
         running: Callable[[], Running],
         *,
+        spot: Policy,
         table_of: TableOf,
         settle_in: Callable[[], Settled | None],
         drop: Callable[[int], None],
     ) -> None:
         self._residency, self._room, self._saver, self._owner = residency, room, saver, owner
         self._running, self._table_of, self._settle_in, self._drop = running, table_of, settle_in, drop
+        self._spot = spot
 
     def depart(self, kind: str, ordinal: int, nbytes: int) -> None:
         """The moment that has come is not the plan's: another plan is followed from here on, or none."""
@@ -81,7 +85,8 @@ class Departing:
         self._give_up(run)
         run.recorder = run.pace = None
         run.has_changed = True
-        run.plan, run.is_exact, run.table = choice.plan, choice.is_exact, self._table_of(choice.plan)
+        run.policy = Follow(choice.plan, self._spot)
+        run.is_exact, run.table = choice.is_exact, self._table_of(choice.plan)
         self._place(run, choice.plan, run.table, departure)
         run.recorded = run.table.recorded_after(run.moment, run.recorded)
         run.record_only(run.table.operations, run.table.calls)
@@ -146,7 +151,7 @@ class Departing:
         plan = run.plan
         self._give_up(run)
         run.num_proven = run.tape.num_calls if run.tape is not None else 0
-        run.plan = run.table = None
+        run.policy, run.table = self._spot, None
         run.recorder = run.pace = None
         run.numbered = {}
         run.left_plan = True

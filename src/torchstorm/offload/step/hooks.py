@@ -21,17 +21,19 @@ from torchstorm.errors import StorageError
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.departing import Departing
+from torchstorm.offload.step.improvise import Improvise
 from torchstorm.offload.step.kept import Kept, KeptStorage
 from torchstorm.offload.step.letting_go import LetGo
 from torchstorm.offload.step.outside import Outside
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.packed import Locked, Placeholder, Untouched, is_of_parameter, is_own_thread, storage_of
-from torchstorm.offload.step.parcels import Saved, in_place_error
+from torchstorm.offload.step.parcels import Place, Saved, in_place_error
+from torchstorm.offload.step.policy import Count, Follow
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.resizes import listen
 from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Change, Choice, Running
-from torchstorm.offload.step.saving import Saver
+from torchstorm.offload.step.saving import Saver, buffers_of
 from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tables import Table, Tables
 from torchstorm.offload.step.tracing import Recorder
@@ -59,13 +61,13 @@ class SavedTensors:
         self.closed = ""
         self.num_used = 0  # saved tensors that backward has asked for
         self.outside = Outside(residency, is_leaf=self.is_leaf, in_step=lambda: self._run.in_step)
-        self._run, self._tables = Running(), Tables()
         self._room = Room(residency, running=lambda: self._run, give_up_kept=lambda: self._saver.give_up_kept(self))
-        self._saver = Saver(
-            residency, self._room, made_otherwise=lambda *moment: self._departing.made_otherwise(*moment)
-        )
+        self._spot = Improvise(residency, self._room, buffers_of(residency.limit_bytes))
+        self._run, self._tables = Running(policy=self._spot), Tables()
+        self._saver = Saver(residency, made_otherwise=lambda *moment: self._departing.made_otherwise(*moment))
         self._departing = Departing(
             *(residency, self._room, self._saver, self, lambda: self._run),
+            spot=self._spot,
             table_of=self._table_of,
             settle_in=self._settle_in,
             drop=self._drop,
@@ -94,7 +96,8 @@ class SavedTensors:
         """
         with self._locked:
             self._end()
-            self._run = Running(in_step=True, fixed=fixed, choose=choose, change=change, tape=tape, watched=watched)
+            self._run = run = Running(in_step=True, fixed=fixed, policy=self._spot, tape=tape, watched=watched)
+            run.choose, run.change = choose, change
             if watched is not None:
                 watched.progress = self._run
             self.residency.begin_step()
@@ -152,7 +155,7 @@ class SavedTensors:
             self._run.tape.clear(is_over=not self.residency.known)
         # These refer back to it: without that, its end need not wait for the garbage collector.
         self._run.settled = self._run.watched = self._run.change = None
-        self._run = Running()
+        self._run = Running(policy=self._spot)
 
     # ------------------------------------------------------------------ hooks
 
@@ -254,9 +257,7 @@ class SavedTensors:
         if tensor is not None and tensor._version != saved.version:
             raise in_place_error(tensor._version, saved.version, view.dtype, view.size)
         if tensor is None:
-            if run.plan is None:
-                incoming = saved.parcel.nbytes if saved.parcel.buffer is None else 0
-                self._room.keep_free(incoming, spare=saved.parcel)
+            run.policy.keep_free(saved.parcel.nbytes if saved.parcel.buffer is None else 0, spare=saved.parcel)
             tensor = self.residency.rebuild(saved, view)
         if tensor is None:
             hold = saved.parcel.hold
@@ -303,15 +304,18 @@ class SavedTensors:
         if self._run.choose is not None:
             choose, self._run.choose = self._run.choose, None
             choice = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
-            self._run.plan, self._run.is_exact, self._run.turned = choice.plan, choice.is_exact, choice.turned
+            self._run.is_exact, self._run.turned = choice.is_exact, choice.turned
             self._run.pace = choice.measure if isinstance(choice.measure, Pace) else None
             self._run.recorder = choice.measure if isinstance(choice.measure, Recorder) else None
             if self._run.recorder is not None:
                 self._run.recorder.arrive()
-            if self._run.plan is not None:
-                self._run.table = self._table_of(self._run.plan)
+            if choice.plan is not None:
+                self._run.policy = Follow(choice.plan, self._spot)
+                self._run.table = self._table_of(choice.plan)
                 self._run.table.record_for(tuple(map(self._table_of, choice.others)), any_other=choice.any_other)
                 self._run.recorded = self._run.table.recorded
+            elif self._run.recorder is None and self._run.tape is None and self.residency.default_tier == KEEP:
+                self._run.policy = Count()
             may_repeat = not (self.residency.known or self.residency.checks)
             self._run.set_up_tape(self.residency, may_repeat=may_repeat)
             if self._run.plan is not None and self._run.recorder is not None:
@@ -334,8 +338,7 @@ class SavedTensors:
 
     def _settle_in(self) -> Settled | None:
         """The short way through a step; None where something is measured or decided on the spot."""
-        is_unplanned = self._run.plan is None and (self._run.tape is not None or self.residency.default_tier != KEEP)
-        if self._run.recorder is not None or is_unplanned:
+        if self._run.recorder is not None or self._run.policy is self._spot:
             return None
         table = self._run.table
         return Settled(
@@ -355,19 +358,17 @@ class SavedTensors:
     def _drop(self, moment: int) -> None:
         """Gives back what the plan drops at a moment."""
         run = self._run
-        assert run.plan is not None
         run.note_turn(moment)
-        for number in run.plan.drops.get(moment, ()):
+        for number in run.policy.drops(moment):
             if number in run.numbered:
                 self.residency.drop(run.numbered[number])
 
     def _fetch(self, moment: int) -> None:
         """Begins to bring back what the plan fetches at a moment."""
-        assert self._run.plan is not None
         self._let_go.settle()
-        for number in self._run.plan.fetches.get(moment, ()):
+        for number in self._run.policy.fetches(moment):
             parcel = self._run.numbered.get(number)
-            if parcel is not None and parcel.handle is not None and parcel.members and parcel.buffer is None:
+            if parcel is not None and parcel.place is Place.AWAY and parcel.members:
                 self.residency.fetch(parcel)
 
     def _depart(self, *, look_ahead: bool) -> None:
@@ -382,7 +383,7 @@ class SavedTensors:
         if self._run.plan is not None:
             self._fetch(self._run.moment)
         elif look_ahead and self._run.in_step:
-            self._room.look_ahead()
+            run.policy.look_ahead()
         if self._run.recorder is not None:
             self._run.recorder.leave(self.residency.resident.values())
 

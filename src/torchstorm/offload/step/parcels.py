@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +21,16 @@ _ALIGNMENT = 512
 
 TINY_BYTES = 4096
 """What no record knows and is smaller is kept for the records that use it."""
+
+
+class Place(enum.Enum):
+    """Where the bytes of a parcel are."""
+
+    HERE = "on the fast device alone"
+    BOTH = "there and on another tier: their copy out has begun, or they are back"
+    COMING = "on another tier, and on their way back"
+    AWAY = "on another tier alone"
+    ABSENT = "nowhere: they must be computed again"
 
 
 @dataclass(eq=False, slots=True)
@@ -65,9 +76,13 @@ class Parcel:
     recomputed: bool = False
 
     @property
-    def is_absent(self) -> bool:
-        """Whether its bytes are nowhere, and must be computed again."""
-        return self.buffer is None and self.handle is None
+    def place(self) -> Place:
+        """Where its bytes are."""
+        if self.buffer is None:
+            return Place.ABSENT if self.handle is None else Place.AWAY
+        if self.handle is None:
+            return Place.HERE
+        return Place.BOTH if self.back is None else Place.COMING
 
     @property
     def num_aliases(self) -> int:
@@ -271,7 +286,7 @@ class Chain:
                 return False
         for one in self.passed:
             saved = one.saved
-            if one.held is not None or (saved is not None and not saved.parcel.is_absent):
+            if one.held is not None or (saved is not None and saved.parcel.place is not Place.ABSENT):
                 return False
         return True
 

@@ -15,7 +15,7 @@ from torchstorm.offload.recompute.fingerprint import fingerprint
 from torchstorm.offload.recompute.replay import compute_again
 from torchstorm.offload.step.kept import KeptTensors
 from torchstorm.offload.step.known import SavedStorages
-from torchstorm.offload.step.parcels import Parcel, Saved, dropped_error, label_of, resized_error
+from torchstorm.offload.step.parcels import Parcel, Place, Saved, dropped_error, label_of, resized_error
 from torchstorm.offload.step.views import View, flat_bytes, held_only_here, row_of, version_counter
 
 
@@ -188,8 +188,9 @@ class Residency:
         Raises:
             StorageError: that copy failed.
         """
-        if parcel.buffer is None or parcel.handle is None:
+        if parcel.place not in (Place.BOTH, Place.COMING):
             return
+        assert parcel.handle is not None
         (parcel.back or parcel.handle.written).wait()
         parcel.back = None
         if self._lose_if_resized(parcel):
@@ -235,7 +236,7 @@ class Residency:
             raise saved.lost()
         if self.is_stale(saved):
             return None
-        if parcel.is_absent:
+        if parcel.place is Place.ABSENT:
             assert saved.value is not None
             arrived = functools.partial(self._arrived, wanted=saved)
             compute_again(saved.value, bytes_of=self._bytes_of, arrived=arrived)
@@ -274,7 +275,7 @@ class Residency:
     def _bytes_of(self, saved: Saved) -> torch.Tensor | None:
         """What `View.over` takes for a saved storage's bytes, fetched if need be; None if they must be computed."""
         parcel = saved.parcel
-        if self.is_stale(saved) or parcel.is_absent:
+        if self.is_stale(saved) or parcel.place is Place.ABSENT:
             return None
         if parcel.buffer is None:
             self.fetch(parcel)
@@ -318,7 +319,7 @@ class Residency:
             with contextlib.suppress(StorageError):
                 parcel.back.wait()
         parcel.back = None
-        came_back = parcel.handle is not None and parcel.buffer is not None and parcel.hold is None
+        came_back = parcel.place is Place.BOTH and parcel.hold is None
         if self.checks and came_back and self.is_alone(parcel):
             assert parcel.buffer is not None
             parcel.buffer.fill_(0xFF)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchstorm.offload.recompute.traced_ops import call_seconds
-from torchstorm.offload.step.parcels import Call, Parcel, Value
+from torchstorm.offload.step.parcels import Call, Parcel, Place, Value
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.plan.forecast import KEEP
@@ -194,7 +194,7 @@ class Room:
         saved = value.saved
         if saved is None:
             return value.held is not None and value.held[0]._version == value.held[1]
-        return not saved.parcel.is_absent and not self._residency.is_stale(saved)
+        return saved.parcel.place is not Place.ABSENT and not self._residency.is_stale(saved)
 
 
 def _seconds(calls: list[Call]) -> float:

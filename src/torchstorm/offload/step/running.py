@@ -13,6 +13,7 @@ from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import Calls, WatchedCalls
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.parcels import Call, Parcel, Value, is_made_by
+from torchstorm.offload.step.policy import Count, Policy
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.tables import Table, fits
@@ -114,8 +115,8 @@ class Running:
         moment: number of the latest moment.
         num_saved: storages saved so far.
         call_begins: the number of the first storage that the running autograd.Function saves.
-        plan: the plan that is followed; None where it is decided on the spot.
-        is_exact: whether it is for steps of just these sizes; else none may be larger.
+        policy: what becomes of what is saved.
+        is_exact: whether the plan that is followed is for steps of just these sizes; else none may be larger.
         turned: called when backward begins; None where nobody asks.
         left_plan: whether the step turned out to be another one than its plan is for.
         numbered: parcels by their number in the plan.
@@ -141,7 +142,7 @@ class Running:
     moment: int = 0
     num_saved: int = 0
     call_begins: int = 0
-    plan: Plan | None = None
+    policy: Policy = field(default_factory=Count)
     is_exact: bool = True
     turned: Callable[[], None] | None = None
     left_plan: bool = False
@@ -158,6 +159,11 @@ class Running:
     has_changed: bool = False
     open: Parcel | None = None
     blocks: list[str] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None for none."""
+        return self.policy.plan
 
     def set_up_tape(self, residency: Residency, *, may_repeat: bool) -> None:
         """The step's plan is known now, or that it is traced: so is what its operations are recorded for.

@@ -22,12 +22,10 @@ from torchstorm.offload.step.parcels import (
     is_made_by,
 )
 from torchstorm.offload.step.residency import Residency
-from torchstorm.offload.step.room import Room
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, flat_bytes, root_of, version_counter, weak_reference
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
-from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 
 SMALL_BYTES = 2**20  # below this a storage shares a copy with others
@@ -72,20 +70,13 @@ class Saver:
 
     Args:
         residency: what is where, and moves it.
-        room: makes room where no plan does.
         made_otherwise: called where another operation than the plan's has made a storage, with that one's number and
             bytes, and the operation, if it was recorded. Another plan may be followed then, or none.
     """
 
-    def __init__(
-        self, residency: Residency, room: Room, *, made_otherwise: Callable[[int, int, Call | None], None]
-    ) -> None:
+    def __init__(self, residency: Residency, *, made_otherwise: Callable[[int, int, Call | None], None]) -> None:
         self._residency = residency
-        self._room = room
         self._made_otherwise = made_otherwise
-        self._slab_bytes = slab_bytes(residency.limit_bytes)
-        self._least_moved = least_moved_bytes(residency.limit_bytes)
-        self._small = small_bytes(residency.limit_bytes)
 
     def make_parcels(self, owner: Keeper, storage: KeptStorage, alive: list[Kept]) -> None:
         """What stayed may move from here on: gives its saved tensors placeholders, which `owner` takes back."""
@@ -133,38 +124,28 @@ class Saver:
             ordinal = run.num_saved
             run.num_saved += 1
         is_input = self.is_input(run, storage, tensor)
-        is_large = nbytes >= self._least_moved if run.plan is None else run.plan.trace.storages[ordinal].parcel >= 0
-        movable = is_large and not is_input and (tensor.requires_grad or not _is_filled_later())
-        number, num_together = -1, 0
-        tier = self._residency.default_tier if movable else KEEP
+        may_leave = run.policy.may_leave(ordinal, nbytes)
+        movable = may_leave and not is_input and (tensor.requires_grad or not _is_filled_later())
         value = run.tape.value_to_save(storage, tensor._version) if run.tape is not None else None
         if value is not None and run.probe is not None and run.recorder is not None:
             with run.recorder.aside():
                 run.probe.see(value, storage)
         call = value.call if value is not None else None
-        if run.plan is not None and movable and not _is_made_as_planned(run.plan, ordinal, call):
+        if movable and run.policy.is_made_otherwise(ordinal, call):
             self._made_otherwise(ordinal, nbytes, call)
-            tier = self._residency.default_tier
-        if run.plan is not None:
-            number = run.plan.trace.storages[ordinal].parcel if movable else -1
-            tier = run.plan.placements[number].tier if number >= 0 else KEEP
-            num_together = run.plan.trace.parcels[number].num_storages if number >= 0 else 0
         block = run.blocks[-1] if run.blocks else ""
-        if run.plan is not None:
-            block = block or run.plan.trace.storages[ordinal].block
-        is_small = nbytes < self._small
+        tier, number, is_shared, block = run.policy.decide(ordinal, nbytes, movable=movable, block=block)
         fingerprint = None
         if tier == RECOMPUTE:
             parcel, offset = self._residency.new_absent_parcel(nbytes, block), 0
             parcel.number = number
             run.numbered[number] = parcel
             fingerprint = self._residency.fingerprint_of(storage)
-        elif tier != KEEP and (num_together > 1 if run.plan is not None else is_small):
+        elif is_shared:
             parcel = self._slab_for(run, nbytes, number, block)
             offset = self._join(parcel, storage, nbytes)
         else:
-            if run.plan is None:
-                self._room.keep_free(0)
+            run.policy.keep_free(0)
             # Of an input only what was saved counts: a slice of a whole data set does not count as all of it.
             counted = min(nbytes, tensor.nbytes) if is_input else nbytes
             parcel, offset = self._residency.new_parcel(counted, block, movable=movable), 0
@@ -273,7 +254,7 @@ class Saver:
 
     def seal_if_full(self, run: Running, parcel: Parcel) -> None:
         """A storage has joined a parcel, maybe the last one that the open buffer has room for."""
-        if parcel is run.open and self._is_full(run, parcel):
+        if parcel is run.open and run.policy.is_full(parcel):
             self.seal(run, move=True)
 
     def _join(self, slab: Parcel, storage: torch.UntypedStorage, nbytes: int) -> int:
@@ -290,27 +271,15 @@ class Saver:
         """The shared buffer that takes the next small storage."""
         slab = run.open
         if slab is not None and not slab.sealed:
-            full = slab.filled + nbytes > slab.nbytes
-            if not (slab.number != number if run.plan is not None else full):
+            if run.policy.joins(slab, number, nbytes):
                 return slab
             self.seal(run, move=True)
-        if run.plan is not None:
-            size = run.plan.trace.parcels[number].nbytes
-        else:
-            size = max(self._room.part_of(self._slab_bytes), bytes_in_a_buffer(nbytes))
-            self._room.keep_free(size)
-        slab = self._residency.new_shared_parcel(size, block)
-        if run.plan is not None:
+        slab = self._residency.new_shared_parcel(run.policy.shared_bytes(number, nbytes), block)
+        if number >= 0:
             slab.number = number
             run.numbered[number] = slab
         run.open = slab
         return slab
-
-    def _is_full(self, run: Running, parcel: Parcel) -> bool:
-        """Whether no further storage fits into a shared buffer."""
-        if run.plan is not None and parcel.number >= 0:
-            return parcel.num_joined >= run.plan.trace.parcels[parcel.number].num_storages
-        return parcel.nbytes - parcel.filled < TINY_BYTES
 
     def seal(self, run: Running, *, move: bool) -> None:
         """No further storage joins the open buffer; with `move` it begins to leave."""
@@ -321,10 +290,7 @@ class Saver:
         if not parcel.members:
             self._residency.discard(parcel)
         elif move:
-            tier = self._residency.default_tier
-            if run.plan is not None and parcel.number >= 0:
-                tier = run.plan.placements[parcel.number].tier
-            self._residency.put(parcel, tier)
+            self._residency.put(parcel, run.policy.tier_of(parcel))
 
 
 def _is_filled_later() -> bool:
@@ -333,11 +299,3 @@ def _is_filled_later() -> bool:
     while caller is not None and caller.f_code.co_filename.startswith(_OURS):
         caller = caller.f_back
     return caller is not None and caller.f_code is F.rrelu.__code__
-
-
-def _is_made_as_planned(plan: Plan, ordinal: int, call: Call | None) -> bool:
-    """Whether what is to be computed again was made by the operation that will be run again; else True."""
-    number = plan.trace.storages[ordinal].parcel
-    if number < 0 or plan.placements[number].tier != RECOMPUTE:
-        return True
-    return call is not None and is_made_by(call, plan.maker(ordinal))
