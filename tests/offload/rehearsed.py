@@ -16,7 +16,7 @@ from torchstorm.memory.device import DeviceTier
 from torchstorm.memory.tier import TierSpec
 from torchstorm.offload import session
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan import given
+from torchstorm.offload.replan import user_plan
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.plan.forecast import RAM
@@ -179,6 +179,6 @@ class Rehearsal:
         tiers.speeds = self.machine
         with self._monkeypatch.context() as patch:
             patch.setattr(session, "build_tiers", lambda *_, **__: tiers)
-            patch.setattr(given, "model_device", lambda _: fast.device)
+            patch.setattr(user_plan, "model_device", lambda _: fast.device)
             given_one = (optimizer or torch.optim.SGD(model.parameters())) if knows_optimizer else None
             return Session(model, optimizer=given_one, plan=plan)

@@ -24,7 +24,7 @@ from torchstorm.plan.plan import Plan
 from torchstorm.sizes import format_size
 from torchstorm.transfer.pinned import PinnedArena
 
-pytestmark = pytest.mark.no_cover  # what they reach without a GPU, test_plans.py and test_given.py do, too
+pytestmark = pytest.mark.no_cover  # what they reach without a GPU, test_plans.py and test_user_plan.py do, too
 
 MIB = 2**20
 # A row of WIDTH numbers a token takes 1 MiB, so that nothing but a LayerNorm's statistics shares a buffer.

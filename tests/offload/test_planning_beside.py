@@ -312,7 +312,7 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     plans, planner = storm._shared.plans, storm._shared.planner
     assert before.plan is not None
     assert before.asked is None
-    before.times_s, before.is_given = [], False
+    before.times_s, before.is_from_user = [], False
     slow_s = before.forecast.step_ms / 1e3 * 3
     assert not planner.learn([Took(slow_s)] * 3, 0)
     now = plans.in_force
@@ -336,7 +336,7 @@ def test_a_new_plan_whose_fastest_step_takes_longer_gives_way_to_the_one_before(
     before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
     planner._beside = None  # plans are made at once from here on
-    before.times_s, before.recent, before.is_given = [], [], False
+    before.times_s, before.recent, before.is_from_user = [], [], False
     planner.learn([Took(before.forecast.step_ms / 1e3 * 3)] * 3, 0)
     new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
     assert new is not None

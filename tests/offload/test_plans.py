@@ -162,7 +162,7 @@ def test_where_nothing_fits_beside_what_was_missing_the_plan_stays_and_that_is_s
     assert "no plan fits, so they go on" in planner.lessons[0]
     assert planner.slack_bytes == 0
     # Nor is it said of the plan that takes its place once times are known better.
-    found = planner.plan(plan.trace, base_bytes=plan.trace.base_bytes, num_measured=4, before=plans.in_force)
+    found = planner.plan(plan.trace, base_bytes=plan.trace.base_bytes, num_measured=4, earlier=plans.in_force)
     plans.put(found, plans.in_force)
     assert not planner.learn([], 20 * plan.budget.vram)
     assert plans.in_force is found

@@ -23,9 +23,9 @@ from torchstorm.offload.budget import Tiers, build_tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
 from torchstorm.offload.native import library
 from torchstorm.offload.native.classes import classes
-from torchstorm.offload.replan.given import Sizes, check_budget, read_plan
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
+from torchstorm.offload.replan.user_plan import Sizes, check_budget, read_plan
 from torchstorm.offload.report import Report
 from torchstorm.offload.run.runner import RunMemory, Runner
 from torchstorm.offload.run.shortage import is_out_of_memory

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.repeatable import Repeatable, deterministically, is_strict
-from torchstorm.offload.run.snapshot import Before
+from torchstorm.offload.run.snapshot import Snapshot
 from torchstorm.plan.variants import CHEAP
 
 REFERENCE = CHEAP
@@ -283,13 +283,13 @@ class _Case:
     def _compared(
         self, variant: str, reference: str, call: Call, device: torch.device, *, repeats: bool = False
     ) -> str:
-        before = Before(self._module, (), (), device, unchanging=set(), on_host=False)
+        snapshot = Snapshot(self._module, (), (), device, unchanging=set(), on_host=False)
         try:
             expected = self._run(reference, call, repeats=repeats)
-            before.rewind()
+            snapshot.rewind()
             found = self._run(variant, call, repeats=repeats)
         finally:
-            before.rewind()
+            snapshot.rewind()
         if not expected:
             return "it cannot be compared, since the block returns no tensor with a gradient"
         for name, one in expected.items():

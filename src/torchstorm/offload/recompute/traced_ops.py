@@ -14,7 +14,7 @@ from torchstorm.plan.trace import Op, Trace
 from torchstorm.plan.trace import Value as TraceValue
 
 
-class Origins:
+class TracedOps:
     """What the saved storages can be traced back to, numbered.
 
     Args:

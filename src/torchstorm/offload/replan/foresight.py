@@ -79,7 +79,7 @@ def foresee(
 def tells(planned: Planned) -> bool:
     """Whether a plan's trace is of whole steps with one call of the model each, and has all that such a step needs."""
     kind = planned.kind
-    is_whole = not (kind.is_of_rest or planned.is_unrecorded or planned.is_given)
+    is_whole = not (kind.is_of_rest or planned.is_unrecorded or planned.is_from_user)
     return is_whole and planned.plan is not None and kind.num_calls == 1
 
 

@@ -32,6 +32,6 @@ def correct(plans: Plans, planner: Planner, mistaken: Collection[tuple[Planned, 
         anew = None
         with suppress(BudgetError):
             base, num_measured = planned.base_bytes, planned.num_measured
-            anew = planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
+            anew = planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
         is_another |= plans.replace(planned, anew)
     return is_another

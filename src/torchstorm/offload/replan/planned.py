@@ -58,7 +58,7 @@ class Planned:
         times_s: of steps that followed it, since it was last judged.
         recent: what the last steps took that followed it.
         replaced: the plan before it, until so many steps have followed this one that the two can be compared.
-        is_given: whether the user brought it. It is kept to whatever it costs, as long as it fits.
+        is_from_user: whether the user brought it. It is kept to whatever it costs, as long as it fits.
         asked: what is solved beside training for a better plan; None for nothing.
         is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
@@ -82,7 +82,7 @@ class Planned:
     times_s: list[float] = field(default_factory=list)
     recent: list[Took] = field(default_factory=list)
     replaced: Planned | None = None
-    is_given: bool = False
+    is_from_user: bool = False
     asked: Problem | None = None
     is_quick: bool = False
     is_unrecorded: bool = False

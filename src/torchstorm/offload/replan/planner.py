@@ -55,12 +55,12 @@ class Planner:
         """Speeds as measured, and as steps have shown them since."""
         return slowed(self._tiers.machine(), self._link_share)
 
-    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, before: Planned | None = None) -> Planned:
+    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
-            before: the plan that such steps followed, which may have taught something of their memory.
+            earlier: the plan that such steps followed, which may have taught something of their memory.
 
         Raises:
             BudgetError: as `solve` does.
@@ -71,8 +71,8 @@ class Planner:
                 found = self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
         if found is None:
             found = self.plan_within(0, trace, base_bytes, num_measured)
-        if before is not None:
-            found.is_over, found.is_least = before.is_over, before.is_least
+        if earlier is not None:
+            found.is_over, found.is_least = earlier.is_over, earlier.is_least
         return found
 
     def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:
@@ -211,7 +211,7 @@ class Planner:
         if not self._tiers.fast.counts_all or planned.plan is None:
             return False
         delta, limit = base_bytes - planned.base_bytes, self._tiers.budget.vram
-        is_less = delta < -limit // 20 and not planned.is_given
+        is_less = delta < -limit // 20 and not planned.is_from_user
         return delta > self._tiers.spare.vram // 2 or is_less
 
     def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
@@ -220,7 +220,7 @@ class Planner:
         Raises:
             BudgetError: as `solve` does.
         """
-        if planned.is_given:
+        if planned.is_from_user:
             self.lessons.append(
                 f"The plan that was given takes {format_size(planned.base_bytes)} of other memory for granted, and "
                 f"there are {format_size(base_bytes)}: such steps are planned anew."
@@ -344,8 +344,8 @@ class Planner:
             return None  # it may soon be replaced, and its steps share the processor with the search
         planned.times_s.append(took.step_s)
         if planned.replaced is not None and len(planned.times_s) == NUM_JUDGED:
-            before, planned.replaced = planned.replaced, None
-            if (found := as_it_was(before, planned)) is not None:
+            earlier, planned.replaced = planned.replaced, None
+            if (found := as_it_was(earlier, planned)) is not None:
                 was, said = found
                 self.lessons.append(said)
                 return was
@@ -370,7 +370,7 @@ class Planner:
             planned, plan=replace(plan, forecast=forecast), forecast=forecast, num_lessons=planned.num_lessons + 1
         )
         corrected.times_s = []
-        if planned.is_given:
+        if planned.is_from_user:
             self.lessons.append(said + "the plan that was given is kept.")
             return corrected
         if abs(measured_s - expected_s) <= MISS * measured_s:
@@ -382,7 +382,7 @@ class Planner:
             self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
         with suppress(BudgetError):
-            anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, before=planned)
+            anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, earlier=planned)
             anew.num_lessons = planned.num_lessons + 1
             anew.replaced = last_proven(planned)
             anew.smaller, anew.num_untold = planned.smaller, planned.num_untold  # only times have changed

@@ -33,11 +33,11 @@ class Plans:
     next when the last step's came before, and goes over to another one where it turns out to be for that.
 
     Args:
-        given: the plan that the user brought, for the first kind of step.
+        from_user: the plan that the user brought, for the first kind of step.
         num_to_measure: so many steps of a kind are measured.
     """
 
-    def __init__(self, given: Plan | None, num_to_measure: int) -> None:
+    def __init__(self, from_user: Plan | None, num_to_measure: int) -> None:
         self.num_to_measure = num_to_measure
         self.in_force: Planned | None = None  # the one that was made or followed last
         self._all: list[Planned] = []  # the last one used is the last one forgotten
@@ -49,10 +49,10 @@ class Plans:
         self.num_put = 0  # plans that have come
         self._state: int | None = None  # of the model, in which these plans were made
         self._state_now: int | None = None
-        self.given = given  # until the first step asks for a plan
-        if given is not None:
-            base = given.trace.base_bytes
-            self.in_force = Planned(given, given.trace, given.forecast, base, num_to_measure, is_given=True)
+        self.from_user = from_user  # until the first step asks for a plan
+        if from_user is not None:
+            trace, base = from_user.trace, from_user.trace.base_bytes
+            self.in_force = Planned(from_user, trace, from_user.forecast, base, num_to_measure, is_from_user=True)
 
     def begin(self, state: int | None) -> None:
         """A step begins with the model in this state, None where that is not known. In another one, plans are forgotten
@@ -70,8 +70,8 @@ class Plans:
             self._smaller.clear()
             self.have_left, self._last = False, None
         self._state = self._state_now
-        if self.given is not None and self.in_force is not None:
-            self.given, self.in_force.kind.key = None, key
+        if self.from_user is not None and self.in_force is not None:
+            self.from_user, self.in_force.kind.key = None, key
             self._all.append(self.in_force)
         alike = [one for one in reversed(self._all) if one.kind.key == key]
         then = self._last.then if self._last is not None else None
@@ -95,7 +95,7 @@ class Plans:
         steps of just its sizes."""
         for one in reversed(self._all):
             is_exact = one.kind.key == key
-            if one is planned or one.plan is None or one.is_given:
+            if one is planned or one.plan is None or one.is_from_user:
                 continue
             if is_exact or _covers(one.kind.key, key):
                 yield one, is_exact
@@ -159,12 +159,12 @@ class Plans:
         a new size would often be measured. Returns whether another plan was in force."""
         if planned.stands_for_smaller:
             return False
-        its_own = planned.is_given or planned.is_unrecorded or planned.kind.is_of_rest
+        its_own = planned.is_from_user or planned.is_unrecorded or planned.kind.is_of_rest
         if planned.plan is None or its_own or planned not in self._all:
             return False
         planned.stands_for_smaller = True
         key, was_in_force = planned.kind.key, False
-        for one in [one for one in self._all if one is not planned and not one.is_given]:
+        for one in [one for one in self._all if one is not planned and not one.is_from_user]:
             if not _covers(key, one.kind.key) or math.prod(one.kind.key[0]) < _MUCH_SMALLER * math.prod(key[0]):
                 continue
             if one.plan is not None and not one.kind.is_of_rest and _serves(planned.trace, one.trace):
@@ -251,7 +251,7 @@ class Plans:
         """What can be said of steps that follow the plan in force; None without one. The time of a plan is not known as
         long as it is that of a measured step, which takes longer, or another plan is about to come."""
         planned = self.in_force
-        if planned is None or planned.plan is None or planned.is_given:
+        if planned is None or planned.plan is None or planned.is_from_user:
             return planned.forecast if planned is not None else None
         if self.is_measured_again(planned) or planned.asked is not None or planned.is_quick:
             return replace(planned.forecast, step_ms=math.nan)

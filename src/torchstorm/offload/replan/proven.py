@@ -10,23 +10,23 @@ NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed
 NOISE = 0.02  # a miss that is none
 
 
-def as_it_was(before: Planned, planned: Planned) -> tuple[Planned, str] | None:
+def as_it_was(earlier: Planned, planned: Planned) -> tuple[Planned, str] | None:
     """The plan that another one has replaced, if its steps took less, whatever was forecast, and what to say of that;
     else None. The fastest ones tell: what disturbs the host, as the search for the new plan itself, only adds, and may
     last for seconds."""
-    before_s, measured_s = min(one.step_s for one in before.recent), min(planned.times_s)
-    if before.plan is None or planned.plan is None or measured_s <= before_s * (1 + NOISE):
+    earlier_s, measured_s = min(one.step_s for one in earlier.recent), min(planned.times_s)
+    if earlier.plan is None or planned.plan is None or measured_s <= earlier_s * (1 + NOISE):
         return None
-    if before.plan.placements == planned.plan.placements:
+    if earlier.plan.placements == planned.plan.placements:
         return None
     said = (
-        f"Steps took {measured_s * 1e3:.1f} ms by a new plan, and {before_s * 1e3:.1f} ms by the one before it, "
+        f"Steps took {measured_s * 1e3:.1f} ms by a new plan, and {earlier_s * 1e3:.1f} ms by the one before it, "
         "which is back."
     )
-    forecast = replace(before.forecast, step_ms=before_s * 1e3)
+    forecast = replace(earlier.forecast, step_ms=earlier_s * 1e3)
     was = replace(
-        before,
-        plan=replace(before.plan, forecast=forecast),
+        earlier,
+        plan=replace(earlier.plan, forecast=forecast),
         forecast=forecast,
         num_lessons=planned.num_lessons + 1,
         times_s=[],

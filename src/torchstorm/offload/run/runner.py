@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.errors import BudgetError, ConfigError, OutOfVRAMError, UnsupportedError
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.run.shortage import trained
-from torchstorm.offload.run.snapshot import Before
+from torchstorm.offload.run.snapshot import Snapshot
 from torchstorm.offload.run.split import Work, choose_num_parts, part_sizes, rows_that_fit, what_differs
 from torchstorm.sizes import format_size
 
@@ -210,25 +210,25 @@ class Runner:
                 f"in each of {num_parts} micro-batches. Remove the hook, or give a batch that fits whole."
             )
         unchanging = self.memory.unchanging or set()
-        before = Before(
+        snapshot = Snapshot(
             self.model, tensors, work.tensors, self.fast.device, unchanging=unchanging, on_host=self.memory.on_host
         )
         failures: list[_Failure] = []
         try:
             while isinstance(result := self._try(fn, work, num_parts), _Failure):
                 failures.append(result)
-                num_parts = self._next(work, failures, before, micro_batches, hooked)
+                num_parts = self._next(work, failures, snapshot, micro_batches, hooked)
                 gc.collect()  # what lies in cycles would be missing in the next try
                 try:
-                    before.rewind()
+                    snapshot.rewind()
                 except UnsupportedError as refused:
                     raise refused from failures[-1].error
             mean, factor = result.close()
         except BaseException:
-            before.put_back()
+            snapshot.put_back()
             raise
-        before.add_gradients(factor)
-        self._remember(work, num_parts, failures, before)
+        snapshot.add_gradients(factor)
+        self._remember(work, num_parts, failures, snapshot)
         return mean
 
     def _try(self, fn: Fn, work: Work, num_parts: int) -> _Mean | _Failure:
@@ -249,7 +249,7 @@ class Runner:
         return mean
 
     def _next(
-        self, work: Work, failures: list[_Failure], before: Before, micro_batches: int | None, hooked: str
+        self, work: Work, failures: list[_Failure], snapshot: Snapshot, micro_batches: int | None, hooked: str
     ) -> int:
         """Into how many parts to split in the next try.
 
@@ -274,9 +274,9 @@ class Runner:
         if can_split:
             self.memory.num_repeats += is_out_of_memory
             return choose_num_parts(work.num_rows, min(work.num_rows, max(last.num_parts + 1, wanted)))
-        if self.fast.counts_all and before.had_gradients and not self.memory.on_host:  # pragma: gpu
+        if self.fast.counts_all and snapshot.had_gradients and not self.memory.on_host:  # pragma: gpu
             self.memory.on_host = True
-            before.move_to_host()
+            snapshot.move_to_host()
             return last.num_parts
         if micro_batches is not None and last.num_parts < work.num_rows:
             why = f"micro_batches={micro_batches} is too small: try about {wanted}, or leave it out."
@@ -312,10 +312,10 @@ class Runner:
             return 1
         return choose_num_parts(work.num_rows, math.ceil(work.num_rows / limit))
 
-    def _remember(self, work: Work, num_parts: int, failures: list[_Failure], before: Before) -> None:
+    def _remember(self, work: Work, num_parts: int, failures: list[_Failure], snapshot: Snapshot) -> None:
         if any(failure.num_parts != num_parts for failure in failures):
             self.memory.rows[work.kind] = part_sizes(work.num_rows, num_parts)[0]
-        unchanged = before.unchanged()
+        unchanged = snapshot.unchanged()
         self.memory.unchanging = unchanged if self.memory.unchanging is None else unchanged & self.memory.unchanging
         if num_parts > 1:
             sizes = part_sizes(work.num_rows, num_parts)

@@ -34,7 +34,7 @@ class RandomStates:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
 
-class Before:
+class Snapshot:
     """Gradients, buffers and random states at one moment.
 
     The gradients are set aside: there are none from now on, and what a step makes is added to them at the end.

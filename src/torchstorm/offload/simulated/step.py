@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchstorm.offload.recompute.tape import Probe, Tape
 from torchstorm.offload.recompute.tensors import has_bytes
-from torchstorm.offload.recompute.traced_ops import Origins
+from torchstorm.offload.recompute.traced_ops import TracedOps
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.simulated.cuda_rules import CudaRules, autocast_as_on_cuda
 from torchstorm.offload.simulated.gpu import META, SimulatedGPU
@@ -182,7 +182,7 @@ class _Step:
 
     def trace(self) -> Trace:
         num_moments = len(self._signatures)
-        origins = Origins([record.value for record in self._records], {})
+        traced = TracedOps([record.value for record in self._records], {})
         storages = tuple(
             SavedStorage(
                 nbytes=record.nbytes,
@@ -192,7 +192,7 @@ class _Step:
                 freed=num_moments if record.freed is None else record.freed,
                 parcel=record.parcel,
                 block=record.block,
-                value=-1 if record.value is None else origins.numbers[record.value],
+                value=-1 if record.value is None else traced.numbers[record.value],
             )
             for record in self._records
         )
@@ -214,8 +214,8 @@ class _Step:
             parcels=make_parcels(storages, self._packing.parcel_bytes),
             base_bytes=self._base_bytes,
             staging_bytes=0,
-            ops=origins.ops(),
-            values=origins.values(),
+            ops=traced.ops(),
+            values=traced.values(),
         )
         self._tape.clear()
         return trace

@@ -17,10 +17,10 @@ from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.replan.foresight import foresee
-from torchstorm.offload.replan.given import check_inputs
 from torchstorm.offload.replan.mistaken import correct
 from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.smaller import ask_for_plan, give_up, is_to_be_traced, plan_for
+from torchstorm.offload.replan.user_plan import check_inputs
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
 from torchstorm.offload.run.split import with_micro_batch
@@ -124,7 +124,7 @@ class Step:
             BudgetError: no plan fits.
         """
         shared = self._shared
-        if self._key is not None or shared.unlimited or shared.plans.given is not None:
+        if self._key is not None or shared.unlimited or shared.plans.from_user is not None:
             return
         assert self._inputs.shapes is not None
         try:
@@ -160,8 +160,8 @@ class Step:
         misuse.check_first_save(shared.model)
         if shared.unlimited:
             return Choice(None)
-        if plans.given is not None:
-            check_inputs(plans.given, self._inputs.shapes)
+        if plans.from_user is not None:
+            check_inputs(plans.from_user, self._inputs.shapes)
         planned = plans.get(key)
         if planned is not None and planned.is_unrecorded and self._tape is not None:
             plans.drop(planned)
@@ -247,7 +247,7 @@ class Step:
             break
         # What backward has let go of by now has the sizes of the plan, which may be for larger steps.
         has_all_sizes = self._is_exact or departure.kind == PACK
-        self._is_planned_for = not is_known and plans.left() and not planned.is_given and has_all_sizes
+        self._is_planned_for = not is_known and plans.left() and not planned.is_from_user and has_all_sizes
         # With nowhere to move tensors, what is recorded tells what can be computed again.
         is_needed = self._is_planned_for or shared.residency.default_tier == KEEP
         if not is_needed or (shared.recompute and self._tape is None):
@@ -277,7 +277,7 @@ class Step:
         # Whether what blocks do is seen from now on, or no longer: then the next step is measured for the plan.
         is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()
         other_variants |= is_measured
-        if left_plan and self._planned is not None and self._planned.is_given:
+        if left_plan and self._planned is not None and self._planned.is_from_user:
             plans.drop(self._planned)
             shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
         elif recorder is not None and self._is_planned_for and self._key is not None and not other_variants:
@@ -328,7 +328,7 @@ class Step:
                 return retimed
         blind = planned is None and shared.recompute and self._tape is None
         try:
-            found = planner.plan(trace, base_bytes=base, num_measured=num_measured, before=planned)
+            found = planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
             blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
         except BudgetError as error:
             if planned is not None and planned.plan is not None and isinstance(recorder, Pace):

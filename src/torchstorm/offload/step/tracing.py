@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchstorm.offload.fast import FastTier
-from torchstorm.offload.recompute.traced_ops import Origins, call_seconds, made_before
+from torchstorm.offload.recompute.traced_ops import TracedOps, call_seconds, made_before
 from torchstorm.offload.step.clock import seconds_between
 from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
@@ -252,7 +252,7 @@ class Recorder:
         moments = self._moments()
         values = [record.value for record in self._storages]
         before = made_before(self._followed, values[: self._num_before]) if self._followed is not None else {}
-        origins = Origins(values, before)
+        traced = TracedOps(values, before)
         storages = tuple(
             SavedStorage(
                 nbytes=record.nbytes,
@@ -262,7 +262,7 @@ class Recorder:
                 freed=num_moments if record.freed is None else record.freed,
                 parcel=record.parcel,
                 block=record.block,
-                value=origins.number_of(record.value, number),
+                value=traced.number_of(record.value, number),
             )
             for number, record in enumerate(self._storages)
         )
@@ -273,8 +273,8 @@ class Recorder:
             parcels=make_parcels(storages, self._parcel_bytes),
             base_bytes=self._base_bytes,
             staging_bytes=self._staging_bytes,
-            ops=origins.ops(),
-            values=origins.values(),
+            ops=traced.ops(),
+            values=traced.values(),
             host=host_cost() if self._fast.is_beside_host else HostCost(),
         )
         return without_waiting(typical(trace))

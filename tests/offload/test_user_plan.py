@@ -12,7 +12,7 @@ from torch import nn
 
 import torchstorm
 from torchstorm.errors import BudgetError, ConfigError, DeviceError, PlanError
-from torchstorm.offload.replan.given import check_inputs, read_plan
+from torchstorm.offload.replan.user_plan import check_inputs, read_plan
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.session import Session
 from torchstorm.plan.plan import Plan
