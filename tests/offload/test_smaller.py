@@ -152,6 +152,37 @@ def test_where_only_one_size_is_known_a_ninth_smaller_step_is_traced_and_tells_o
     assert planned is training.largest
 
 
+def test_sizes_of_which_the_traces_do_not_tell_are_told_by_a_step_that_is_traced(
+    followed: list[Planned | None],
+) -> None:
+    training = Training(0.6)
+    for length in (SHORTER, FULL, FULL, FULL):
+        training.step(length)
+    for _ in range(8):  # the number of sequences has never changed before
+        training.step(150, batch=3)
+        assert followed[-1] is training.largest
+    assert not training.largest.smaller
+    training.step(150, batch=3)
+    assert followed[-1] is None, "traced"
+    for length, batch in ((FULL, 4), (150, 3), (150, 3)):
+        training.step(length, batch)
+    assert followed[-1] is training.largest.smaller[3, FULL, 3, FULL]
+
+
+def test_operations_are_recorded_where_only_a_plan_for_smaller_steps_computes_anything_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(0.6)
+    for length in (SHORTER, FULL, FULL, FULL, 100):
+        training.step(length)
+    (small,) = training.largest.smaller.values()
+    plans = training.session._shared.plans
+    monkeypatch.setattr(Planned, "recomputes", property(lambda self: self is small))
+    assert plans.needs_operations(lambda _: False)
+    monkeypatch.setattr(Planned, "recomputes", property(lambda self: False))
+    assert not plans.needs_operations(lambda _: False)
+
+
 def test_a_model_whose_steps_are_much_the_same_size_is_never_traced_for_smaller_ones(
     followed: list[Planned | None],
 ) -> None:
@@ -181,7 +212,7 @@ def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_repor
         training.step(100)
     assert followed[-1] is training.largest
     assert training.largest.smaller[4, 100, 4, 100].plan is None
-    assert "follow the one for larger ones again" in training.session.report().notes[-1]
+    assert "follow the one for larger steps again" in training.session.report().notes[-1]
 
 
 def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
@@ -310,10 +341,13 @@ def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found
         assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
 
 
-def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(followed: list[Planned | None]) -> None:
+def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(
+    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+) -> None:
     training = Training(0.6)
     for length in [FULL] * 4 + [70] * 8:
         training.step(length)
+    monkeypatch.setattr(Planned, "recomputes", False)  # else all steps are
     ready = list[bool]()
     for _ in range(6):
         ready.append(training.largest.is_to_tell)

@@ -61,7 +61,8 @@ class Tiers:
     gives_back_at_s: float = 0.0
 
     def allows(self, figures: Figures | None, more_bytes: int) -> bool:
-        """Whether a step with such peaks keeps to the budget, with `more_bytes` on a GPU that are not the Session's."""
+        """Whether a step with such peaks keeps to the budget of the fast tier, with `more_bytes` that are not the
+        Session's."""
         assert figures is not None
         taken_bytes: int = getattr(figures, f"{self.fast.name}_bytes")
         return taken_bytes + more_bytes <= self.fast_bytes

@@ -2,7 +2,7 @@
 
 On a GPU the budget counts all that PyTorch's allocator has handed out, and the device works while the host goes on. On
 a CPU it counts what autograd saved, since nobody tells what else a model allocates, and each operation has ended when
-it returns. Whoever wants a third kind, such as one that plays a GPU, writes a `FastTier`.
+it returns.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.trace import Trace
 
-_UNTOLD = (8, 64, 512)  # after so many much smaller steps that follow a plan, one is traced
-_NUM_TRIES = 4  # the next steps are ready to be, whatever their sizes are
+_UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
+_NUM_TRIES = 4  # of the next steps, one that is much smaller is
 _MUCH = 0.4  # of the budget: another step may well need more than all of it
 
 
@@ -64,10 +64,12 @@ class Planned:
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
-            no plan while that is searched for, and where none can be told.
-        num_smaller: smaller steps that have followed it, or a plan for smaller ones in its place.
-        num_untold: much smaller steps of whose sizes the traces did not tell.
-        untold_by: number of the plan that came last when they did not; -1 where that was not asked.
+            no plan while that is searched for, and where none fits.
+        num_smaller: smaller steps since it is a quick plan: those that have followed it, or a plan for smaller steps in
+            its place.
+        num_untold: much smaller steps of whose sizes the traces did not tell, and the few steps of any size that were
+            ready to be traced for that.
+        untold: these sizes, and the number of plans that had come when they were last asked for.
         kind: of the steps.
     """
 
@@ -90,7 +92,7 @@ class Planned:
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
     num_smaller: int = 0
     num_untold: int = 0
-    untold_by: int = -1
+    untold: dict[tuple[int, ...], int] = field(default_factory=dict)
     kind: Kind = field(default_factory=Kind)
 
     @property

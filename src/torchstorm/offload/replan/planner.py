@@ -132,25 +132,23 @@ class Planner:
     def search_on(self, planned: Planned) -> None:
         """A smaller step has followed a plan. A quick one waits to be timed before a better one is searched for; but
         where sizes change, few steps are as large as it is for. So after some of these it waits no longer."""
-        planned.num_smaller += 1
         if self._beside is None or planned.plan is None or not planned.is_quick or planned.asked is not None:
             return
+        planned.num_smaller += 1
         if planned.num_smaller >= _NUM_UNTIMED:
             planned.is_quick = False
             forecast = planned.forecast
             self._search_beside(self._beside, planned, planned.plan, planned.trace, forecast, time_limit_s=_FULL_S)
 
-    def plan_smaller(self, larger: Planned, trace: Trace | None) -> Planned:
+    def plan_smaller(self, larger: Planned, trace: Trace) -> Planned:
         """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
         beside training, and where nothing fits.
 
         Args:
             larger: which they follow as long as there is none.
-            trace: of such steps; None where it is not known, and no plan is to come.
+            trace: of such steps.
         """
-        found = replace(larger, plan=None, trace=trace or larger.trace, smaller={}, asked=None, replaced=None)
-        if trace is None:
-            return found
+        found = replace(larger, plan=None, trace=trace, smaller={}, untold={}, asked=None, replaced=None)
         time_limit_s = _QUICK_S if self._beside is None else _FULL_S
         problem = self._problem(self.slack_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
         if self._beside is not None:
@@ -284,7 +282,7 @@ class Planner:
             now.replaced = last_proven(planned)
         is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
         if is_quick and self._times_first:
-            now.is_quick = True
+            now.is_quick, now.num_smaller = True, 0
         elif is_quick:
             now.asked = replace(
                 problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
@@ -385,7 +383,7 @@ class Planner:
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, earlier=planned)
             anew.num_lessons = planned.num_lessons + 1
             anew.replaced = last_proven(planned)
-            anew.smaller, anew.num_untold = planned.smaller, planned.num_untold  # only times have changed
+            anew.smaller, anew.num_untold, anew.untold = planned.smaller, planned.num_untold, planned.untold
             self.lessons.append(said + "such steps were planned anew.")
             return anew
         return corrected

@@ -127,6 +127,10 @@ class Plans:
                 found.setdefault(number, plan.placements[number].tier)
         return found
 
+    def has(self, planned: Planned) -> bool:
+        """Whether steps may follow a plan still."""
+        return planned in self._all
+
     def use(self, planned: Planned) -> None:
         """A step follows this plan, which is forgotten last."""
         self._all.remove(planned)
@@ -229,7 +233,8 @@ class Plans:
         """No better plan will come: nothing waits for one."""
         for one in self._all:
             one.asked = None
-            one.smaller = {sizes: small for sizes, small in one.smaller.items() if small.asked is None}
+            for sizes in [sizes for sizes, small in one.smaller.items() if small.asked is not None]:
+                del one.smaller[sizes]
 
     def _all_and_smaller(self) -> Iterator[Planned]:
         for one in self._all:
@@ -271,7 +276,8 @@ class Plans:
             return True  # where steps have differed, the next one may be new again
         (planned,) = self._all
         is_traced = planned.is_unrecorded or self.is_measured_again(planned) or planned.is_to_tell
-        return is_traced or planned.recomputes or is_outdated(planned)
+        recomputes = planned.recomputes or any(one.recomputes for one in planned.smaller.values())
+        return is_traced or recomputes or is_outdated(planned)
 
 
 def _serves(larger: Trace, one: Trace) -> bool:

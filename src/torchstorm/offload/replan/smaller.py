@@ -23,7 +23,7 @@ from torchstorm.plan.scaled import Known, run_alike, scaled
 Sizes = tuple[int, ...]
 
 _PARTS = 8  # of the full size; steps between two of them share a plan
-_MOST, _MOST_TRIED = 16, 64  # such plans beside one; sizes for which there was to be one
+_MOST, _MOST_UNTOLD = 16, 64  # such plans beside one, and sizes of which the traces do not tell
 
 
 def part_of(sizes: Sizes, full: Sizes) -> Sizes | None:
@@ -71,10 +71,11 @@ def is_to_be_traced(larger: Planned, inputs: tuple[str, ...] | None) -> bool:
     if not larger.is_to_tell:
         return False
     sizes = _smaller_sizes(larger, inputs)
-    if sizes is None or part_of(sizes, _full_sizes(larger)) is None:
+    part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
+    if part is None or part in larger.smaller:
         return False
     larger.told()
-    larger.stands_for_smaller = False  # but will, when the step was traced
+    larger.stands_for_smaller = False  # but will, once a step has followed it after this one
     return True
 
 
@@ -91,30 +92,31 @@ def ask_for_plan(
         inputs: as in `plan_for`.
         buffers: of the Session.
     """
+    if not plans.has(larger):  # it took more than the budget
+        return
     planner.search_on(larger)
     is_settled = larger.asked is None and not plans.is_measured_again(larger)
-    num_found = sum(one.plan is not None or one.asked is not None for one in larger.smaller.values())
-    is_full = num_found >= _MOST or len(larger.smaller) >= _MOST_TRIED
-    if not is_settled or not tells(larger) or is_full or _keeps_all(larger):
+    if not is_settled or not tells(larger) or len(larger.smaller) >= _MOST or _keeps_all(larger):
         return
     sizes = _smaller_sizes(larger, inputs)
     part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
     if part is None or part in larger.smaller:
         return
-    if larger.untold_by == plans.num_put:
+    trace = None
+    if larger.untold.get(part) != plans.num_put:  # else nothing has come since that could tell
+        known = _known_like(plans, larger)
+        trace = scaled(known, part, buffers) if len(known) > 1 else None
+    if trace is not None:
+        larger.smaller[part] = planner.plan_smaller(larger, trace)
+    elif len(larger.untold) < _MOST_UNTOLD or part in larger.untold:
         larger.num_untold += 1
-        return
-    known = _known_like(plans, larger)
-    if len(known) == 1:
-        larger.num_untold, larger.untold_by = larger.num_untold + 1, plans.num_put
-        return
-    larger.smaller[part] = planner.plan_smaller(larger, scaled(known, part, buffers))
+        larger.untold[part] = plans.num_put
 
 
 def give_up(planned: Planned, planner: Planner, why: str) -> None:
     """Takes a plan for smaller steps away, so that they follow the larger one again; the report says why, once."""
     planned.plan = planned.asked = None
-    lesson = f"A plan for smaller steps was given up, and some follow the one for larger ones again: {why}"
+    lesson = f"A plan for smaller steps was given up, and they follow the one for larger steps again: {why}"
     if lesson not in planner.lessons:
         planner.lessons.append(lesson)
 

@@ -32,7 +32,7 @@ class Decision(NamedTuple):
 
 
 class Policy:
-    """Decides for one step, or for the rest of it. As it stands here, everything is kept.
+    """Decides for one step, or for the rest of it. As it stands here, everything is kept; others change what they need.
 
     Attributes:
         plan: the one that is followed; None for none.

@@ -182,12 +182,12 @@ class Step:
         self._planned = planned
         if planned is None:
             return self._traced()
-        planned.num_untold += planned.is_to_tell
+        planned.num_untold += planned.is_to_tell and not planned.recomputes  # else there is a tape anyway
+        is_tight = plans.have_left or planned.is_tight(shared.residency.limit_bytes)
         others = tuple(plans.near(planned, key))
         smaller = plan_for(planned, self._inputs.shapes) if not self._is_exact else None
         if smaller is not None and not planner.is_outdated(smaller, self._base_bytes):
             self._planned, self._larger, planned = smaller, planned, smaller
-        is_tight = plans.have_left or planned.is_tight(shared.residency.limit_bytes)
         has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         measure = self._measure(planned)
         turned = self._span.turned if measure is None else None
@@ -239,7 +239,7 @@ class Step:
             plans.use(other)  # the next step may begin with it
             self._mistaken += [(other, at) for at in departure.made_otherwise_than(table)]
             if other is larger:
-                give_up(planned, shared.planner, "a tensor is larger than was foreseen.")
+                give_up(planned, shared.planner, "a step was not as foreseen.")
             if departure.may_follow(table):
                 self._planned, self._is_exact = other, is_exact
                 return Choice(other.plan, None, is_exact)
@@ -368,10 +368,11 @@ class Step:
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
         if self._larger is not None:
             times = 0.0
+        # A step whose times count is judged when the next one begins.
         if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes and not times:
             if self._larger is not None:
-                give_up(followed, shared.planner, f"steps took {format_size(vram)}, more than the budget.")
-            else:  # else the next step learns it
+                give_up(followed, shared.planner, f"a step took {format_size(vram)}, more than the budget.")
+            else:
                 shared.judge_peak(followed, vram)
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed

@@ -223,12 +223,12 @@ class Recorder:
         record = self._records.pop(saved, None)
         if record is not None:
             record.freed = self.moment + 1
-            if self._unowned.pop(saved, None) is not None:  # pragma: gpu
+            if self._unowned.pop(saved, None) is not None:
                 record.owned = self.moment + 1
 
     def watch(self, interval: int) -> None:
         """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
-        for saved in list(self._unowned):  # pragma: gpu
+        for saved in list(self._unowned):
             parcel = saved.parcel
             hold = parcel.hold
             if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=parcel.num_aliases):
@@ -244,7 +244,7 @@ class Recorder:
             theirs = not parcel.shared and parcel.hold is not None and records
             if not theirs or any(not record or (record.owned or _NEVER) <= self.moment for record in records):
                 held += parcel.nbytes
-        return held  # pragma: gpu
+        return held
 
     def trace(self) -> Trace:
         """The finished step as a value. On CUDA the host waits for the device here."""
