@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from offload.test_foresight import gradients, llama, unlimited_bytes
 from torchstorm.errors import OutOfVRAMError
 from torchstorm.offload.replan import smaller
 from torchstorm.offload.replan.planned import Planned
@@ -29,54 +29,31 @@ from torchstorm.plan.trace import Trace
 SHORTER, FULL = 96, 160
 
 
-def llama() -> nn.Module:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=172,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        use_cache=False,
-    )
-    model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
 class Training:
     """A model in a Session, and its like without one."""
 
     def __init__(self, share: float, disk: Path | None = None) -> None:
-        unlimited = Session(model := llama(), unlimited=True)
-        _run(model, 4, FULL, unlimited)
-        self.budget = int(unlimited.usage().ram_bytes * share)
-        unlimited.close()
+        self.budget = int(unlimited_bytes(FULL) * share)
         self.plain, self.model = llama(), llama()
         self.session = Session(self.model, ram=self.budget, disk=str(disk) if disk is not None else None)
 
     def step(self, length: int, batch: int = 4) -> None:
-        expected, found = _run(self.plain, batch, length, None), _run(self.model, batch, length, self.session)
+        expected = gradients(self.plain, length, None, batch=batch)
+        found = gradients(self.model, length, self.session, batch=batch)
         assert all(map(torch.equal, expected, found)), length
         assert self.session.usage().ram_bytes <= self.budget, length
+
+    def ask(self) -> None:
+        """Steps until a plan for shorter ones is searched for beside training."""
+        for length in (SHORTER, FULL, FULL, FULL):
+            self.step(length)
+        while self.largest.asked is not None or (4, 100, 4, 100) not in self.largest.smaller:
+            self.step(100)
 
     @property
     def largest(self) -> Planned:
         """The plan for the largest steps."""
         return max(self.session._shared.plans._all, key=lambda one: one.trace.saved_bytes)
-
-
-def _run(model: nn.Module, batch: int, length: int, session: Session | None) -> list[torch.Tensor]:
-    ids = torch.randint(0, 128, (batch, length), generator=torch.Generator().manual_seed(length))
-    if session is None:
-        model(input_ids=ids, labels=ids).loss.backward()
-    else:
-        with session.step():
-            model(input_ids=ids, labels=ids).loss.backward()
-    found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    model.zero_grad()
-    return found
 
 
 @pytest.fixture
@@ -221,11 +198,8 @@ def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
     monkeypatch.setenv(PLAN_NOW, "0")
     training = Training(0.6)
     with training.session:
-        for length in (SHORTER, FULL, FULL, FULL):
-            training.step(length)
-        while training.largest.asked is not None or (4, 100, 4, 100) not in training.largest.smaller:
-            training.step(100)
-            assert followed[-1] is not None
+        training.ask()
+        assert None not in followed[4:]
         found = training.largest.smaller[4, 100, 4, 100]
         beside = training.session._shared.planner._beside
         assert beside is not None
@@ -327,12 +301,9 @@ def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found
     monkeypatch.setenv(PLAN_NOW, "0")
     training = Training(0.6)
     with training.session:
-        for length in (SHORTER, FULL, FULL, FULL):
-            training.step(length)
+        training.ask()
         beside = training.session._shared.planner._beside
         assert beside is not None
-        while training.largest.asked is not None or (4, 100, 4, 100) not in training.largest.smaller:
-            training.step(100)
         if beside._running is not None:
             beside._running._process.kill()
             beside._running.thread.join(60)
