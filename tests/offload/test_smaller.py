@@ -4,6 +4,7 @@ budget."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.smaller import part_of
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
-from torchstorm.plan.beside import PLAN_NOW
+from torchstorm.plan.beside import PLAN_NOW, Beside
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.scaled import scaled
 from torchstorm.plan.trace import Trace
@@ -68,6 +69,18 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> list[Planned | None]:
 
     monkeypatch.setattr(step_module.Step, "_count", noted)
     return found
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Training, Beside]]:
+    """A training for whose shorter steps a plan is searched for beside it, and what searches."""
+    monkeypatch.setenv(PLAN_NOW, "0")
+    training = Training(0.6)
+    with training.session:
+        training.ask()
+        found = training.session._shared.planner._beside
+        assert found is not None
+        yield training, found
 
 
 def num_leaving(planned: Planned | None) -> int:
@@ -193,23 +206,18 @@ def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_repor
 
 
 def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
-    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+    followed: list[Planned | None], beside: tuple[Training, Beside]
 ) -> None:
-    monkeypatch.setenv(PLAN_NOW, "0")
-    training = Training(0.6)
-    with training.session:
-        training.ask()
-        assert None not in followed[4:]
-        found = training.largest.smaller[4, 100, 4, 100]
-        beside = training.session._shared.planner._beside
-        assert beside is not None
-        while found.plan is None:
-            assert beside._running is not None
-            beside._running.thread.join(60)
-            training.step(100)
-        assert found.asked is None
+    training, search = beside
+    assert None not in followed[4:]
+    found = training.largest.smaller[4, 100, 4, 100]
+    while found.plan is None:
+        assert search._running is not None
+        search._running.thread.join(60)
         training.step(100)
-        assert followed[-1] is found
+    assert found.asked is None
+    training.step(100)
+    assert followed[-1] is found
 
 
 def test_another_state_of_the_model_forgets_plans_for_smaller_steps(followed: list[Planned | None]) -> None:
@@ -296,20 +304,15 @@ def test_no_memory_where_a_step_has_gone_over_from_a_plan_for_smaller_ones_costs
 
 
 def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found_at_once(
-    monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
+    followed: list[Planned | None], beside: tuple[Training, Beside]
 ) -> None:
-    monkeypatch.setenv(PLAN_NOW, "0")
-    training = Training(0.6)
-    with training.session:
-        training.ask()
-        beside = training.session._shared.planner._beside
-        assert beside is not None
-        if beside._running is not None:
-            beside._running._process.kill()
-            beside._running.thread.join(60)
-        for _ in range(3):
-            training.step(100)
-        assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
+    training, search = beside
+    if search._running is not None:
+        search._running._process.kill()
+        search._running.thread.join(60)
+    for _ in range(3):
+        training.step(100)
+    assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
 
 
 def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(

@@ -16,8 +16,8 @@ from fractions import Fraction
 from itertools import product
 
 from torchstorm.plan.packing import Buffers, Packing
-from torchstorm.plan.trace import UNPACK, SavedStorage, Trace, make_parcels, taking
-from torchstorm.plan.typical import beside_the_host, spare_s
+from torchstorm.plan.trace import UNPACK, SavedStorage, Trace, make_parcels
+from torchstorm.plan.typical import spare_s, with_forward
 
 _HIGHEST_POWER = 2  # of one size in a tensor's bytes
 _MOST_SIZES = 3  # that change
@@ -226,6 +226,4 @@ def _with_the_same_host(trace: Trace, top: Trace) -> Trace:
         return trace  # it is not known
     seconds = [one.compute_s for one in top.moments[: top.turn]]
     base_s = spare_s(seconds, 0.0) - top.host.idle_s if top.host.idle_s else sum(seconds)
-    seconds, idle_s = beside_the_host([one.compute_s for one in trace.moments[: trace.turn]], base_s)
-    moments = (*taking(trace.moments[: trace.turn], seconds), *trace.moments[trace.turn :])
-    return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))
+    return with_forward(trace, [one.compute_s for one in trace.moments[: trace.turn]], base_s)

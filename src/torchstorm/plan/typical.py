@@ -99,6 +99,13 @@ def beside_the_host(operations: list[float], base_s: float) -> tuple[list[float]
     return [one * base_s / device_s for one in operations], 0.0
 
 
+def with_forward(trace: Trace, operations: list[float], base_s: float) -> Trace:
+    """The trace with a forward that takes the device and the host so long; see `beside_the_host`."""
+    seconds, idle_s = beside_the_host(operations, base_s)
+    moments = (*taking(trace.moments[: trace.turn], seconds), *trace.moments[trace.turn :])
+    return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))
+
+
 def spare_s(seconds: Sequence[float], base_s: float) -> float:
     """How many seconds the host has to spare in a forward, if it takes as long for each of its intervals.
 

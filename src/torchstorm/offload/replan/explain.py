@@ -16,7 +16,7 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
 from torchstorm.plan.trace import Trace, taking
-from torchstorm.plan.typical import beside_the_host, forward_of_operations
+from torchstorm.plan.typical import forward_of_operations, with_forward
 
 MISS = 0.08  # of what was measured: with so much, the plan itself may be wrong
 # Of a link's speed. Where the model computes faster than it was measured, copies come late, and steps wait for them.
@@ -107,6 +107,4 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
         share = forward_s / sum(seconds) if any(seconds) else 1.0
     else:
         share = min(1.0, forward_s / sum(seconds))  # the rest is waiting, for the host or for copies
-    seconds, idle_s = beside_the_host([one * share for one in seconds], max(0.0, host_s - own_s))
-    moments = (*taking(trace.moments[: trace.turn], seconds), *trace.moments[trace.turn :])
-    return replace(trace, moments=moments, host=replace(trace.host, idle_s=idle_s))
+    return with_forward(trace, [one * share for one in seconds], max(0.0, host_s - own_s))

@@ -16,7 +16,7 @@ from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
 
-MOST_TRACES = 4  # that a law is told from
+_MOST_TRACES = 4  # that a law is told from
 
 
 class _Seen(NamedTuple):
@@ -60,7 +60,7 @@ def foresee(
     error: BudgetError | None = None
     is_sure = all(tells(each.planned) for each in seen)
     for group in _groups([each for each in seen if tells(each.planned)]):
-        trace = scaled([Known(each.sizes, each.planned.trace) for each in group], sizes, buffers)
+        trace = scaled(_known(group), sizes, buffers)
         if trace is None:
             is_sure = False
             continue
@@ -74,6 +74,27 @@ def foresee(
     if error is not None and is_sure:
         raise error
     return None
+
+
+def known_like(plans: Plans, planned: Planned) -> list[Known]:
+    """Traces of steps of the same operations as a plan's on different sizes, its own first.
+
+    Args:
+        plans: of the Session.
+        planned: one of those that tell.
+    """
+    assert planned.kind.workload is not None
+    types, sizes = sizes_of(planned.kind.workload.inputs)
+    seen = [_Seen(sizes, planned)]
+    for one in plans.latest_first():
+        if one.kind.workload is not None and tells(one) and one.kind.key[1:] == planned.kind.key[1:]:
+            its_types, its_sizes = sizes_of(one.kind.workload.inputs)
+            seen += [_Seen(its_sizes, one)] if its_types == types else []
+    return _known(_groups(seen)[0])
+
+
+def _known(group: list[_Seen]) -> list[Known]:
+    return [Known(each.sizes, each.planned.trace) for each in group]
 
 
 def tells(planned: Planned) -> bool:
@@ -90,7 +111,7 @@ def _groups(seen: list[_Seen]) -> list[list[_Seen]]:
         group = next((one for one in groups if run_alike(one[0].planned.trace, each.planned.trace)), None)
         if group is None:
             groups.append([each])
-        elif len(group) < MOST_TRACES and all(other.sizes != each.sizes for other in group):
+        elif len(group) < _MOST_TRACES and all(other.sizes != each.sizes for other in group):
             group.append(each)
     return groups
 

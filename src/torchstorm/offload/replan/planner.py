@@ -236,10 +236,9 @@ class Planner:
             Whether another plan is in force now.
         """
         plans = self._plans
-        if plans.in_force is not None and vram_bytes > self._tiers.budget.vram:
-            better = self.judge_peak(plans.in_force, vram_bytes)
-            if better is not plans.in_force and plans.replace(plans.in_force, better):
-                return True
+        is_over = vram_bytes > self._tiers.budget.vram
+        if is_over and plans.in_force is not None and self.learn_peak(plans.in_force, vram_bytes):
+            return True
         for took in steps:
             planned = plans.in_force
             better = self.judge(planned, took) if planned is not None else None
@@ -296,6 +295,11 @@ class Planner:
         """Ends the search for better plans."""
         if self._beside is not None:
             self._beside.close()
+
+    def learn_peak(self, planned: Planned, vram_bytes: int) -> bool:
+        """Steps that followed a plan took more than the budget. Returns whether another plan is in force now."""
+        better = self.judge_peak(planned, vram_bytes)
+        return better is not planned and self._plans.replace(planned, better)
 
     def judge_peak(self, planned: Planned, vram_bytes: int) -> Planned | None:
         """Decides what becomes of a plan whose steps took more than the budget.

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import operator
 
-from torchstorm.offload.replan.foresight import MOST_TRACES, tells
+from torchstorm.offload.replan.foresight import known_like, tells
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
-from torchstorm.plan.scaled import Known, run_alike, scaled
+from torchstorm.plan.scaled import scaled
 
 Sizes = tuple[int, ...]
 
@@ -68,11 +68,7 @@ def plan_for(larger: Planned, inputs: tuple[str, ...] | None) -> Planned | None:
 
 def is_to_be_traced(larger: Planned, inputs: tuple[str, ...] | None) -> bool:
     """Whether a step is to be traced that could follow a plan for larger ones, so that its sizes tell of others."""
-    if not larger.is_to_tell:
-        return False
-    sizes = _smaller_sizes(larger, inputs)
-    part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
-    if part is None or part in larger.smaller:
+    if not larger.is_to_tell or _unplanned_part(larger, inputs) is None:
         return False
     larger.told()
     larger.stands_for_smaller = False  # but will, once a step has followed it after this one
@@ -96,15 +92,14 @@ def ask_for_plan(
         return
     planner.search_on(larger)
     is_settled = larger.asked is None and not plans.is_measured_again(larger)
-    if not is_settled or not tells(larger) or len(larger.smaller) >= _MOST or _keeps_all(larger):
+    if not is_settled or not tells(larger) or len(larger.smaller) >= _MOST:
         return
-    sizes = _smaller_sizes(larger, inputs)
-    part = part_of(sizes, _full_sizes(larger)) if sizes is not None else None
-    if part is None or part in larger.smaller:
+    part = _unplanned_part(larger, inputs)
+    if part is None or _keeps_all(larger):
         return
     trace = None
     if larger.untold.get(part) != plans.num_put:  # else nothing has come since that could tell
-        known = _known_like(plans, larger)
+        known = known_like(plans, larger)
         trace = scaled(known, part, buffers) if len(known) > 1 else None
     if trace is not None:
         larger.smaller[part] = planner.plan_smaller(larger, trace)
@@ -130,22 +125,15 @@ def _smaller_sizes(larger: Planned, inputs: tuple[str, ...] | None) -> Sizes | N
     return sizes if types == sizes_of(workload.inputs)[0] else None
 
 
-def _full_sizes(larger: Planned) -> Sizes:
+def _unplanned_part(larger: Planned, inputs: tuple[str, ...] | None) -> Sizes | None:
+    """The sizes that a much smaller step is planned for, if there is no plan for them, and none was asked for."""
+    sizes = _smaller_sizes(larger, inputs)
+    if sizes is None:
+        return None
     assert larger.kind.workload is not None
-    return sizes_of(larger.kind.workload.inputs)[1]
+    part = part_of(sizes, sizes_of(larger.kind.workload.inputs)[1])
+    return part if part not in larger.smaller else None
 
 
 def _keeps_all(larger: Planned) -> bool:
     return larger.plan is not None and all(one.tier == KEEP for one in larger.plan.placements)
-
-
-def _known_like(plans: Plans, larger: Planned) -> list[Known]:
-    """Traces of steps of the same operations on different sizes, the plan's own first."""
-    found = {_full_sizes(larger): larger.trace}
-    for one in plans.latest_first():
-        if len(found) == MOST_TRACES or not tells(one) or one.kind.key[1:] != larger.kind.key[1:]:
-            continue
-        sizes = _smaller_sizes(larger, one.kind.workload.inputs if one.kind.workload is not None else None)
-        if sizes is not None and sizes not in found and run_alike(larger.trace, one.trace):
-            found[sizes] = one.trace
-    return [Known(sizes, trace) for sizes, trace in found.items()]

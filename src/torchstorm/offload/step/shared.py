@@ -86,12 +86,6 @@ class Shared:
             self.measured.plan_changed()
             self.trim()
 
-    def judge_peak(self, planned: Planned, vram_bytes: int) -> None:
-        """A step that has followed a plan took more than the budget, and its times tell nothing of the plan."""
-        better = self.planner.judge_peak(planned, vram_bytes)
-        if better is not planned and self.plans.replace(planned, better):
-            self.measured.plan_changed()
-
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""
         if self.plans.in_force is None:

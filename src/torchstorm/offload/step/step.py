@@ -61,7 +61,8 @@ class Step:
         for tier in shared.tiers.slow.values():
             tier.reset_peak()
         shared.learn()
-        (tensors := shared.tensors).read()
+        tensors = shared.tensors
+        tensors.read()
         refuse_compiled_whole(shared.model)
         shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
         optimizer = shared.state.optimizer()
@@ -372,8 +373,8 @@ class Step:
         if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes and not times:
             if self._larger is not None:
                 give_up(followed, shared.planner, f"a step took {format_size(vram)}, more than the budget.")
-            else:
-                shared.judge_peak(followed, vram)
+            elif shared.planner.learn_peak(followed, vram):
+                shared.measured.plan_changed()
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
