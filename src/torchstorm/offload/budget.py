@@ -31,7 +31,7 @@ _STRAIGHT_BYTES = 2**24
 # The allocator rounds what it hands out, and a library may take a workspace after the measured step.
 _VRAM_SPARE_BYTES = 16 * 2**20
 _LARGEST_SEGMENT_BYTES = 2**29  # to unpin 256 MiB takes 5 to 20 ms, in which CUDA does nothing else
-_GIVING_BACK = 0.03  # of the time of training, at most so much for unpinning what no plan has a use for
+_GIVING_BACK = 0.01  # of the time of training, at most so much for unpinning what no plan has a use for
 
 
 @dataclass(eq=False, kw_only=True)
