@@ -26,9 +26,12 @@ from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.report import first_said
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Took
+from torchstorm.offload.step.pace import Pace
 from torchstorm.plan import beside
 from torchstorm.plan.beside import PLAN_NOW, Beside, Problem
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.trace import Trace
 
 NEVER = ("-c", "import time; time.sleep(600)")
 RAM = "1200KiB"
@@ -201,6 +204,38 @@ def test_a_better_plan_is_taken_over_between_two_steps(storm: Session) -> None:
     assert not searching(storm).failure
 
 
+def test_a_step_that_was_timed_is_planned_for_once_the_device_has_come_to_its_end(
+    monkeypatch: pytest.MonkeyPatch, storm: Session
+) -> None:
+    is_reached, refined = [False], list[bool]()
+    refine = Pace.refine
+
+    def noted(self: Pace, trace: Trace, plan: Plan, machine: Machine, *, scale: float = 1.0) -> Trace:
+        refined.append(self.is_reached)
+        return refine(self, trace, plan, machine, scale=scale)
+
+    monkeypatch.setattr(Pace, "is_reached", property(lambda _: is_reached[0]))
+    monkeypatch.setattr(Pace, "refine", noted)
+    shared = storm._shared
+    run_steps(storm, 1)
+    traced = shared.plans.in_force
+    run_steps(storm, 3)
+    assert shared.retiming is not None
+    assert shared.plans.in_force is traced, "no other plan is taken over meanwhile"
+    forecast = shared.plans.forecast()
+    assert forecast is not None
+    assert math.isnan(forecast.step_ms)
+    assert not refined
+    is_reached[0] = True
+    run_steps(storm, 1)
+    assert refined == [True], "the steps in between were not timed"
+    assert shared.retiming is None
+    assert shared.plans.in_force is not None
+    assert shared.plans.in_force.num_measured == shared.plans.num_to_measure
+    search_out(storm)
+    assert len(refined) == 1
+
+
 @pytest.mark.usefixtures("poor")
 def test_gradients_are_the_same_to_the_bit_when_plans_are_replaced() -> None:
     def step(model: nn.Module, index: int) -> torch.Tensor:
@@ -336,7 +371,7 @@ def test_a_new_plan_whose_fastest_step_takes_longer_gives_way_to_the_one_before(
     before = searched_out(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
     planner._beside = None  # plans are made at once from here on
-    before.times_s, before.recent, before.is_from_user = [], [], False
+    before.times_s, before.recent, before.replaced, before.is_from_user = [], [], None, False
     planner.learn([Took(before.forecast.step_ms / 1e3 * 3)] * 3, 0)
     new, before_s = plans.in_force, before.forecast.step_ms / 1e3 * 3
     assert new is not None

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from offload.forced import at_random, force_recompute
+from offload.forced import at_random, force_recompute, recomputing
 from offload.noted import note_repeats
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.native import library
@@ -33,6 +33,7 @@ from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.trace import Trace
 
@@ -230,6 +231,57 @@ def test_what_is_saved_twice_where_the_plan_saves_another_tensor_is_known_as_the
     with computing_again(tmp_path, model) as session:
         gradients(model, 0, [other, *base[1:]], session)
     assert [one.signature for one in traces[-2].moments] == [one.signature for one in traces[-1].moments]
+
+
+def follow(session: Session, plan: Plan) -> None:
+    """Replaces the plan that is in force."""
+    planned = session._shared.plans.in_force
+    assert planned is not None
+    assert session._shared.plans.replace(planned, replace(planned, plan=plan))
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data(), base=st.lists(ops, min_size=3, max_size=9), seeds=st.integers(0, 9))
+def test_whatever_plans_follow_each_other_gradients_are_the_same(
+    data: st.DataObject, base: list[Op], seeds: int
+) -> None:
+    plain, model = program(), program()
+    shares = st.sampled_from([0.2, 0.5, 0.8, 1.0])
+    with tempfile.TemporaryDirectory() as folder, computing_again(folder, model, 0.0) as session:
+        for seed in range(12):
+            taken = list(base)
+            if data.draw(st.integers(0, 4), label="differs") == 0:
+                taken[data.draw(st.integers(0, len(base) - 1), label="at")] = data.draw(ops, label="op")
+            expected = gradients(plain, seed, taken, None)
+            found = gradients(model, seed, taken, session)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (seed, taken)
+            planned = session._shared.plans.in_force
+            if seed > 1 and planned is not None and planned.plan is not None and data.draw(st.booleans(), label="plan"):
+                wanted = at_random(random.Random(100 * seeds + seed), data.draw(shares, label="share"))
+                first = session._shared.planner.quick_plan(planned.plan.trace, planned.plan.trace.base_bytes)
+                follow(session, recomputing(first, wanted))
+
+
+def test_the_first_step_by_another_plan_uses_the_records_of_the_plan_before_it(
+    tmp_path: Path, repeated: list[bool]
+) -> None:
+    plain, model = program(), program()
+    with computing_again(tmp_path, model, 0.0) as session:
+        for seed in range(3):
+            gradients(model, seed, TINY, session)
+        first = session.plan()
+        assert first is not None
+        again: list[set[int]] = []
+        for seed in range(3, 8):
+            plan = recomputing(first, at_random(random.Random(seed), 0.8))
+            follow(session, plan)
+            again.append({at for at, one in enumerate(plan.placements) if one.tier == RECOMPUTE})
+            repeated.clear()
+            expected = gradients(plain, seed, TINY, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, TINY, session)))
+            if seed > 3:
+                assert again[-1] != again[-2]
+                assert sum(repeated) > 2 * len(repeated) // 5
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])

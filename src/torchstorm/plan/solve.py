@@ -104,6 +104,8 @@ def _code(tier: str, scheduler: Scheduler) -> int:
 
 def shift_base(trace: Trace, delta_bytes: int) -> Trace:
     """The same step with `delta_bytes` more memory outside the Session in every interval."""
+    if not delta_bytes:
+        return trace
     moments = tuple(
         replace(
             moment,

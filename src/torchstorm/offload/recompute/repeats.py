@@ -317,6 +317,21 @@ class Repeats:
             if record.value is not None:
                 self._passing.append(record.value)
 
+    def take_over(self, earlier: Repeats, is_kept: Callable[[int], bool]) -> None:
+        """The next step follows another plan for the same operations than the last one did: takes what was recorded of
+        that, as far as the plans have the same recorded. What a record is given otherwise is described anew.
+
+        Args:
+            earlier: of the other plan; has no records afterwards.
+            is_kept: of the number of a record, whether both plans have the same recorded of its call.
+        """
+        for number in [number for number in earlier._records if not is_kept(number)]:
+            earlier._drop(number)
+        earlier.sources.clear()
+        earlier._is_clean = False
+        earlier.forget_passing()
+        self._records, earlier._records = earlier._records, self._records
+
     def clear(self) -> None:
         """Everything is recorded anew in the next step."""
         for number in list(self._records):

@@ -7,6 +7,7 @@ is a guess. Steps that only follow their plan tell both.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -44,15 +45,18 @@ def explained(
     """
     trace = with_settled_forward(trace, plan, steps)
 
-    def misses(share: float) -> float:
-        return abs(forecast_s(trace, plan.placements, slowed(machine, share)) - measured_s)
+    def forecast(share: float) -> float:
+        return forecast_s(trace, plan.placements, slowed(machine, share))
 
-    if misses(link_share) <= MISS * measured_s:
+    expected_s = forecast(link_share)
+    if abs(expected_s - measured_s) <= MISS * measured_s:
         return trace, link_share
-    share = min((one for one in _LINK_SHARES if one <= link_share), key=misses)
-    if misses(share) <= MISS * measured_s:
+    shares = [one for one in _LINK_SHARES if one <= link_share]
+    at = bisect_left(shares, measured_s, key=forecast)  # the slower the copies, the longer the step
+    share = min(shares[max(0, at - 1) : at + 1], key=lambda one: abs(forecast(one) - measured_s))
+    if abs(forecast(share) - measured_s) <= MISS * measured_s:
         return trace, share
-    factor = measured_s / forecast_s(trace, plan.placements, slowed(machine, link_share))
+    factor = measured_s / expected_s
     moments = taking(trace.moments, (one.compute_s * factor for one in trace.moments))
     ops = taking(trace.ops, (op.compute_s * factor for op in trace.ops))
     return replace(trace, moments=moments, ops=ops), link_share

@@ -92,21 +92,22 @@ class Planner:
             self._beside.ask(planned.asked)
         return planned
 
-    def retimed(self, planned: Planned, trace: Trace, *, num_measured: int) -> Planned | None:
+    @property
+    def is_beside(self) -> bool:
+        """Whether better plans are searched for while training goes on."""
+        return self._beside is not None
+
+    def retimed(self, planned: Planned, plan: Plan, trace: Trace, *, num_measured: int) -> Planned:
         """The same plan with the times of a settled step, and a better one searched for beside training: a quick one
         first. What fits still does, so no step waits.
 
         Args:
-            planned: what the step has followed.
+            planned, plan: what the step has followed.
             trace, num_measured: as in `Planned`.
-
-        Returns:
-            None where everything is planned at once.
         """
-        if self._beside is None or planned.plan is None:
-            return None
         found = replace(planned, num_measured=num_measured, times_s=[], recent=[])
-        self._search_beside(self._beside, found, planned.plan, trace, time_limit_s=_QUICK_S)
+        if self._beside is not None:  # else the search has failed meanwhile
+            self._search_beside(self._beside, found, plan, trace, time_limit_s=_QUICK_S)
         return found
 
     def _search_beside(
@@ -246,9 +247,9 @@ class Planner:
                 continue
             if better.plan is None or planned.plan is None or better.plan.placements != planned.plan.placements:
                 return True
-        return self._take_better()
+        return self.take_better()
 
-    def _take_better(self) -> bool:
+    def take_better(self) -> bool:
         """Takes over a plan that was found beside training; returns whether there is one."""
         beside, plans = self._beside, self._plans
         if beside is None:

@@ -32,6 +32,11 @@ def seconds_between(first: object, second: object) -> float:
     return second - first
 
 
+def is_reached(mark: object) -> bool:
+    """Whether the device has come to a mark."""
+    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())
+
+
 class Took(NamedTuple):
     """What a step took.
 
@@ -79,7 +84,7 @@ class Span:
     @property
     def is_reached(self) -> bool:
         """Whether the device has come to its end."""
-        return not isinstance(self._stop, torch.cuda.Event) or bool(self._stop.query())
+        return is_reached(self._stop)
 
     def took(self) -> Took:
         """What it took; of a device that has come to its end."""

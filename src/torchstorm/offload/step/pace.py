@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute.traced_ops import call_seconds
-from torchstorm.offload.step.clock import seconds_between
+from torchstorm.offload.step.clock import is_reached, seconds_between
 from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.machine import Machine
@@ -94,9 +94,14 @@ class Pace:
         self.stop()
         self._points.append((moment + 1, self._stopped, self._stopped, 0.0))
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come to the end of the step."""
+        return is_reached(self._stopped)
+
     def refine(self, trace: Trace, plan: Plan, machine: Machine, *, scale: float = 1.0) -> Trace:
         """The trace of the step, which followed a plan, with these times; between two marks, as the trace has them in
-        proportion. On CUDA the host waits for the device here.
+        proportion. The host waits for a device that has not come to the end of the step.
 
         Args:
             trace, plan: of the step, or of one that does `scale` times as much work.
@@ -104,7 +109,8 @@ class Pace:
         """
         if self._points[-1][0] != trace.num_moments:
             return trace
-        self._fast.synchronize()
+        if not self.is_reached:
+            self._fast.synchronize()
         times = {call.number: call_seconds(call) * scale for call in self.calls}
         ops = taking(trace.ops, (times.get(op.number, op.compute_s) for op in trace.ops))
         seconds = [moment.compute_s for moment in trace.moments]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +22,26 @@ from torchstorm.offload.step.clock import Clock
 from torchstorm.offload.step.garbage import collect_early
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import ModelTensors
+from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.saving import buffers_of
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
 from torchstorm.sizes import format_size
+
+
+class Retiming(NamedTuple):
+    """What a step has measured that followed its plan.
+
+    Attributes:
+        pace: what it took.
+        planned: its plan.
+        scale: as much more work as the plan is for.
+    """
+
+    pace: Pace
+    planned: Planned
+    scale: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,6 +65,7 @@ class Shared:
         compiled: the model's compiled blocks; None for none.
         runs_compiled: whether Dynamo has compiled something that steps run, besides those.
         base_bytes: device memory that was not the Session's when the last step began.
+        retiming: what the last step but some has measured, until the device has come to its end.
     """
 
     model: torch.nn.Module
@@ -66,6 +84,7 @@ class Shared:
     compiled: CompiledBlocks | None = None
     runs_compiled: bool = False
     base_bytes: int = 0
+    retiming: Retiming | None = None
 
     @property
     def device(self) -> torch.device:
@@ -80,11 +99,46 @@ class Shared:
         """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""
         return private.num_compiled() - (self.compiled.num_compiled if self.compiled is not None else 0)
 
+    def take_better(self) -> None:
+        """Takes over a plan that was found beside training."""
+        if self.retiming is None and self.planner.take_better():
+            self._changed()
+
     def learn(self) -> None:
-        """Compares the steps that have ended with the forecast of the plan in force."""
+        """Compares the steps that have ended with the forecast of the plan in force.
+
+        It is called as a step ends: a GPU is then still at work, as a rule, with what backward gave it. At a step's
+        begin it would wait for this.
+        """
+        if self.retiming is not None:
+            if not self.retiming.pace.is_reached:
+                return
+            self._retime(*self.retiming)
         if self.planner.learn(self.measured.new_times(), self.measured.new_vram_bytes()):
+            self._changed()
+
+    def _changed(self) -> None:
+        self.measured.plan_changed()
+        self.trim()
+
+    def _retime(self, pace: Pace, planned: Planned, scale: float) -> None:
+        """A plan goes on with the times of a step that has followed it, and a better one is searched for."""
+        self.retiming = None
+        plans, planner = self.plans, self.planner
+        if planned.plan is None or not plans.has(planned):
+            return
+        trace = pace.refine(planned.trace, planned.plan, planner.machine(), scale=scale)
+        num_measured = planned.num_measured + 1
+        quick_plan = partial(planner.quick_plan, base_bytes=self.base_bytes)
+        blocks = self.compiled
+        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured, is_urgent=False):
+            plans.drop(planned)
+            return
+        found = planner.retimed(planned, planned.plan, trace, num_measured=num_measured)
+        self.put(found, planned)
+        self.trim()
+        if plans.stand_for_smaller(found):
             self.measured.plan_changed()
-            self.trim()
 
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""

@@ -29,7 +29,7 @@ from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice, Departure, TableOf
-from torchstorm.offload.step.shared import Shared
+from torchstorm.offload.step.shared import Retiming, Shared
 from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import KEEP, Figures
@@ -60,7 +60,7 @@ class Step:
         self._base_bytes = shared.base_bytes = fast.allocated_bytes() - held_bytes
         for tier in shared.tiers.slow.values():
             tier.reset_peak()
-        shared.learn()
+        shared.take_better()
         tensors = shared.tensors
         tensors.read()
         refuse_compiled_whole(shared.model)
@@ -211,7 +211,7 @@ class Step:
 
     def _measure(self, planned: Planned) -> Recorder | Pace | None:
         """Who measures a step that follows a plan."""
-        if not self._shared.plans.is_measured_again(planned):
+        if not self._shared.plans.is_measured_again(planned) or self._shared.retiming is not None:
             return None
         if planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
@@ -266,6 +266,7 @@ class Step:
         self._conclude()
         of_step = self._gradients, self._inputs, self._shared.saved
         self._shared.watch.step_ended(*of_step, has_saved=self._key is not None)
+        self._shared.learn()
 
     def _conclude(self) -> None:
         shared, plans = self._shared, self._shared.plans
@@ -281,6 +282,8 @@ class Step:
         if left_plan and self._planned is not None and self._planned.is_from_user:
             plans.drop(self._planned)
             shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
+        elif isinstance(recorder, Pace) and planned is not None and shared.planner.is_beside and not other_variants:
+            shared.retiming = Retiming(recorder, planned, self._scale_of(planned))
         elif recorder is not None and self._is_planned_for and self._key is not None and not other_variants:
             found = self._plan_next(recorder, planned)
             is_measured = True  # and planned for, or the next one, in which compiled blocks run otherwise, will be
@@ -310,8 +313,7 @@ class Step:
         shared, planner = self._shared, self._shared.planner
         if planned is not None and isinstance(recorder, Pace):
             assert planned.plan is not None
-            scale = 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
-            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=scale)
+            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=self._scale_of(planned))
         else:
             assert isinstance(recorder, Recorder)
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
@@ -323,10 +325,6 @@ class Step:
             if planned is not None:
                 shared.plans.drop(planned)
             return None
-        if planned is not None and isinstance(recorder, Pace):
-            retimed = planner.retimed(planned, trace, num_measured=num_measured)
-            if retimed is not None:
-                return retimed
         blind = planned is None and shared.recompute and self._tape is None
         try:
             found = planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
@@ -350,6 +348,10 @@ class Step:
                 found = Planned(None, trace, shared.measured.last, base, shared.plans.num_to_measure)
         found.is_unrecorded = blind
         return found
+
+    def _scale_of(self, planned: Planned) -> float:
+        """How many times the work of this step its plan is for."""
+        return 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
