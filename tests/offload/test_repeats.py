@@ -271,9 +271,10 @@ def test_the_first_step_by_another_plan_uses_the_records_of_the_plan_before_it(
             gradients(model, seed, TINY, session)
         first = session.plan()
         assert first is not None
-        again: list[set[int]] = []
+        again, plans = list[set[int]](), list[Plan]()
         for seed in range(3, 8):
             plan = recomputing(first, at_random(random.Random(seed), 0.8))
+            plans.append(plan)
             follow(session, plan)
             again.append({at for at, one in enumerate(plan.placements) if one.tier == RECOMPUTE})
             repeated.clear()
@@ -282,6 +283,11 @@ def test_the_first_step_by_another_plan_uses_the_records_of_the_plan_before_it(
             if seed > 3:
                 assert again[-1] != again[-2]
                 assert sum(repeated) > 2 * len(repeated) // 5
+        follow(session, plans[-2])  # as where a plan turns out to be no better than the one before it
+        repeated.clear()
+        expected = gradients(plain, 9, TINY, None)
+        assert all(map(torch.equal, expected, gradients(model, 9, TINY, session)))
+        assert sum(repeated) > 2 * len(repeated) // 5
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])

@@ -260,7 +260,7 @@ def step_s(
         return now_s + sum(trace.parcels[number].nbytes for number in moved) * machine.disk_delay_s_per_byte
     num_moved = sum(trace.parcels[number].num_storages for number in moved)
     host_s = num_moved * trace.host.move_s + sum(len(one.ops) for one in again.values()) * trace.host.record_s
-    return now_s + max(0.0, host_s - trace.host.idle_s)
+    return now_s + max(host_s / 10, host_s - trace.host.idle_s)
 
 
 def every_placement(trace: Trace, tiers: Sequence[str]) -> Iterator[tuple[list[Placement], dict[int, Again]]]:

@@ -19,6 +19,8 @@ from torchstorm.plan.trace import PACK, UNPACK, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
 SLOT_BYTES = 4096  # slower tiers allocate whole pages
+# Of the host's work in following a plan, what counts though the host has the time for it: it is less ahead then.
+_NEVER_FREE = 0.1
 
 Profile = npt.NDArray[np.int64]
 
@@ -200,7 +202,7 @@ def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved
     if trace.device == "cpu":
         return moved_bytes * machine.disk_delay_s_per_byte
     own_s = trace.host.own_s(num_recorded=sum(len(replay.ops) for replay in again), num_moved=num_moved)
-    return max(0.0, own_s - trace.host.idle_s)
+    return max(_NEVER_FREE * own_s, own_s - trace.host.idle_s)
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:

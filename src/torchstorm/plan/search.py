@@ -30,6 +30,9 @@ _STEPS = 35  # steps of a round per parcel; fewer with very many parcels, since 
 _STEP_S = 4e-6  # seconds of a step of annealing per parcel, at most
 _REPAID = 1000  # training steps that must be able to gain what a round of annealing takes
 _SMALL_STEP = 2  # members of a group that change together after annealing
+_TOLD_APART = (
+    8  # operations that make a parcel, by which it is told apart from others: of a sum of all blocks so far, these
+)
 _SAME = 1e-6  # relative difference below which times count as equal
 _GOOD = 1e-3  # relative overhead below which a plan is good enough
 
@@ -67,7 +70,7 @@ def group_parcels(scheduler: Scheduler) -> list[ParcelGroup]:
         replay = scheduler.replayer.alone(number)
         if parcel.needed >= trace.num_moments and scheduler.away != KEPT:
             replay = None  # what it is made of would stay, too: a step that does use it must be able to make it
-        ops = () if replay is None else tuple(trace.ops[index].name for index in replay.ops)
+        ops = () if replay is None else tuple(trace.ops[index].name for index in replay.ops[-_TOLD_APART:])
         key = (parcel.nbytes, parcel.num_storages, replay is None, ops)
         groups.setdefault(key, []).append(number)
         seconds[key] = max(seconds.get(key, 0.0), math.inf if replay is None else replay.seconds)
@@ -123,11 +126,19 @@ class Search:
             options[number] = [code]
         if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
             return self._try_all(options)
-        ranked = self._ranked(self._groups)
-        if ranked[0].over_bytes:
-            ranked = self._ranked(self._by_bytes)
-        self._has_fitting = ranked[0].fits
-        best = min((self._climb(found) for found in ranked[:_STARTS]), key=lambda found: found.score)
+        ranked = self._ranked(self._starts(self._groups))[:_STARTS]
+        fitting = self._ranked(self._fitting())[:_STARTS]
+        if ranked[0].over_bytes and not any(found.fits for found in fitting):
+            ranked = self._ranked(self._starts(self._by_bytes))[:_STARTS]
+        starts = sorted([*ranked, *fitting], key=lambda found: found.score)
+        self._has_fitting = starts[0].fits
+        climbed = {id(found): self._climb(found) for found in starts}  # those first that are likely to be in time
+        best, other = (
+            min((climbed[id(found)] for found in some), key=lambda found: found.score)
+            for some in (ranked, fitting or ranked)
+        )
+        if not best.fits or other.seconds < best.seconds * (1 - _GOOD):
+            best = min(best, other, key=lambda found: found.score)  # else copies have more time where they are spread
         if best.slow_over_bytes and not best.over_bytes:
             best = min((best, *map(self._climb, self._keeping_most())), key=lambda found: found.score)
         if not best.fits:
@@ -202,10 +213,10 @@ class Search:
         self.complete = False
         return True
 
-    def _ranked(self, groups: list[ParcelGroup]) -> list[Schedule]:
-        """The starting choices, the best first."""
+    def _ranked(self, choices: Iterator[bytes]) -> list[Schedule]:
+        """Starting choices, the best first."""
         starts: dict[bytes, Schedule] = {}
-        for choice in self._starts(groups):
+        for choice in choices:
             found = self.attempt(choice)
             if found is not None:
                 starts.setdefault(found.choice, found)
@@ -222,6 +233,42 @@ class Search:
                 for number in one.members:
                     choice[number] = RECOMPUTED
                 yield bytes(choice)
+
+    def _fitting(self) -> Iterator[bytes]:
+        """More and more groups computed again, the cheapest first; of the others no more parcels move than have to,
+        those that are needed last: the largest, or those that take longest to compute again."""
+        parcels, away = self.scheduler.trace.parcels, self.scheduler.away
+        base = bytearray([KEPT]) * len(parcels)
+        for at in range(len(self._groups) + 1):
+            if at:
+                one = self._groups[at - 1]
+                if one.seconds == math.inf:
+                    return
+                for number in one.members:
+                    base[number] = RECOMPUTED
+            if not self._is_too_much(base):
+                yield bytes(base)
+                return
+            if away == KEPT:
+                continue
+            rest = [number for group in self._groups[at:] for number in group.members]
+            for order in (
+                sorted(rest, key=lambda number: (-parcels[number].nbytes, parcels[number].sealed)),
+                rest[::-1],
+            ):
+                low, high = 1, len(order)
+                while low < high:
+                    middle = (low + high) // 2
+                    if self._is_too_much(_changed(bytes(base), (order[:middle], away))):
+                        low = middle + 1
+                    else:
+                        high = middle
+                if order:
+                    yield _changed(bytes(base), (order[:low], away))
+
+    def _is_too_much(self, choice: bytes | bytearray) -> bool:
+        least = self.scheduler.lower_bound(bytes(choice))
+        return least is None or bool(least[0].max() > self.limit)
 
     def _keeping_most(self) -> Iterator[Schedule]:
         """Moves everything, then keeps what fits: the last created first (they are needed first), or the largest."""

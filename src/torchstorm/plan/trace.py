@@ -121,7 +121,7 @@ class HostCost:
     Attributes:
         record_s: seconds per operation that is recorded to run again.
         move_s: seconds per storage that moves; small ones that move together are copied into one buffer one by one.
-        idle_s: seconds of that which the device does not notice, since it is the one that comes late.
+        idle_s: seconds of that which the device hardly notices, since it is the one that comes late.
     """
 
     record_s: float = 0.0

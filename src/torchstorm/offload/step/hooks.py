@@ -311,8 +311,8 @@ class SavedTensors:
                 self._run.recorder.arrive()
             if choice.plan is not None:
                 self._run.policy = Follow(choice.plan, self._spot)
-                self._run.table = self._table_of(choice.plan)
-                self._run.table.begin(tuple(map(self._table_of, choice.others)), any_other=choice.any_other)
+                recorded = choice.any_other, self._run.watched is None
+                self._run.table = self._tables.follow(choice.plan, choice.others, *recorded)
                 self._run.recorded = self._run.table.recorded
             elif self._run.recorder is None and self._run.tape is None and self.residency.default_tier == KEEP:
                 self._run.policy = Count()

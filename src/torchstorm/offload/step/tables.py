@@ -50,7 +50,6 @@ class Table:
     Args:
         plan: the plan.
         all_recorded: whether all operations of its steps are, so that even what is tiny must be found by its value.
-        earlier: of the plan that such steps followed before, for the same operations; None for none.
 
     Attributes:
         signatures: of the moments, `num_moments` of them.
@@ -76,7 +75,7 @@ class Table:
         repeats: what was recorded of the last step.
     """
 
-    def __init__(self, plan: Plan, *, all_recorded: bool, earlier: Table | None = None) -> None:
+    def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
         storages = plan.trace.storages
         self.signatures = [moment.signature for moment in plan.trace.moments]
         self.num_moments = len(self.signatures)
@@ -109,10 +108,10 @@ class Table:
         self.busy = {*plan.drops, *plan.fetches, self.turn}
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
-        self.repeats, self._earlier = Repeats(), earlier
+        self.repeats = Repeats()
         self._plan, self._read = plan, self.read
         self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
-        self._record_for(())
+        self.record_for(())
 
     def has(self, moment: int, kind: str, ordinal: int, nbytes: int, *, is_exact: bool) -> bool:
         """Whether a moment that has come is the plan's."""
@@ -150,16 +149,12 @@ class Table:
         """Whether a storage is let go to be computed again."""
         return not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
 
-    def begin(self, others: tuple[Table, ...], *, any_other: bool) -> None:
-        """A step follows the plan, and may go over to others: see `Choice`. The first one uses what was recorded by the
-        plan before it."""
-        self._record_for(others, any_other=any_other)
-        earlier, self._earlier = self._earlier, None
-        if earlier is not None:
-            differing = {call_of(number) for number in self.recorded ^ earlier.recorded}
-            self.repeats.take_over(earlier.repeats, lambda number: call_of(number) not in differing)
+    def take_records(self, earlier: Table) -> None:
+        """Such steps followed another plan so far: uses what was recorded of the last one."""
+        differing = {call_of(number) for number in self.recorded ^ earlier.recorded}
+        self.repeats.take_over(earlier.repeats, lambda number: call_of(number) not in differing)
 
-    def _record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
+    def record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
         """Has recorded what plans need that a step may go over to, as long as it goes like theirs: what is computed
         again by those, and what from. Where it may turn out to be `any_other` step, all that can be computed again."""
         recorded_for = tuple(map(weakref.ref, others)), any_other
@@ -240,6 +235,7 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, int, bool], tuple[Plan, Table]] = {}
+        self._followed: dict[tuple[int, bool], Table] = {}  # the last one of those for the same steps
 
     def of(self, plan: Plan, *, all_recorded: bool) -> Table:
         """The table of a plan. One that differs in what is forecast alone has the same, with all records."""
@@ -248,8 +244,25 @@ class Tables:
         found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= _MOST_TABLES:
-                del self._tables[next(iter(self._tables))]
-            earlier = [table for of, (_, table) in self._tables.items() if of[1:] == key[1:]]
-            made = Table(plan, all_recorded=all_recorded, earlier=earlier[-1] if earlier else None)
-            found = self._tables[key] = plan, made
+                oldest = next(iter(self._tables))
+                del self._tables[oldest]
+                self._followed.pop(oldest[1:], None)
+            found = self._tables[key] = plan, Table(plan, all_recorded=all_recorded)
         return found[1]
+
+    def follow(self, plan: Plan, others: tuple[Plan, ...], any_other: bool, all_recorded: bool) -> Table:
+        """The table of a plan that a step follows from its begin. What was recorded of the last such step is used, also
+        where that followed another plan.
+
+        Args:
+            plan, others, any_other: as in `Choice`.
+            all_recorded: as in `Table`.
+        """
+        table = self.of(plan, all_recorded=all_recorded)
+        table.record_for(tuple(self.of(one, all_recorded=all_recorded) for one in others), any_other=any_other)
+        key = id(plan.trace.storages), all_recorded
+        earlier = self._followed.get(key, table)
+        if earlier is not table:
+            table.take_records(earlier)
+        self._followed[key] = table
+        return table
