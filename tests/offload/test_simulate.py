@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from torchstorm.offload.session import Session
 from torchstorm.offload.simulated.roofline import scratch_bytes
 from torchstorm.offload.simulated.step import simulate
 from torchstorm.plan.curve import checkpoint_point
-from torchstorm.plan.forecast import KEEP, Placement, fast_profile
+from torchstorm.plan.forecast import KEEP, RAM, Placement, fast_profile
+from torchstorm.plan.plan import Budget
 from torchstorm.plan.profiles import named_machine
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.solve import solve
+from torchstorm.plan.trace import HostCost, Trace
 
 H200 = named_machine("h200")
 LIMIT = 2**33
@@ -363,3 +365,20 @@ def test_a_model_of_eight_billion_parameters_is_forecast_without_its_weights() -
     assert trace.base_bytes >= 2 * num_parameters
     # 6 operations a parameter and token, and attention, at what the chip sustains.
     assert 0.9 < trace.compute_s * H200.half_flops / (6 * num_parameters * 4096) < 1.5
+
+
+def test_half_way_to_everything_kept_a_llama_computes_again_what_is_cheap_and_moves_as_little_as_has_to() -> None:
+    """Where few tensors have to go, a search that begins with everything kept, or all away, ends far from here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32}
+    shape |= {"num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32000}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).train()
+    tokens = torch.zeros(4, 2048, dtype=torch.long)
+    traced = trace_of(model, tokens, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    trace = replace(traced, host=HostCost(record_s=20e-6, move_s=120e-6, idle_s=0.020))
+    kept = int(fast_profile(trace, [Placement(tier=KEEP)] * len(trace.parcels)).max())
+    plan = solve(trace, H200, Budget(vram=int(0.7 * kept), ram=2**37), time_limit_s=100.0)
+    assert plan.forecast.step_ms <= 1.03 * trace.compute_s * 1e3
+    assert sum(one.tier == RAM for one in plan.placements) < 33
