@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
@@ -22,6 +23,10 @@ def quicken() -> None:
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     interpreter.ScanOps.generic_scan = _scan
     tl.tensor.__init__ = _tensor
+    tl.block_type.__init__ = _block_type
+    tl.dtype.__eq__ = _equal  # type: ignore[method-assign, assignment]
+    core._unwrap_if_constexpr = _unwrap
+    semantic.TritonSemantic.broadcast_impl_value = _broadcast
 
 
 def _by_name(numpy_type: Any) -> Any:
@@ -39,13 +44,63 @@ def _by_name(numpy_type: Any) -> Any:
 
 def _tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _shape(tuple(type.shape.values) if type.is_block() else ())
 
 
 @functools.cache
 def _shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
     numel = tl.constexpr(int(np.prod(sizes)))
     return tl.tuple([tl.constexpr(size) for size in sizes]), numel
+
+
+_make_block_type = tl.block_type.__init__
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """Types of as many numbers in as many dimensions share what was made, and checked, for the first of them."""
+    sizes = shape.values if type(shape) is tl.tuple else shape
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name = _block(str(element_ty), *map(core._unwrap_if_constexpr, sizes))
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # 16.0 is no size
+def _block(element: str, *sizes: int) -> tuple[Any, int, str]:
+    made: Any = tl.block_type.__new__(tl.block_type)
+    _make_block_type(made, element, list(sizes))
+    return made.shape, made.numel, made.name
+
+
+def _equal(self: Any, other: Any) -> bool:
+    """Of types, most of which are compared with themselves."""
+    if self is other:
+        return True
+    other = core._unwrap_if_constexpr(other)
+    return isinstance(other, tl.dtype) and self.name == other.name
+
+
+_unwrap_any = core._unwrap_if_constexpr
+
+
+def _unwrap(value: Any) -> Any:
+    """What a constant holds; most values are none, and neither lists of them."""
+    kind = type(value)
+    if kind is tl.constexpr:
+        return value.value
+    if kind is int or kind is tl.tensor or kind is tl.dtype:
+        return value
+    return _unwrap_any(value)
+
+
+_broadcast_any = semantic.TritonSemantic.broadcast_impl_value
+
+
+def _broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Most tensors that meet have the same shape."""
+    types = left.type, right.type
+    if types[0].is_block() and types[1].is_block() and types[0].shape is types[1].shape:
+        return left, right
+    found: tuple[Any, Any] = _broadcast_any(self, left, right)
+    return found
 
 
 def _scan(self: Any, tensors: tuple[Any, ...]) -> list[Any]:
