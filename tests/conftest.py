@@ -24,8 +24,8 @@ os.environ["TORCHSTORM_PLAN_NOW"] = "1"
 # long as a dozen kernels; here it believes what the CPU says of itself.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# Tracing and compiling make millions of objects that stay. Left to itself, Python looks through them for garbage after each
-# 700 new ones: a tenth of the time of tests that compile. It still does so many times in each of them.
+# Tracing and compiling make millions of objects that stay. Left to itself, Python looks through them for garbage after
+# each 700 new ones, which takes a tenth of the time of tests that compile. It still does so many times in each of them.
 gc.set_threshold(10_000, 20, 20)
 
 # Every run draws the same examples, so that a change fails for what it does; `make fuzz` draws others each time.
@@ -131,7 +131,7 @@ def _cheap_seeds() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _untimed_guards() -> Iterator[None]:
-    """After each compile Dynamo empties the CPU's caches and times its guards, for a log: as long as a small graph takes."""
+    """After each compile Dynamo empties the CPU's caches and times its guards, for a log."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("torch._C._dynamo.guards", "torch._dynamo.guards"):
             if module in sys.modules:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from torchstorm.cli import app
 from torchstorm.storage.volume import Volume
 
@@ -115,7 +116,7 @@ def test_a_signal_leaves_what_was_there_and_nothing_else(
         out.write_bytes(b"what was there")
     np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.uint8, shape=(6400, 65536)).flush()
     command = [sys.executable, "-c", SLOWLY, "pack", str(tmp_path / "x.npy"), str(out), "--replace"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline_s = time.monotonic() + 60
     beside = place / ".a.storm.packing"
     while not (beside.exists() and beside.stat().st_blocks * 512 > 8e6):  # at work

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import forked
 from torchstorm.cli import app, main
 from torchstorm.train.config import TrainConfig
 from torchstorm.train.loop import StepInfo
@@ -48,7 +49,7 @@ def losses_never_stopped(long_run: list[str], tmp_path_factory: pytest.TempPathF
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from torchstorm.cli import main; main()", "train", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:

@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 SKIPS = {
     "test_in_the_body": "import pytest\n\ndef test_skips():\n    pytest.skip('no GPU')\n",
@@ -59,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
             (folder / f"{module}.py").write_text(source)
         given.append((str(folder), options))
     command = [sys.executable, "-c", FORKS, json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = forked.run(command, capture_output=True, text=True, timeout=120, check=True)
     codes = map(int, done.stdout.split())
     return {
         name: (code, (Path(folder) / "said").read_text())

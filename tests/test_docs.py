@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import typer
 import typer.main
 
+import forked
 import torchstorm
 from torchstorm import kernels
 from torchstorm.cli import app
@@ -70,7 +70,7 @@ def test_the_python_of_a_page_runs_in_order(page: Path, tmp_path: Path) -> None:
     code = blocks(page, "python")
     assert code
     command = [sys.executable, "-W", "error", "-c", "\n".join(code)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "forecast" in done.stdout
     assert list(tmp_path.glob("spill/*")) == []
@@ -150,9 +150,7 @@ def test_what_a_budget_means_is_said_in_the_docs() -> None:
 
 def test_the_reference_is_what_the_docstrings_say_now() -> None:
     code = "import runpy, sys; sys.stdout.write(runpy.run_path('docs/generate_reference.py')['make_reference']())"
-    made = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout
+    made = forked.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     written = (REPOSITORY / "docs" / "reference.md").read_text()
     assert made == written, "run `make docs`"
 

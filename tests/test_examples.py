@@ -1,10 +1,11 @@
 """Runs every example as a user would, and checks its output."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
@@ -22,7 +23,7 @@ def test_every_example_is_run_here() -> None:
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     for words in SAYS[name]:
         assert words in done.stdout

@@ -24,7 +24,7 @@ def quicken() -> None:
     interpreter.ScanOps.generic_scan = _scan
     tl.tensor.__init__ = _tensor
     tl.block_type.__init__ = _block_type
-    tl.dtype.__eq__ = _equal  # type: ignore[method-assign, assignment]
+    tl.dtype.__eq__ = _equal
     core._unwrap_if_constexpr = _unwrap
     semantic.TritonSemantic.broadcast_impl_value = _broadcast
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
 
+import forked
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
 from torchstorm.kernels import MLSTMState, mlstm, variants
 from torchstorm.kernels.mlstm.reference import packed_offsets
@@ -103,7 +103,7 @@ for first in ("torchstorm.kernels.mlstm.step", "torchstorm.kernels", "torchstorm
 
 def test_the_function_is_found_by_its_name_though_its_folder_has_it_too() -> None:
     command = [sys.executable, "-c", FOUND_BY_NAME]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

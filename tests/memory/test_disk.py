@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import forked
 from torchstorm.errors import BudgetError, CorruptionError, StorageError, UnsupportedError
 from torchstorm.memory import spill
 from torchstorm.memory.disk import DiskTier
@@ -32,7 +33,7 @@ def numbered(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def run(script: str, directory: Path, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return forked.Popen(
         [sys.executable, "-c", textwrap.dedent(script), str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

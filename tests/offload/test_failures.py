@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from offload.steps import Outcome, assert_same, saved_bytes, train
 from torchstorm.errors import (
     BudgetError,
@@ -338,7 +338,7 @@ assert os.listdir(directory) == []
 
 
 def test_a_disk_that_fills_up_in_a_step_costs_that_step_and_nothing_else(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = forked.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("failed in the block") == 2
     assert done.stdout.count("ulimit -f") == 2

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from offload.steps import saved_bytes
 from torchstorm.offload import session as session_module
 from torchstorm.offload.replan.plans import Plans
@@ -340,7 +341,7 @@ with session.step():
 
 
 def test_what_a_killed_training_left_goes_at_the_next_start(tmp_path: Path) -> None:
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = forked.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     (left,) = tmp_path.iterdir()
@@ -382,7 +383,7 @@ with session.step():
 
 
 def test_a_process_that_ends_without_closing_leaves_no_spill_files(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", EXITS, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", EXITS, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split("\n")[:-1] == ["ends 0", "raises 1", "exits 3"], done.stderr
     assert "Exception ignored" not in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+import forked
 from offload.steps import Step, assert_exact_within, saved_bytes
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.session import Session
@@ -395,10 +396,11 @@ def run_in_child(spill: str) -> None:
 
 def test_an_odd_model_that_could_take_the_process_along_trains_to_the_same_bits(tmp_path: Path) -> None:
     """In a child: a mistake with a tensor that has no memory, or with a reference to a storage, is no exception."""
-    child = multiprocessing.get_context("spawn").Process(target=run_in_child, args=(str(tmp_path),))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
+    code = f"from offload.test_odd_models import run_in_child; run_in_child({str(tmp_path)!r})"
+    path = os.pathsep.join(sys.path)  # where this module is found
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}.split({os.pathsep!r}); {code}"]
+    done = forked.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------------- torch.compile

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 from offload import spilling
 
 TIMEOUT_S = 240  # a machine may be busy, and each process imports torch
@@ -109,7 +110,7 @@ def test_a_model_wrapped_for_ddp_trains_to_the_same_bits(tmp_path: Path) -> None
         [sys.executable, "-c", DDP, str(tmp_path / "store"), str(rank), str(spill), *CASES] for rank in range(2)
     ]
     children = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread())
+        forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread())
         for command in commands
     ]
     try:
@@ -134,7 +135,7 @@ def one_thread() -> dict[str, str]:
 def start(directory: Path, seed: int) -> subprocess.Popen[str]:
     command = [sys.executable, spilling.__file__, str(directory), str(seed)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=one_thread())
+    return forked.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=one_thread())
 
 
 def read(child: subprocess.Popen[str]) -> str:

@@ -21,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forked
 from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.storage.aligned import aligned_empty, byte_view
 from torchstorm.storage.backend import Backend, StorageCopy
@@ -174,7 +175,7 @@ def test_neighbours_in_one_block_lose_nothing(place: Path) -> None:
     with (
         opened(path, block_bytes=8192) as first,
         opened(path, block_bytes=8192) as second,
-        subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
+        forked.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other,
         ThreadPoolExecutor(6) as threads,
     ):
         assert other.stdout is not None
@@ -371,7 +372,7 @@ def test_a_limit_on_file_size(place: Path) -> None:
         file.close()
     """)
     path = place / "limited"
-    ran = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    ran = forked.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
     assert ran.stderr == ""
     message, works = ran.stdout.splitlines()
     assert message.startswith(f"{errno.EFBIG} {path}: writing 2000000 bytes at offset 0 failed in the block at ")

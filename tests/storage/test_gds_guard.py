@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.storage import cufile, gds_canary, gds_guard
 from torchstorm.storage.direct import DirectFile
@@ -161,9 +162,7 @@ try:
 except OSError:
     print("done")
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, check=False
-    )
+    run = forked.run([sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, text=True, check=False)
     assert (run.stdout.strip(), run.returncode) == ("done", 0), run.stderr
 
 

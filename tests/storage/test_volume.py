@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forked
 from torchstorm.errors import ConfigError, CorruptionError, StorageError
 from torchstorm.storage.layout import DTYPES, Kind
 from torchstorm.storage.volume import Volume
@@ -182,7 +182,7 @@ print(volume["tokens"].read(1).tolist())
 def test_a_forked_child_gets_an_error_and_no_hang(path: Path) -> None:
     filled(path).close()
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = forked.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     told, read = done.stdout.splitlines()
     assert "forked" in told
@@ -363,7 +363,7 @@ print(volume["x"].check().num_intact)
 
 
 def test_a_disk_that_is_full_is_told_and_no_part_of_the_write_looks_whole(path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     told, flush, whole = done.stdout.splitlines()
     assert told.startswith("told ")
@@ -416,7 +416,7 @@ print(num_flushed, num_cut)
 
 
 def test_a_writer_killed_a_hundred_times_leaves_every_flushed_record_whole_and_no_other_wrong(path: Path) -> None:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-W", "ignore", "-c", KILLED, str(path), "100"], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """train/checkpoint.py: whole at every moment, exact, and honest about damage."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from torchstorm.errors import CheckpointError, StorageError
 from torchstorm.train.checkpoint import find_checkpoint, has_checkpoint, restore, save_checkpoint
 
@@ -128,7 +128,7 @@ print(num_half_written, find_checkpoint(folder).step)
 
 def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _SAVE_UNTIL_KILLED, str(tmp_path), "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forked.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     num_half_written, last_step = map(int, done.stdout.split())
     # Otherwise the kills all fell between two saves, or before the first one, and nothing was tested.

@@ -1,7 +1,6 @@
 """train/loop.py: what a run learns, and that it repeats to the last bit."""
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from torchstorm.errors import ConfigError
 from torchstorm.models.gpt import GPT
 from torchstorm.models.xlstm import SIZES, XLSTMConfig
@@ -170,7 +170,7 @@ before = library.mkl_serv_get_dynamic()
 with deterministic(torch.device("cpu")):
     print(before, library.mkl_serv_get_dynamic())
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = forked.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["1", "0"]
 
 

@@ -2,7 +2,6 @@
 
 import io
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import forked
 from torchstorm.errors import ConfigError, DataError, StorageError, TorchstormError
 from torchstorm.storage.volume import Volume
 from torchstorm.train import pack as pack_module
@@ -239,7 +239,7 @@ before = peak_kib()
 pack([Path({str(source)!r})], Path({str(out)!r}), **options, console=quiet)
 print(peak_kib() - before)
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    ran = forked.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert out.stat().st_size > 140 * 2**20
     assert int(ran.stdout) * 1024 < 64 * 2**20

@@ -5,7 +5,6 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import forked
 from torchstorm.errors import DataError, StorageError
 from torchstorm.storage.records import Records
 from torchstorm.storage.volume import Volume
@@ -166,7 +166,7 @@ try:
 except StorageError as error:
     print(error)
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    ran = forked.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "File too large" in ran.stdout
     assert "Free some space" in ran.stdout
