@@ -197,7 +197,8 @@ def test_low_precision_is_rounded_where_the_saved_value_was() -> None:
             return x + self.inner(x)
 
     def step(model: nn.Module, index: int) -> torch.Tensor:
-        loss: torch.Tensor = model(torch.randn(96, 64).to(torch.bfloat16)).float().square().mean()
+        x = torch.randn(96, 64).to(torch.bfloat16).requires_grad_()  # so that the first block is one like the second
+        loss: torch.Tensor = model(x).float().square().mean()
         loss.backward()
         return loss
 
@@ -434,7 +435,8 @@ def test_blocks_that_differ_in_a_constant_are_all_compiled() -> None:
 @pytest.mark.usefixtures("quickly")
 def test_convolutions_and_batch_norm_agree_for_another_batch_size_too_and_statistics_count_once() -> None:
     def step(model: nn.Module, index: int) -> torch.Tensor:
-        loss: torch.Tensor = model(torch.randn((8, 5)[index], 4, 16, 16)).square().mean()
+        x = torch.randn((8, 5)[index], 4, 16, 16, requires_grad=True)  # so that both blocks are alike
+        loss: torch.Tensor = model(x).square().mean()
         loss.backward()
         return loss
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked
+
 MIB = 2**20
 
 # A chain of tanh: each saves its result, 8 MiB; 52 of them save 416 MiB. The peak of RssAnon is sampled all the
-# while. malloc gives large blocks back at once only with a fixed threshold, hence the environment.
+# while. malloc gives large blocks back at once only with a fixed threshold, M_MMAP_THRESHOLD.
 CHILD = """
-import json, sys, threading
+import ctypes, json, sys, threading
 import torch
+assert ctypes.CDLL(None).mallopt(-3, 2**20) == 1
 from torchstorm import Session
 
 torch.set_num_threads(2)
@@ -83,9 +85,9 @@ Result = dict[str, Any]
 
 def run(budget_bytes: int, directory: Path) -> Result:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", CHILD, str(budget_bytes), str(directory), str(NUM_STEPS), str(NUM_LAYERS)],
-        env={**environment, "MALLOC_MMAP_THRESHOLD_": str(MIB)},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
