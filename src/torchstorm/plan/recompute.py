@@ -91,6 +91,8 @@ class Replayer:
         self._freed = [storage.freed + (storage.freed >= self.num) for storage in trace.storages]
         self._parcel_of = [storage.parcel for storage in trace.storages]
         self._needed = [parcel.needed for parcel in trace.parcels]
+        by_need = sorted(range(len(self._needed)), key=lambda number: (self._needed[number], number))
+        self._need_rank = {number: rank for rank, number in enumerate(by_need)}
         self._never_needed = {
             number for number, parcel in enumerate(trace.parcels) if parcel.freed < self.num <= parcel.needed
         }
@@ -103,7 +105,7 @@ class Replayer:
             and trace.values[storage.value].op >= 0
         }
         # Per parcel: results, with the states of the other parcels that they depend on.
-        self._known: dict[int, list[tuple[dict[int, int], Replay | None]]] = {}
+        self._known: dict[int, list[tuple[tuple[tuple[int, int], ...], Replay | None]]] = {}
 
     def alone(self, number: int) -> Replay | None:
         """The recomputation of one parcel while all others are kept; None if impossible."""
@@ -122,7 +124,7 @@ class Replayer:
         Args:
             recomputed: numbers of the recomputed parcels.
         """
-        order = sorted(recomputed, key=lambda number: (self._needed[number], number))
+        order = sorted(recomputed, key=self._need_rank.__getitem__)
         state = [_STAYS] * len(self._needed)
         for number in order:
             if number not in self._value_of:
@@ -145,17 +147,17 @@ class Replayer:
 
     def _found(self, number: int, state: list[int]) -> Replay | None:
         known = self._known.setdefault(number, [])
-        for seen, replay in known:
-            for parcel, then in seen.items():
+        for states, replay in known:
+            for parcel, then in states:
                 if state[parcel] != then:
                     break
             else:
                 return replay
-        seen = {}
+        seen: dict[int, int] = {}
         replay = self._compute(number, state, seen)
         if len(known) >= _REMEMBERED:
             known.pop()
-        known.insert(0, (seen, replay))
+        known.insert(0, (tuple(seen.items()), replay))
         return replay
 
     def _compute(self, number: int, state: list[int], seen: dict[int, int]) -> Replay | None:

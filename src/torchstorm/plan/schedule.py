@@ -96,6 +96,7 @@ class Scheduler:
         self._num_storages = np.array([parcel.num_storages for parcel in parcels], dtype=np.int64)
         self._owned = np.array([parcel.owned for parcel in parcels], dtype=np.int64)
         self._sealed = np.array([parcel.sealed for parcel in parcels], dtype=np.int64)
+        self._counts_first = self._owned <= self._sealed  # on the fast tier, until it moves
         self._needed = np.array([parcel.needed for parcel in parcels], dtype=np.int64)
         self._freed = np.array([parcel.freed for parcel in parcels], dtype=np.int64)
         self._slots = -(-np.array(self._nbytes, dtype=np.int64) // SLOT_BYTES) * SLOT_BYTES
@@ -145,24 +146,25 @@ class Scheduler:
         again = self.replayer.play(np.flatnonzero(codes == RECOMPUTED).tolist())
         if again is None:
             return None
-        need = self._needed
-        fetch = np.full(len(codes), self.num)
         other = self._other
-        if again:
-            need = need.copy()
+        moved = codes >= TO_RAM
+        if not again:
+            back = np.where(moved, self._needed, self.num)
+        else:
+            fetch, need = [self.num] * len(codes), self._needed.tolist()
             for moment, replay in reversed(again.items()):
-                fetch[replay.made] = moment
-                need[replay.sources] = np.minimum(need[replay.sources], moment)
-            need = np.maximum(need, self._sealed + 1)
+                for number in replay.made:
+                    fetch[number] = moment
+                for number in replay.sources:
+                    need[number] = min(need[number], moment)
+            back = np.where(moved, np.maximum(need, self._sealed + 1), fetch)
             if self.trace.device == "cuda":
                 at = np.fromiter(again, dtype=np.int64, count=len(again))
                 extra = np.array([replay.transient_bytes for replay in again.values()], dtype=np.float64)
                 other = other.copy()
                 other[at] = np.maximum(other[at], self._still[at] + extra)
-        moved = codes >= TO_RAM
-        back = np.where(moved, need, fetch)
         away = codes != KEPT
-        out = moved & (self._owned <= self._sealed)
+        out = moved & self._counts_first
         comes = away & (back < self._freed)
         parts = codes[self._part_owner] == KEPT
         places = np.concatenate(
@@ -177,7 +179,7 @@ class Scheduler:
         )
         sizes = np.concatenate((self._sizes[out], self._sizes[comes], self._part_sizes[parts]))
         edges = np.bincount(places, weights=np.concatenate((sizes, -sizes)), minlength=self.num + 1) + self._fixed
-        return np.cumsum(edges)[:-1] + other, back, again
+        return edges.cumsum()[:-1] + other, back, again
 
     def slow_over(self, choice: bytes) -> tuple[bytes, int]:
         """Moves parcels that do not fit in RAM to disk, the last needed first. Returns choice and excess bytes."""
