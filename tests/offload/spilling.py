@@ -13,6 +13,7 @@ import sys
 import torch
 
 from torchstorm.offload.session import Session
+from torchstorm.plan import search
 
 
 def train(seed: int, directory: str | None = None) -> str:
@@ -43,4 +44,5 @@ def train(seed: int, directory: str | None = None) -> str:
 
 
 if __name__ == "__main__":
+    search._STEPS = 2  # as `short_search` has it, for another process
     print(train(int(sys.argv[2]), sys.argv[1]), flush=True)

@@ -22,6 +22,7 @@ import forked
 from offload.steps import Step, assert_exact_within, saved_bytes
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.session import Session
+from torchstorm.plan import search
 
 WIDTH, ROWS = 64, 512
 
@@ -385,6 +386,7 @@ def test_a_check_takes_parts_that_change_while_the_others_are_written_for_no_fau
 
 def run_in_child(spill: str) -> None:
     torch.set_num_threads(1)
+    search._STEPS = 2  # as `short_search` has it, for another process
     for name in IN_A_CHILD:
         print(name)  # shown where it ends the process
         torch.manual_seed(0)

@@ -25,7 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchstorm import Session
+from torchstorm.plan import search
 
+search._STEPS = 2  # as `short_search` has it, for another process
 store, rank, spill, cases = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 torch.set_num_threads(1)
 limit = timedelta(seconds=60)  # where one fails, the others do not wait for ever
