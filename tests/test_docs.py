@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import sys
@@ -53,9 +54,15 @@ def make_targets(line: str) -> list[str]:
     return [word for word in shlex.split(line)[1:] if "=" not in word]
 
 
+@functools.cache
+def torchstorm_command() -> Any:
+    """Made once: it takes longer than what is looked up in it."""
+    return typer.main.get_command(app)
+
+
 def parse_torchstorm(arguments: list[str]) -> list[str]:
     """Takes a command line apart as the command would, without running it. Returns the subcommands."""
-    command: Any = typer.main.get_command(app)
+    command = torchstorm_command()
     names = []
     while getattr(command, "commands", None):
         name, *arguments = arguments
