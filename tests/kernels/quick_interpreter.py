@@ -27,6 +27,8 @@ def quicken() -> None:
     tl.dtype.__eq__ = _equal
     core._unwrap_if_constexpr = _unwrap
     semantic.TritonSemantic.broadcast_impl_value = _broadcast
+    semantic.TritonSemantic.cast = _cast
+    interpreter._patch_attr = _patch_attr
 
 
 def _by_name(numpy_type: Any) -> Any:
@@ -101,6 +103,23 @@ def _broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
         return left, right
     found: tuple[Any, Any] = _broadcast_any(self, left, right)
     return found
+
+
+_cast_any = semantic.TritonSemantic.cast
+
+
+def _cast(self: Any, value: Any, dtype: Any, *rounding: Any, **options: Any) -> Any:
+    """Most operands have the type of their result."""
+    if value.type.scalar is dtype.scalar:
+        return value
+    return _cast_any(self, value, dtype, *rounding, **options)
+
+
+def _patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """The function itself, with the meaning of the interpreter, in place of two that call it."""
+    function = getattr(member, "__wrapped__", member)
+    meaning = interpreter.TritonSemantic(builder)
+    scope.set_attr(owner, name, lambda *args, _semantic=None, **options: function(*args, _semantic=meaning, **options))
 
 
 def _scan(self: Any, tensors: tuple[Any, ...]) -> list[Any]:
