@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +72,7 @@ def table(text: str) -> dict[str, list[int]]:
 @given(trace=traces(), machine=machines())
 def test_what_is_written_is_read_back(trace: Trace, machine: Machine) -> None:
     assert Trace.from_json(trace.to_json()) == trace
+    assert pickle.loads(pickle.dumps(trace)) == copy.deepcopy(trace) == trace
     assert Machine.from_json(machine.to_json()) == machine
     enough = max(naive.all_away_bytes(trace), naive.all_kept_bytes(trace))
     plan = solve(trace, machine, Budget(vram=enough, ram=enough, disk=1 << 40))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torchstorm.errors import PlanError
@@ -184,6 +185,14 @@ class Trace:
     values: tuple[Value, ...] = ()
     host: HostCost = HostCost()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Thousands of objects are pickled several times as fast by the values in them. It holds Python's lock.
+        return {**vars(self), **{name: [*map(_VALUES_OF[kind], vars(self)[name])] for name, kind in _LISTED.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lists = {name: tuple(_made_of(kind, values) for values in state[name]) for name, kind in _LISTED.items()}
+        vars(self).update(state, **lists)
+
     @property
     def num_moments(self) -> int:
         """Number of moments, which is also the number of intervals."""
@@ -220,6 +229,19 @@ class Trace:
             return trace_from_dict(json.loads(text))
         except (ValueError, TypeError, KeyError) as error:
             raise PlanError(f"the text is not a trace written by torchstorm: {error}") from error
+
+
+_LISTED: dict[str, type] = {"moments": Moment, "storages": SavedStorage, "parcels": Parcel, "ops": Op, "values": Value}
+_VALUES_OF = {kind: attrgetter(*(one.name for one in fields(kind))) for kind in _LISTED.values()}
+_SLOTS_OF = {kind: tuple(getattr(kind, one.name) for one in fields(kind)) for kind in _LISTED.values()}
+
+
+def _made_of(kind: type, values: Iterable[Any]) -> Any:
+    """As `kind(...)` with values in the order of its fields, in a fraction of the time."""
+    made: Any = object.__new__(kind)
+    for slot, value in zip(_SLOTS_OF[kind], values, strict=True):
+        slot.__set__(made, value)
+    return made
 
 
 _Timed = TypeVar("_Timed", Moment, Op)
