@@ -236,6 +236,19 @@ def test_a_step_that_was_timed_is_planned_for_once_the_device_has_come_to_its_en
     assert len(refined) == 1
 
 
+def test_nothing_is_planned_for_a_timed_step_once_the_session_is_closed(
+    monkeypatch: pytest.MonkeyPatch, storm: Session
+) -> None:
+    is_reached = [False]
+    monkeypatch.setattr(Pace, "is_reached", property(lambda _: is_reached[0]))
+    run_steps(storm, 3)
+    assert storm._shared.retiming is not None
+    storm.close()
+    is_reached[0] = True
+    storm.report()
+    assert searching(storm)._running is None
+
+
 @pytest.mark.usefixtures("poor")
 def test_gradients_are_the_same_to_the_bit_when_plans_are_replaced() -> None:
     def step(model: nn.Module, index: int) -> torch.Tensor:

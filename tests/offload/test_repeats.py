@@ -35,7 +35,7 @@ from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import PACK, Trace
 
 pytestmark = pytest.mark.usefixtures("short_way")
 
@@ -288,6 +288,75 @@ def test_the_first_step_by_another_plan_uses_the_records_of_the_plan_before_it(
         expected = gradients(plain, 9, TINY, None)
         assert all(map(torch.equal, expected, gradients(model, 9, TINY, session)))
         assert sum(repeated) > 2 * len(repeated) // 5
+
+
+def test_a_graph_that_is_kept_has_its_own_records_when_another_plan_is_followed(tmp_path: Path) -> None:
+    plain, model = program(), program()
+    other: list[Op] = [*LAYERS[:6], ("softmax", 3, 1), *LAYERS[7:]]
+    with computing_again(tmp_path, model) as session:
+        for seed in range(6):
+            gradients(model, seed, LAYERS, session)
+        usual = session._shared.plans.in_force
+        assert usual is not None
+        torch.manual_seed(6)
+        with session.step():
+            kept = model(torch.randn(ROWS, WIDTH), other)
+        quick = session._shared.planner.quick_plan(usual.trace, usual.trace.base_bytes)
+        anew = recomputing(quick, at_random(random.Random(3), 0.8))
+        assert session._shared.plans.replace(usual, replace(usual, plan=anew))
+        for seed in (7, 8):
+            expected = gradients(plain, seed, LAYERS, None)
+            assert all(map(torch.equal, expected, gradients(model, seed, LAYERS, session)))
+        kept.backward()
+    found = [one.grad for one in model.parameters()]
+    torch.manual_seed(6)
+    plain(torch.randn(ROWS, WIDTH), other).backward()
+    for one, parameter in zip(found, plain.parameters(), strict=True):
+        assert (one is None) == (parameter.grad is None)
+        assert one is None or torch.equal(one, parameter.grad)  # type: ignore[arg-type]
+
+
+class Remembers(nn.Module):
+    """Uses something of its first step in each later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.eye(WIDTH))
+        self.remembered: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        if self.remembered is None:
+            self.remembered = y.detach() * 0.5
+        z = torch.tanh(torch.tanh(y * self.remembered) @ self.other)
+        return torch.tanh(z * 2.0).mean()
+
+
+def test_what_a_graph_of_an_earlier_step_holds_may_be_saved_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, model = Remembers(), Remembers()
+    batches = [torch.randn(32 * ROWS, WIDTH) for _ in range(6)]
+    kept = list[torch.Tensor]()
+    with pytest.MonkeyPatch.context() as patch:
+        force_recompute(patch)
+        with Session(model, ram=2**22, disk=str(tmp_path)) as session:
+            for number, batch in enumerate(batches):
+                with session.step():
+                    loss = model(batch)
+                    if number:
+                        loss.backward()
+                    else:
+                        kept.append(loss)
+                expected = plain(batch)
+                if number:
+                    expected.backward()
+                assert torch.equal(loss, expected)
+            plan = session.plan()
+            assert plan is not None
+            assert any(one.storage < 0 for one in plan.trace.moments if one.kind == PACK)
+            assert plan.placements[-1].tier == RECOMPUTE
+    for one, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, parameter.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.3])

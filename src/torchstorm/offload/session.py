@@ -272,6 +272,7 @@ class Session:
         """Frees spill files, pinned memory, threads and the planner's process. A second call does nothing."""
         if not self._shared.saved.closed:
             self._shared.saved.closed = reason
+            self._shared.retiming = None
             self._shared.planner.close()
             self._shared.tiers.close()
 

@@ -24,6 +24,7 @@ from torchstorm.plan.schedule import KEPT, RECOMPUTED, TO_DISK, TO_RAM, Schedule
 
 _EXHAUSTIVE = 800  # largest number of choices to try all of
 _POLISHED = 5  # largest number of moved parcels for `polish`
+_MOST_FITTING = 20  # numbers of groups that are computed again in starts that fit
 _STARTS = 2  # starts to continue from
 _ROUNDS = 2  # rounds of annealing
 _STEPS = 35  # steps of a round per parcel; fewer with very many parcels, since each step takes longer
@@ -54,7 +55,7 @@ class ParcelGroup:
     @property
     def seconds_per_byte(self) -> float:
         """Recompute time per byte saved."""
-        return self.seconds / self.nbytes
+        return self.seconds / max(self.nbytes, 1)
 
     def without(self, others: Container[int]) -> ParcelGroup:
         """The group without some parcels."""
@@ -239,13 +240,13 @@ class Search:
         those that are needed last: the largest, or those that take longest to compute again."""
         parcels, away = self.scheduler.trace.parcels, self.scheduler.away
         base = bytearray([KEPT]) * len(parcels)
-        for at in range(len(self._groups) + 1):
-            if at:
-                one = self._groups[at - 1]
-                if one.seconds == math.inf:
-                    return
+        able = [one for one in self._groups if one.seconds < math.inf]
+        for at in range(0, len(able) + 1, -(-len(able) // _MOST_FITTING) or 1):
+            for one in able[:at]:
                 for number in one.members:
                     base[number] = RECOMPUTED
+            if self._late():
+                return
             if not self._is_too_much(base):
                 yield bytes(base)
                 return

@@ -319,7 +319,8 @@ class Repeats:
 
     def take_over(self, earlier: Repeats, is_kept: Callable[[int], bool]) -> None:
         """The next step follows another plan for the same operations than the last one did: takes what was recorded of
-        that, as far as the plans have the same recorded. What a record is given otherwise is described anew.
+        that, as far as the plans have the same recorded. What a record is given otherwise is described anew. Nothing is
+        left of either's last step.
 
         Args:
             earlier: of the other plan; has no records afterwards.
@@ -330,7 +331,11 @@ class Repeats:
         earlier.sources.clear()
         earlier._is_clean = False
         earlier.forget_passing()
-        self._records, earlier._records = earlier._records, self._records
+        for number in self._records.keys() & earlier._records.keys():
+            self._drop(number)
+        self._is_clean = False
+        self._records |= earlier._records
+        earlier._records = {}
 
     def clear(self) -> None:
         """Everything is recorded anew in the next step."""

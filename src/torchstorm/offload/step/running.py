@@ -188,7 +188,7 @@ class Running:
             else:
                 tape.mark = None
                 if may_repeat:
-                    tape.repeats = self.table.repeats
+                    tape.repeats = self.table.usable_records()
                     tape.repeats.begin()
             self.record_only(self.table.recorded, self.table.calls)
 

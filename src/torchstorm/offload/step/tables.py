@@ -73,6 +73,7 @@ class Table:
         made: of the moments at which what is computed again is saved, its number, what makes it, and its bytes.
         read_until: storage -> the last moment at which something is computed again from it.
         repeats: what was recorded of the last step.
+        earlier: of the plan that the last such step followed, if that was another, until its records are taken over.
     """
 
     def __init__(self, plan: Plan, *, all_recorded: bool) -> None:
@@ -109,6 +110,7 @@ class Table:
         packed = Counter(one.storage for one in plan.trace.moments if one.kind == PACK)
         self.saved_again = {ordinal for ordinal, times in packed.items() if times > 1}
         self.repeats = Repeats()
+        self.earlier: Table | None = None
         self._plan, self._read = plan, self.read
         self._recorded_for: tuple[tuple[weakref.ref[Table], ...], bool] | None = None
         self.record_for(())
@@ -149,10 +151,14 @@ class Table:
         """Whether a storage is let go to be computed again."""
         return not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
 
-    def take_records(self, earlier: Table) -> None:
-        """Such steps followed another plan so far: uses what was recorded of the last one."""
-        differing = {call_of(number) for number in self.recorded ^ earlier.recorded}
-        self.repeats.take_over(earlier.repeats, lambda number: call_of(number) not in differing)
+    def usable_records(self) -> Repeats:
+        """What was recorded of the last such step, also where that followed another plan; for a step that begins when
+        nothing is left of that."""
+        earlier, self.earlier = self.earlier, None
+        if earlier is not None:
+            differing = {call_of(number) for number in self.recorded ^ earlier.recorded}
+            self.repeats.take_over(earlier.repeats, lambda number: call_of(number) not in differing)
+        return self.repeats
 
     def record_for(self, others: tuple[Table, ...], *, any_other: bool = False) -> None:
         """Has recorded what plans need that a step may go over to, as long as it goes like theirs: what is computed
@@ -184,11 +190,11 @@ class Table:
         self.made = {
             moment: (ordinal, self.leaving[ordinal][3], nbytes)
             for moment, (kind, ordinal, nbytes) in enumerate(self.signatures)
-            if kind == PACK and not self.stays[ordinal] and self.leaving[ordinal][1] == RECOMPUTE
+            if kind == PACK and ordinal >= 0 and self.is_computed_again(ordinal)
         }
 
     def _stay(self, moment: int, kind: str, ordinal: int, nbytes: int) -> Stay | None:
-        if kind != PACK or not self.stays[ordinal]:
+        if kind != PACK or ordinal < 0 or not self.stays[ordinal]:
             return None
         storage, is_noticed = self._plan.trace.storages[ordinal], ordinal in self.noticed
         of_storage = ordinal, nbytes, storage.nbytes, self.movable[ordinal], storage.block
@@ -251,8 +257,7 @@ class Tables:
         return found[1]
 
     def follow(self, plan: Plan, others: tuple[Plan, ...], any_other: bool, all_recorded: bool) -> Table:
-        """The table of a plan that a step follows from its begin. What was recorded of the last such step is used, also
-        where that followed another plan.
+        """The table of a plan that a step follows from its begin.
 
         Args:
             plan, others, any_other: as in `Choice`.
@@ -263,6 +268,6 @@ class Tables:
         key = id(plan.trace.storages), all_recorded
         earlier = self._followed.get(key, table)
         if earlier is not table:
-            table.take_records(earlier)
+            table.earlier = earlier
         self._followed[key] = table
         return table
