@@ -101,7 +101,7 @@ def chunks(
 def models(
     device: BenchDevice = None,
     disk: BenchDisk = None,
-    steps: BenchSteps = 6,
+    steps: BenchSteps = 12,
     model: Annotated[str | None, typer.Option(help="Only these, as in llama-8b,gpt2-xl (default: all).")] = None,
     way: BenchWay = None,
     random_lengths: Annotated[

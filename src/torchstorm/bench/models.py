@@ -21,7 +21,7 @@ from torchstorm.bench.peers import Budgets, Peers
 from torchstorm.bench.rows import HEADER, Results, Row
 from torchstorm.bench.side_by_side import failure
 
-_MANY = 3  # times as many steps are timed where sizes differ
+_MANY = 2  # times as many steps are timed where sizes differ
 
 
 def bench_models(
