@@ -351,15 +351,18 @@ def test_whole_numbers_that_follow_from_shapes_are_known() -> None:
     trace_of(model, {"x": torch.zeros(3, 4), "mask": torch.ones(3, dtype=torch.bool)}, loss_fn)
 
 
-def test_a_model_of_eight_billion_parameters_is_forecast_without_its_weights() -> None:
+def llama_trace(batch: int, seq: int, **shape: int) -> tuple[nn.Module, Trace]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    shape |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).train()
-    tokens = torch.zeros(1, 4096, dtype=torch.long)
-    trace = trace_of(model, tokens, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=32, **shape)).to(torch.bfloat16).train()
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    return model, trace_of(model, tokens, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def test_a_model_of_eight_billion_parameters_is_forecast_without_its_weights() -> None:
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    model, trace = llama_trace(1, 4096, vocab_size=128256, **shape)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert num_parameters > 8e9
     assert trace.base_bytes >= 2 * num_parameters
@@ -368,15 +371,9 @@ def test_a_model_of_eight_billion_parameters_is_forecast_without_its_weights() -
 
 
 def test_half_way_to_everything_kept_a_llama_computes_again_what_is_cheap_and_moves_as_little_as_has_to() -> None:
-    """Where few tensors have to go, a search that begins with everything kept, or all away, ends far from here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32}
-    shape |= {"num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32000}
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16).train()
-    tokens = torch.zeros(4, 2048, dtype=torch.long)
-    traced = trace_of(model, tokens, lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
+    """A search that begins with everything kept, or everything moved, ends far from here."""
+    shape = {"hidden_size": 2048, "num_hidden_layers": 22, "num_key_value_heads": 4, "intermediate_size": 5632}
+    _, traced = llama_trace(4, 2048, vocab_size=32000, **shape)
     trace = replace(traced, host=HostCost(record_s=20e-6, move_s=120e-6, idle_s=0.020))
     kept = int(fast_profile(trace, [Placement(tier=KEEP)] * len(trace.parcels)).max())
     plan = solve(trace, H200, Budget(vram=int(0.7 * kept), ram=2**37), time_limit_s=100.0)
