@@ -31,9 +31,7 @@ _STEPS = 35  # steps of a round per parcel; fewer with very many parcels, since 
 _STEP_S = 4e-6  # seconds of a step of annealing per parcel, at most
 _REPAID = 1000  # training steps that must be able to gain what a round of annealing takes
 _SMALL_STEP = 2  # members of a group that change together after annealing
-_TOLD_APART = (
-    8  # operations that make a parcel, by which it is told apart from others: of a sum of all blocks so far, these
-)
+_TOLD_APART = 8  # operations that make a parcel, the last ones: by these it is told from others
 _SAME = 1e-6  # relative difference below which times count as equal
 _GOOD = 1e-3  # relative overhead below which a plan is good enough
 
@@ -130,7 +128,7 @@ class Search:
         ranked = self._ranked(self._starts(self._groups))[:_STARTS]
         fitting = self._ranked(self._fitting())[:_STARTS]
         if ranked[0].over_bytes and not any(found.fits for found in fitting):
-            ranked = self._ranked(self._starts(self._by_bytes))[:_STARTS]
+            ranked, fitting = self._ranked(self._starts(self._by_bytes))[:_STARTS], []
         starts = sorted([*ranked, *fitting], key=lambda found: found.score)
         self._has_fitting = starts[0].fits
         climbed = {id(found): self._climb(found) for found in starts}  # those first that are likely to be in time

@@ -65,7 +65,7 @@ class Shared:
         compiled: the model's compiled blocks; None for none.
         runs_compiled: whether Dynamo has compiled something that steps run, besides those.
         base_bytes: device memory that was not the Session's when the last step began.
-        retiming: what the last step but some has measured, until the device has come to its end.
+        retiming: what a step has measured that followed its plan, until the device has come to its end.
     """
 
     model: torch.nn.Module
