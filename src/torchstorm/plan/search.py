@@ -276,8 +276,7 @@ class Search:
             choice = bytearray([self.scheduler.away]) * len(parcels)
             for number in sorted({*range(len(parcels))} - self._fixed.keys(), key=rank, reverse=True):
                 choice[number] = KEPT
-                least = self.scheduler.lower_bound(bytes(choice))
-                if least is None or least[0].max() > self.limit:
+                if self._is_too_much(choice):
                     choice[number] = self.scheduler.away
             found = self.attempt(bytes(choice))
             if found is not None:

@@ -7,6 +7,7 @@ is a guess. Steps that only follow their plan tell both.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ def explained(
     """
     trace = with_settled_forward(trace, plan, steps)
 
+    @functools.cache
     def forecast(share: float) -> float:
         return forecast_s(trace, plan.placements, slowed(machine, share))
 
