@@ -101,6 +101,18 @@ def test_a_late_host_is_not_taken_for_a_slow_link() -> None:
     assert share < 1.0 or seconds(unknown) != seconds(trace)
 
 
+def test_nothing_takes_longer_than_steps_have_shown_however_little_they_were_faster() -> None:
+    trace = step(forward_s=0.4)
+    plan = plan_of(trace)
+    expected_s = forecast_s(trace, plan.placements, MACHINE)
+    for took_s in (0.99 * expected_s, 0.5 * expected_s):
+        found, share = explained(trace, plan, [Took(took_s)] * 3, took_s, MACHINE, 1.0)
+        assert share == 1.0
+        assert forecast_s(found, plan.placements, MACHINE) == pytest.approx(took_s)
+    found, _ = explained(trace, plan, [Took(1.01 * expected_s)] * 3, 1.01 * expected_s, MACHINE, 1.0)
+    assert found is trace  # a step that takes a little longer was disturbed
+
+
 def test_what_neither_the_host_nor_copies_explain_makes_everything_slower() -> None:
     trace = step(forward_s=0.4)
     found, share = explained(trace, plan_of(trace), [Took(6.4)] * 3, 6.4, MACHINE, 1.0)

@@ -296,6 +296,31 @@ def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_sear
     assert planned.asked is None
 
 
+@pytest.mark.usefixtures("poor")
+@pytest.mark.parametrize("is_faster_at_full_speed", [False, True])
+def test_a_plan_that_takes_longer_at_the_links_whole_speed_is_not_taken_over(
+    is_faster_at_full_speed: bool, storm: Session
+) -> None:
+    run_steps(storm, 3)
+    planned = storm._shared.plans.in_force
+    assert planned is not None
+    assert planned.plan is not None
+    assert planned.asked is not None
+    wait_for_answer(storm)
+    run = searching(storm)._running
+    assert run is not None
+    found = run.plan
+    assert found is not None
+    assert found.placements != planned.plan.placements
+    object.__setattr__(planned.asked, "than_s", 2 * found.forecast.step_ms / 1e3)
+    share = 2 if is_faster_at_full_speed else 0.5
+    planned.forecast = replace(planned.forecast, step_ms=found.forecast.step_ms * share)
+    run_steps(storm, 1)
+    plan = storm.plan()
+    assert plan is not None
+    assert (plan.placements == found.placements) is is_faster_at_full_speed
+
+
 def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_is_searched_for(storm: Session) -> None:
     run_steps(storm, 3)
     wait_for_answer(storm)

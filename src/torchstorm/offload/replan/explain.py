@@ -31,7 +31,7 @@ def explained(
     trace: Trace, plan: Plan, steps: Sequence[Took], measured_s: float, machine: Machine, link_share: float
 ) -> tuple[Trace, float]:
     """Finds what makes the forecast come true: what the forward is seen to take; then slower copies if those can, else
-    slower compute.
+    slower compute. What takes longer by little is left; but nothing takes longer than steps have shown.
 
     Args:
         trace: of such steps.
@@ -51,13 +51,14 @@ def explained(
         return forecast_s(trace, plan.placements, slowed(machine, share))
 
     expected_s = forecast(link_share)
-    if abs(expected_s - measured_s) <= MISS * measured_s:
-        return trace, link_share
-    shares = [one for one in _LINK_SHARES if one <= link_share]
-    at = bisect_left(shares, measured_s, key=forecast)  # the slower the copies, the longer the step
-    share = min(shares[max(0, at - 1) : at + 1], key=lambda one: abs(forecast(one) - measured_s))
-    if abs(forecast(share) - measured_s) <= MISS * measured_s:
-        return trace, share
+    if measured_s >= expected_s:
+        if measured_s - expected_s <= MISS * measured_s:
+            return trace, link_share
+        shares = [one for one in _LINK_SHARES if one <= link_share]
+        at = bisect_left(shares, measured_s, key=forecast)  # the slower the copies, the longer the step
+        share = min(shares[max(0, at - 1) : at + 1], key=lambda one: abs(forecast(one) - measured_s))
+        if abs(forecast(share) - measured_s) <= MISS * measured_s:
+            return trace, share
     factor = measured_s / expected_s
     moments = taking(trace.moments, (one.compute_s * factor for one in trace.moments))
     ops = taking(trace.ops, (op.compute_s * factor for op in trace.ops))

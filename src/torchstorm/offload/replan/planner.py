@@ -250,7 +250,8 @@ class Planner:
         return self.take_better()
 
     def take_better(self) -> bool:
-        """Takes over a plan that was found beside training; returns whether there is one."""
+        """Takes over a plan that was found beside training; returns whether there is one. It has to take less by the
+        link's whole speed, too, or less than steps took: else it may only wait less for copies that are not late."""
         beside, plans = self._beside, self._plans
         if beside is None:
             return False
@@ -270,14 +271,13 @@ class Planner:
         planned.asked = None
         if better is None:
             return False
+        plan = stated(better, self.machine())
         if planned.plan is None:  # it is for smaller steps, which have followed a larger plan so far
-            planned.plan = stated(better, self.machine())
-            planned.forecast = planned.plan.forecast
+            planned.plan, planned.forecast = plan, plan.forecast
             return False
-        is_better = better.forecast.step_ms < problem.than_s * 1e3
+        is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.forecast.step_ms
         now = planned
         if is_better:
-            plan = stated(better, self.machine())
             now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[])
             now.replaced = last_proven(planned)
         is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
