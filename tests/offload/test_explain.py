@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchstorm.offload.replan.explain import explained, with_settled_forward
+from torchstorm.offload.replan.explain import explained, shorter, with_settled_forward
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.forecast import Figures, Placement, forecast_s
 from torchstorm.plan.machine import Machine
@@ -74,6 +74,22 @@ def test_a_forward_is_no_longer_than_it_was_seen_to_be_and_no_shorter_than_the_h
     late = with_settled_forward(step(), plan_of(step()), [Took(3.0, 1.7, 1.6)])
     assert seconds(late)[:3] == pytest.approx([0.8, 0.8, 0.0])
     assert late.host.idle_s == 0.0
+
+
+def test_what_a_forward_has_waited_for_copies_is_none_of_its_own() -> None:
+    trace = with_settled_forward(step(), plan_of(step()), [Took(3.0, 0.9, 0.1, 0.3), Took(3.0, 0.8, 0.1)])
+    assert seconds(trace)[:3] == pytest.approx([0.3, 0.3, 0.0])
+
+
+def test_steps_show_that_a_forward_is_shorter_than_plans_were_made_for() -> None:
+    plan = plan_of(step())
+    trace = with_settled_forward(step(), plan, [Took(3.0, 0.8, 0.1)])
+    assert shorter(trace, plan, [Took(3.0, 0.78, 0.1)]) is None
+    slow = with_settled_forward(step(), plan_of(step()), [Took(3.0, 1.7, 1.6)])
+    found = shorter(slow, plan, [Took(3.0, 1.0, 0.1, 0.1)])
+    assert found is not None
+    assert sum(seconds(found)[:3]) == pytest.approx(0.8)
+    assert shorter(slow, plan, []) is None
 
 
 def test_without_operations_a_forward_takes_what_it_took_in_the_proportions_that_were_known() -> None:

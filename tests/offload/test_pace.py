@@ -264,6 +264,21 @@ def test_operations_that_run_again_show_how_long_the_device_waited_within_their_
     assert [op.compute_s for op in found.ops] == pytest.approx([expected] * 10)
 
 
+def test_operations_of_a_forward_take_no_longer_together_than_it_was_seen_to_take(
+    clock: Hand, host_clock: Hand
+) -> None:
+    trace, _ = with_recomputing(gap_s=2.0, seconds=3.0)
+    plan = plan_of(trace, *[Placement(tier="keep")] * 10)
+    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    for moment in range(1, 21):
+        clock.now, host_clock.now = clock.now + 4.0, host_clock.now + 4.0  # the device may have waited for the host
+        pace.stop()
+        pace.go_on(moment)
+    pace.end(20)
+    found = pace.refine(trace, plan, Machine(name="bare"))
+    assert sum(times(found)[: found.turn]) == pytest.approx(4.0 * found.turn)
+
+
 class Slow(nn.Module):
     """Each layer takes the host a while."""
 

@@ -321,7 +321,40 @@ def test_a_plan_that_takes_longer_at_the_links_whole_speed_is_not_taken_over(
     assert (plan.placements == found.placements) is is_faster_at_full_speed
 
 
-def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_is_searched_for(storm: Session) -> None:
+@pytest.mark.parametrize("num_lessons", [0, 3])
+def test_a_plan_that_was_searched_for_by_times_which_steps_have_shown_to_be_wrong_is_not_taken_over(
+    num_lessons: int, monkeypatch: pytest.MonkeyPatch, storm: Session
+) -> None:
+    run_steps(storm, 3)
+    wait_for_answer(storm)
+    planned = storm._shared.plans.in_force
+    assert planned is not None
+    assert planned.plan is not None
+    assert planned.asked is not None
+    object.__setattr__(planned.asked, "time_limit_s", 0.0)  # of a quick search
+    planned.num_lessons = num_lessons
+    trace = replace(planned.trace)
+    monkeypatch.setattr(planning, "shorter", lambda *_: trace)
+    before = planned.plan.placements
+    is_another = storm._shared.planner.take_better()
+    if num_lessons:  # enough
+        assert planned.trace is not trace
+    else:
+        assert not is_another
+        assert planned.plan.placements == before
+        assert planned.trace is trace
+        assert planned.num_lessons == 1
+        assert planned.asked is not None
+        assert planned.asked.time_limit_s == planning._QUICK_S
+    monkeypatch.undo()
+    search_out(storm)
+
+
+@pytest.mark.parametrize(("waited_s", "is_late"), [(0.0, False), (0.005, False), (0.1, True)])
+def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_is_searched_for(
+    waited_s: float, is_late: bool, storm: Session
+) -> None:
+    """One whose copies come late is far from the best, so that another quick one is searched for first."""
     run_steps(storm, 3)
     wait_for_answer(storm)
     plans, planner = storm._shared.plans, storm._shared.planner
@@ -335,16 +368,17 @@ def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_i
     stated = plans.forecast()
     assert stated is not None
     assert math.isnan(stated.step_ms)
-    for took in (Took(0.5), Took(0.7), Took(0.5)):
+    for step_s in (0.5, 0.7, 0.5):
         assert plans.in_force is quick
-        planner.learn([took], 0)
+        planner.learn([Took(step_s, waited_s=waited_s)], 0)
     now = plans.in_force
     assert now is not None
     assert now.plan is not None
     assert now.plan.placements == quick.plan.placements
     assert not now.is_quick
     assert now.asked is not None
-    assert now.asked.time_limit_s == planning._FULL_S
+    assert now.asked.time_limit_s == (planning._QUICK_S if is_late else planning._FULL_S)
+    assert now.num_lessons == quick.num_lessons + is_late  # which are so many at most
     assert now.asked.than_s == pytest.approx(0.5, rel=0.1)  # by times that explain what the steps took
     search_out(storm)
 

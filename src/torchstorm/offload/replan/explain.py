@@ -91,6 +91,18 @@ def stated(plan: Plan, machine: Machine) -> Plan:
     return replace(plan, forecast=replace(plan.forecast, step_ms=step_s * 1e3))
 
 
+def shorter(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Trace | None:
+    """The trace with the forward of such steps, if that is so much shorter that plans for the trace are far from the
+    best; else None."""
+    settled = with_settled_forward(trace, plan, steps)
+    is_far = _forward_s(settled) < (1 - MISS) * _forward_s(trace)
+    return settled if is_far else None
+
+
+def _forward_s(trace: Trace) -> float:
+    return sum(moment.compute_s for moment in trace.moments[: trace.turn])
+
+
 def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Trace:
     """The trace with a forward that takes what it took in such steps, and with what the host had to spare in it.
 
@@ -104,7 +116,7 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
     known = [one for one in steps if one.forward_s]
     if not known or trace.device == "cpu":
         return trace
-    forward_s, host_s = min(one.forward_s for one in known), min(one.host_s for one in known)
+    forward_s, host_s = min(one.forward_s - one.waited_s for one in known), min(one.host_s for one in known)
     again = replays(trace, plan.placements) or {}
     num_recorded = sum(len(one.ops) for one in again.values())
     own_s = trace.host.own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
@@ -113,5 +125,5 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
         seconds = [moment.compute_s for moment in trace.moments[: trace.turn]]
         share = forward_s / sum(seconds) if any(seconds) else 1.0
     else:
-        share = min(1.0, forward_s / sum(seconds))  # the rest is waiting, for the host or for copies
+        share = min(1.0, forward_s / sum(seconds))  # the rest is waiting for the host
     return with_forward(trace, [one * share for one in seconds], max(0.0, host_s - own_s))

@@ -12,6 +12,7 @@ from torchstorm.plan.forecast import Figures
 from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.trace import Trace
 
+NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed the plan
 _UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
 _NUM_TRIES = 4  # of the next steps, one that is much smaller is
 _MUCH = 0.4  # of the budget: another step may well need more than all of it
@@ -103,6 +104,11 @@ class Planned:
     def told(self) -> None:
         """Such a step is traced."""
         self.num_untold += _NUM_TRIES
+
+    @property
+    def is_being_judged(self) -> bool:
+        """Whether what its next steps take tells whether it is as good as was forecast."""
+        return len(self.times_s) < NUM_JUDGED
 
     @property
     def recomputes(self) -> bool:

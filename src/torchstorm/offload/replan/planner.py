@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan.explain import MISS, counted_on, explained, slowed, stated
-from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.explain import MISS, counted_on, explained, shorter, slowed, stated
+from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
 from torchstorm.offload.replan.plans import Plans
-from torchstorm.offload.replan.proven import NOISE, NUM_JUDGED, as_it_was, last_proven
+from torchstorm.offload.replan.proven import NOISE, as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.beside import Beside, Problem
@@ -198,11 +198,7 @@ class Planner:
         return anew
 
     def quick_plan(self, trace: Trace, base_bytes: int) -> Plan:
-        """A plan that need not be the best, to compare many steps by.
-
-        Raises:
-            BudgetError: as `solve` does.
-        """
+        """A plan that need not be the best, to compare many steps by. Raises BudgetError as `solve` does."""
         return self._solve(self._problem(self.slack_bytes, trace, base_bytes, time_limit_s=_QUICK_S))
 
     def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
@@ -274,6 +270,11 @@ class Planner:
         plan = stated(better, self.machine())
         if planned.plan is None:  # it is for smaller steps, which have followed a larger plan so far
             planned.plan, planned.forecast = plan, plan.forecast
+            return False
+        may_be_wrong = problem.time_limit_s < _FULL_S and planned.num_lessons < _MOST_LESSONS
+        if may_be_wrong and (trace := shorter(planned.trace, planned.plan, planned.recent)) is not None:
+            planned.num_lessons += 1  # steps have shown meanwhile that it is no plan for them
+            self._search_beside(beside, planned, planned.plan, trace, time_limit_s=_QUICK_S)
             return False
         is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.forecast.step_ms
         now = planned
@@ -359,20 +360,19 @@ class Planner:
         was_quick, planned.is_quick = planned.is_quick, False
         if was_quick and self._beside is not None:
             trace = self._explained(planned, plan, measured_s)
-            searched = replace(planned, times_s=[])
-            forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
-            self._search_beside(self._beside, searched, plan, trace, forecast, time_limit_s=_FULL_S)
+            # One whose copies are waited for was made for a slower model, and is far from the best.
+            is_poor = min(one.waited_s for one in planned.recent) > NOISE * measured_s
+            is_poor &= planned.num_lessons < _MOST_LESSONS
+            searched = replace(planned, times_s=[], num_lessons=planned.num_lessons + is_poor)
+            forecast, limit_s = replace(planned.forecast, step_ms=measured_s * 1e3), _QUICK_S if is_poor else _FULL_S
+            self._search_beside(self._beside, searched, plan, trace, forecast, time_limit_s=limit_s)
             return searched
-        if planned.num_lessons >= _MOST_LESSONS:
-            return None
-        if abs(measured_s - expected_s) <= NOISE * measured_s:
+        if planned.num_lessons >= _MOST_LESSONS or abs(measured_s - expected_s) <= NOISE * measured_s:
             return None
         said = f"Steps took {measured_s * 1e3:.1f} ms, where {expected_s * 1e3:.1f} ms were forecast: "
         forecast = replace(planned.forecast, step_ms=measured_s * 1e3)
-        corrected = replace(
-            planned, plan=replace(plan, forecast=forecast), forecast=forecast, num_lessons=planned.num_lessons + 1
-        )
-        corrected.times_s = []
+        corrected = replace(planned, plan=replace(plan, forecast=forecast), forecast=forecast, times_s=[])
+        corrected.num_lessons = planned.num_lessons + 1
         if planned.is_from_user:
             self.lessons.append(said + "the plan that was given is kept.")
             return corrected

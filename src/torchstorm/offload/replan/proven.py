@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
 
-NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed the plan
 NOISE = 0.02  # a miss that is none
 
 

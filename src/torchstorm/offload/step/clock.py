@@ -44,15 +44,17 @@ class Took(NamedTuple):
         step_s: seconds, all of it.
         forward_s: until its backward began; 0.0 where that was not noted, as in a step that is measured.
         host_s: of the host, until it had asked for all of that.
+        waited_s: of the device, in that time, for copies; 0.0 where that was not noted.
     """
 
     step_s: float
     forward_s: float = 0.0
     host_s: float = 0.0
+    waited_s: float = 0.0
 
     def scaled(self, times: float) -> Took:
         """What a step of so many times the work takes the device; the host it takes as long."""
-        return Took(self.step_s * times, self.forward_s * times, self.host_s)
+        return Took(self.step_s * times, self.forward_s * times, self.host_s, self.waited_s * times)
 
 
 class Span:
@@ -63,12 +65,15 @@ class Span:
 
     Attributes:
         start: its entry.
+        waits: marks before and after the device may have had to wait for a copy; none where nobody takes them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.start = clock.mark()
         self._began_s = time.perf_counter()
+        self.waits: list[tuple[object, object]] = []
+        self._num_waits = 0  # in forward
         self._turn: object = None
         self._host_s = 0.0
         self._stop: object = None
@@ -76,6 +81,7 @@ class Span:
     def turned(self) -> None:
         """Backward begins."""
         self._turn, self._host_s = self._clock.mark(), time.perf_counter() - self._began_s
+        self._num_waits = len(self.waits)
 
     def end(self) -> None:
         """The step is over."""
@@ -91,4 +97,5 @@ class Span:
         step_s = seconds_between(self.start, self._stop)
         if self._turn is None:
             return Took(step_s)
-        return Took(step_s, seconds_between(self.start, self._turn), self._host_s)
+        waited_s = sum(seconds_between(before, after) for before, after in self.waits[: self._num_waits])
+        return Took(step_s, seconds_between(self.start, self._turn), self._host_s, waited_s)

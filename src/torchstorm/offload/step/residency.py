@@ -36,7 +36,7 @@ class Residency:
     # These C++ asks for by their places.
     __slots__ = (
         *("__dict__", "_order", "absent", "away", "checks", "known", "limit_bytes", "peak_bytes", "resident"),
-        *("resident_bytes",),
+        *("resident_bytes", "waits"),
     )
 
     def __init__(
@@ -61,6 +61,8 @@ class Residency:
         self.resident: dict[int, Parcel] = {}  # by order of making
         self.make_room: Callable[[int, str], None] = lambda nbytes, block: None  # see `Room`
         self.checks = check
+        self.waits: list[tuple[object, object]] | None = None  # see `Span`
+        self._mark = fast.clock().mark
         self._tiers, self._empty = tiers, fast.empty
         self._others = {name: [one for one in tiers.values() if one is not tier] for name, tier in tiers.items()}
         self.away: dict[int, Parcel] = {}  # by order of making
@@ -73,7 +75,7 @@ class Residency:
         """Counts peaks and moved bytes from here."""
         self.first_order = self._order
         self.peak_bytes = self.resident_bytes
-        self.moved_bytes = 0
+        self.moved_bytes, self.waits = 0, None
         self.shortfall, self.has_forgotten = None, False
 
     def remove(self, saved: Saved) -> None:
@@ -191,7 +193,10 @@ class Residency:
         if parcel.place not in (Place.BOTH, Place.COMING):
             return
         assert parcel.handle is not None
+        begun = self._mark() if self.waits is not None else None
         (parcel.back or parcel.handle.written).wait()
+        if self.waits is not None:
+            self.waits.append((begun, self._mark()))
         parcel.back = None
         if self._lose_if_resized(parcel):
             return

@@ -192,6 +192,8 @@ class Step:
         has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         measure = self._measure(planned)
         turned = self._span.turned if measure is None else None
+        if turned is not None and self._fast.is_beside_host and planned.is_being_judged:
+            shared.residency.waits = self._span.waits
         return Choice(planned.plan, measure, self._is_exact, others, has_tight_ram, turned)
 
     def _traced(self) -> Choice:
@@ -349,8 +351,7 @@ class Step:
         found.is_unrecorded = blind
         return found
 
-    def _scale_of(self, planned: Planned) -> float:
-        """How many times the work of this step its plan is for."""
+    def _scale_of(self, planned: Planned) -> float:  # of this step's work, that its plan is for
         return 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
@@ -371,7 +372,6 @@ class Step:
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
         if self._larger is not None:
             times = 0.0
-        # A step whose times count is judged when the next one begins.
         if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes and not times:
             if self._larger is not None:
                 give_up(followed, shared.planner, f"a step took {format_size(vram)}, more than the budget.")
