@@ -79,18 +79,29 @@ def _empty_there(*size: Any, device: object = None, **options: Any) -> torch.Ten
     return _empty(*size, device=None if isinstance(device, _Device) else device, **options)  # type: ignore[arg-type]
 
 
+class _Even:
+    """A clock by which everything takes as long: what is planned depends on nothing that disturbs a test."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def mark(self) -> float:
+        self._now_s += 1e-3
+        return self._now_s
+
+
 class _Fast:
     """The CPU as a fast tier that is like a GPU: see `FastTier`."""
 
     name = "vram"
     counts_all = is_beside_host = True
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, clock: Clock) -> None:
         self.device: Any = _Device()
-        self._meter = meter
+        self._meter, self._clock = meter, clock
 
     def clock(self) -> Clock:
-        return CpuClock()
+        return self._clock
 
     def synchronize(self) -> None:
         pass
@@ -133,10 +144,12 @@ class Rehearsal:
     Args:
         monkeypatch: of the test.
         link_bytes_per_s: of the simulated link to RAM.
+        is_even: whether everything takes as long, by the device's clock.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, link_bytes_per_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, link_bytes_per_s: float, is_even: bool = False) -> None:
         self.meter = Meter()
+        self._clock: Clock = _Even() if is_even else CpuClock()
         self.machine = Machine(
             name="rehearsed",
             device="cuda",
@@ -167,7 +180,7 @@ class Rehearsal:
         """
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
-        fast = _Fast(self.meter)
+        fast = _Fast(self.meter, self._clock)
         tiers = _Tiers(
             fast=fast,
             budget=Budget(vram=vram, ram=_RAM_BYTES),
