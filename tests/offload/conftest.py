@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torchstorm.offload.native import library
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.packed import Placeholder
+from torchstorm.transfer.runtime import Event
 
 
 @pytest.fixture
@@ -57,6 +58,6 @@ def short_way(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "Python":
             patch.setattr(library._building, "found", None)
             patch.setattr(library._building, "why_not", "a test")
-            for one in Placeholder, Kept:
+            for one in Placeholder, Kept, Event:
                 patch.setattr(one, "__del__", one.drop)
         yield

@@ -21,6 +21,7 @@ from torchstorm.offload.recompute.repeats import LONG_WAY
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.packed import Placeholder
+from torchstorm.transfer.runtime import Event
 
 pytestmark = pytest.mark.usefixtures("nothing_built")
 
@@ -30,7 +31,7 @@ def nothing_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not asked for the library, with an empty folder to keep it in."""
     monkeypatch.setattr(library, "_building", library._Building())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for one in Placeholder, Kept:  # of which another library that is loaded would change it for all that follows
+    for one in Placeholder, Kept, Event:  # of which another library that is loaded would change it for all that follows
         monkeypatch.setattr(one, "__del__", one.drop)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.transfer import engine, runtime
-from torchstorm.transfer.engine import _Queue
+from torchstorm.transfer.engine import Queue
 
 _STREAM, _CURRENT = 111, 777
 
@@ -69,7 +69,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def test_whoever_waits_for_a_copy_that_another_thread_is_queueing_waits_until_it_is_queued(
     fake: Runtime, ask: str
 ) -> None:
-    queue = _Queue(torch.device("cpu"), burst_bytes=1 << 20)
+    queue = Queue(torch.device("cpu"), burst_bytes=1 << 20)
     source, target = torch.full((1024,), 7, dtype=torch.uint8), torch.zeros(1024, dtype=torch.uint8)
     copy = queue.copy(target, source, (), None)
     queueing = threading.Thread(target=queue.flush)
@@ -92,7 +92,7 @@ def test_whoever_waits_for_a_copy_that_another_thread_is_queueing_waits_until_it
 
 
 def test_tensors_that_cannot_be_copied_as_bytes_are_refused(fake: Runtime) -> None:
-    queue = _Queue(torch.device("cpu"), burst_bytes=0)
+    queue = Queue(torch.device("cpu"), burst_bytes=0)
     with pytest.raises(ValueError, match="equally many bytes"):
         queue.copy(torch.zeros(8), torch.zeros(9), (), None)
     with pytest.raises(ValueError, match="contiguous"):

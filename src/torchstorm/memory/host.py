@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
@@ -55,13 +54,15 @@ class HostTier:
         spec: capacity and speeds.
     """
 
+    __slots__ = ("__dict__", "_check", "_closed", "_engine", "arena", "spec")  # C++ asks for them
+
     def __init__(self, arena: PinnedArena, *, engine: Engine | None, spec: TierSpec, check: bool = False) -> None:
         self.spec = spec
         self.arena = arena
         self._engine = engine
         self._check = check
         self._closed = False
-        self._lock = threading.RLock()
+        self._lock = arena.lock
 
     @property
     def used_bytes(self) -> int:

@@ -32,7 +32,7 @@ class StreamCopy(Protocol):
 _BURST_BYTES, _MOST_TOGETHER = 48 * 2**20, 8  # of copies that wait for company: one of 48 MiB takes the link 1 ms
 
 
-class _Queue:  # pragma: gpu
+class Queue:  # pragma: gpu
     """One of the copy streams. Copies on it end in the order in which they were queued.
 
     Copies that need not begin at once wait for company: they are queued together behind one event, followed by one. In
@@ -43,6 +43,11 @@ class _Queue:  # pragma: gpu
         device: of the streams.
         burst_bytes: that wait for company at most, or as many as `_MOST_TOGETHER`; 0 for none.
     """
+
+    # These C++ asks for by their places.
+    __slots__ = (
+        *("__dict__", "_burst", "_handle", "_lock", "_newest", "_runtime", "events", "num_ended", "num_queued"),
+    )
 
     def __init__(self, device: torch.device, *, burst_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -156,7 +161,7 @@ class CudaCopy:  # pragma: gpu
 
     __slots__ = ("_event", "_number", "queue")
 
-    def __init__(self, queue: _Queue, event: Event, number: int) -> None:
+    def __init__(self, queue: Queue, event: Event, number: int) -> None:
         self.queue = queue
         self._event = event
         self._number = number
@@ -197,10 +202,12 @@ class Engine:  # pragma: gpu
         device: a CUDA device.
     """
 
+    __slots__ = ("_to_device", "_to_host", "device")
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._to_host = _Queue(device, burst_bytes=_BURST_BYTES)
-        self._to_device = _Queue(device, burst_bytes=0)
+        self._to_host = Queue(device, burst_bytes=_BURST_BYTES)
+        self._to_device = Queue(device, burst_bytes=0)
 
     def mark(self) -> torch.cuda.Event:
         """Records an event on the current stream, for copies that another thread queues."""

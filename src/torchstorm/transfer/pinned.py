@@ -45,7 +45,7 @@ class _Segment:
         self._unpin()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
     """An allocation in the arena.
 
@@ -76,7 +76,12 @@ class PinnedArena:
         segment_bytes: size of the first segments; later ones grow with what is held.
         largest_bytes: of a segment; a larger slot has several pieces. None for no limit: then slots have one piece as
             long as there is room.
+
+    Attributes:
+        lock: held by every method, and by a tier of this memory.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "_spare", "lock", "peak_bytes", "used_bytes")  # C++ asks for them
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class PinnedArena:
         self._largest_bytes = largest_bytes or capacity_bytes or 1
         self._segments: list[_Segment] = []
         self._spare: dict[int, deque[Slot]] = {}  # freed slots by their bytes, the first freed first
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._leaving: list[_Segment] = []  # empty ones that `release_one` unpins
 
     @property
@@ -116,7 +121,7 @@ class PinnedArena:
         Raises:
             BudgetError: the budget or the machine's memory is too small.
         """
-        with self._lock:
+        with self.lock:
             spare = self._spare.get(nbytes)
             if spare:
                 slot = spare.popleft()
@@ -142,7 +147,7 @@ class PinnedArena:
     def free(self, slot: Slot, *, after: list[StreamCopy]) -> None:
         """Frees a slot. `after` are copies that may still use its memory, and no other slot's."""
         slot.after = [*slot.after, *after]  # the owner may have followed none of those before it
-        with self._lock:
+        with self.lock:
             for _, _, size in slot.extents:
                 self.used_bytes -= size
             if len(slot.extents) <= max(1, -(-slot.nbytes // self._largest_bytes)):  # as few as there can be
@@ -157,7 +162,7 @@ class PinnedArena:
             keep_bytes: what is kept.
             one_by_one: `release_one` frees them, unless they are needed before.
         """
-        with self._lock:
+        with self.lock:
             self._give_up_spare()
             self._segments += self._leaving
             self._leaving = []
@@ -173,13 +178,13 @@ class PinnedArena:
 
     def release_one(self) -> None:
         """Unpins and frees one of the segments that `trim` has chosen, if there is one."""
-        with self._lock:
+        with self.lock:
             if self._leaving:
                 self._leaving.pop(0).let_go()
 
     def close(self) -> None:
         """Unpins and frees every segment. A second call does nothing."""
-        with self._lock:
+        with self.lock:
             self._give_up_spare()
             leaving, self._segments, self._leaving = [*self._segments, *self._leaving], [], []
             for segment in leaving:

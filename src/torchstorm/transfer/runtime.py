@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import Any
 
 import torch
 
@@ -32,9 +33,14 @@ _ARGUMENTS = {
 class Runtime:  # pragma: gpu
     """The functions. Each raises RuntimeError with the runtime's own words where it fails.
 
+    Attributes:
+        copy_at, wait_at, record_at: addresses of cudaMemcpyAsync, cudaStreamWaitEvent and cudaEventRecord.
+
     Raises:
         UnsupportedError: this PyTorch has no CUDA runtime beside it.
     """
+
+    __slots__ = ("__dict__", "copy_at", "record_at", "wait_at")  # these C++ asks for by their places
 
     def __init__(self) -> None:
         loaded = torch._C.__file__  # among what this needs is the runtime that PyTorch itself uses
@@ -50,6 +56,8 @@ class Runtime:  # pragma: gpu
             function.argtypes, function.restype = _ARGUMENTS[name], ctypes.c_int
         self._memcpy, self._stream_wait = found["cudaMemcpyAsync"], found["cudaStreamWaitEvent"]
         self._create, self._record = found["cudaEventCreateWithFlags"], found["cudaEventRecord"]
+        self.copy_at, self.wait_at = address_of(self._memcpy), address_of(self._stream_wait)
+        self.record_at = address_of(self._record)
         self._query, self._synchronize = found["cudaEventQuery"], found["cudaEventSynchronize"]
         self._last_error = ctypes.PyDLL(loaded).cudaGetLastError
         self._error_string = ctypes.PyDLL(loaded).cudaGetErrorString
@@ -58,25 +66,25 @@ class Runtime:  # pragma: gpu
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Queues a copy of bytes on a stream."""
         if status := self._memcpy(target, source, nbytes, _BY_ADDRESS, stream):
-            raise self._failed("a copy between host and device", status)
+            raise self.failed("a copy between host and device", status)
 
     def wait(self, stream: int, event: int) -> None:
         """Has what a stream is given from here on wait for an event."""
         if status := self._stream_wait(stream, event, 0):
-            raise self._failed("waiting for an event", status)
+            raise self.failed("waiting for an event", status)
 
     def new_event(self) -> int:
         """An event of the current device."""
         event = _POINTER()
         if status := self._create(ctypes.byref(event), _NO_TIMES):
-            raise self._failed("making an event", status)
+            raise self.failed("making an event", status)
         assert event.value is not None
         return event.value
 
     def record(self, event: int, stream: int) -> None:
         """Has an event follow what a stream was given so far."""
         if status := self._record(event, stream):
-            raise self._failed("recording an event", status)
+            raise self.failed("recording an event", status)
 
     def has_passed(self, event: int) -> bool:
         """Whether an event has come."""
@@ -84,17 +92,23 @@ class Runtime:  # pragma: gpu
         if status == _NOT_READY:
             self._last_error()  # else the next one who asks for the last error takes this for one
         elif status:
-            raise self._failed("a copy between host and device", status)
+            raise self.failed("a copy between host and device", status)
         return bool(status == 0)
 
     def synchronize(self, event: int) -> None:
         """Makes the host wait for an event."""
         if status := self._synchronize(event):
-            raise self._failed("a copy between host and device", status)
+            raise self.failed("a copy between host and device", status)
 
-    def _failed(self, what: str, status: int) -> RuntimeError:
+    def failed(self, what: str, status: int) -> RuntimeError:
+        """What to raise where a function returns a status that is not 0."""
         self._last_error()
         return RuntimeError(f"CUDA error {status} in {what}: {self._error_string(status).decode()}")
+
+
+def address_of(function: Any) -> int:
+    """Where a function of a library, or one that Python gives to C, lies."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -108,28 +122,35 @@ class Events:  # pragma: gpu
 
     Args:
         index: of the device.
+
+    Attributes:
+        unused: handles of those.
+        current_device, raw_stream: PyTorch's functions for the current device, and for its current stream's handle.
     """
+
+    __slots__ = ("current_device", "index", "raw_stream", "unused")
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._unused: list[int] = []
-        self._raw_stream = torch._C._cuda_getCurrentRawStream
+        self.unused: list[int] = []
+        self.current_device = torch._C._cuda_getDevice
+        self.raw_stream = torch._C._cuda_getCurrentRawStream
 
     def new(self) -> Event:
         """An event; the device is the current one."""
         try:
-            handle = self._unused.pop()
+            handle = self.unused.pop()
         except IndexError:
             handle = runtime().new_event()
-        return Event(handle, self._unused)
+        return Event(handle, self.unused)
 
     def is_here(self) -> bool:
         """Whether the device is the current one."""
-        return bool(torch._C._cuda_getDevice() == self.index)
+        return bool(self.current_device() == self.index)
 
     def current_stream(self) -> int:
         """The handle of the stream that work on the device is queued on now."""
-        return int(self._raw_stream(self.index))
+        return int(self.raw_stream(self.index))
 
 
 @functools.cache
@@ -152,8 +173,11 @@ class Event:  # pragma: gpu
         self.handle = handle
         self._unused = unused
 
-    def __del__(self) -> None:
+    def drop(self) -> None:
+        """Gives the handle back. C++ does so in place of it, where that is there."""
         self._unused.append(self.handle)
+
+    __del__ = drop
 
     def record(self, stream: int) -> None:
         """Follows what a stream, by its handle, was given so far."""

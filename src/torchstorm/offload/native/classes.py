@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext
 
+from torchstorm.memory.host import HostHandle, HostTier
 from torchstorm.offload.recompute import replay, watched
 from torchstorm.offload.recompute.described import NOTHING, Unfinished, is_given_again
 from torchstorm.offload.recompute.operators import Operator
@@ -21,6 +22,9 @@ from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parce
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, content_of
+from torchstorm.transfer.engine import CudaCopy, Engine, Queue
+from torchstorm.transfer.pinned import PinnedArena, Slot
+from torchstorm.transfer.runtime import Event, Events, Runtime
 
 
 def classes() -> Mapping[str, object]:
@@ -51,6 +55,16 @@ def classes() -> Mapping[str, object]:
         "residency": Residency,
         "kept_tensors": KeptTensors,
         "saved_storages": SavedStorages,
+        "host_tier": HostTier,
+        "host_handle": HostHandle,
+        "arena": PinnedArena,
+        "slot": Slot,
+        "engine": Engine,
+        "queue": Queue,
+        "cuda_copy": CudaCopy,
+        "event": Event,
+        "events": Events,
+        "runtime": Runtime,
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "copies.h"
 #include "moments.h"
 
 namespace {
@@ -27,8 +28,6 @@ Way *planned_way_of(PyObject *settled, Own &holder) {  // nullptr where it has n
 
 // What autograd holds, by address: `SavedStorages._at`.
 PyObject *saved_at(const Way *way) { return take(see(way->residency, residency_known), saved_storages__at); }
-
-Py_ssize_t size_of(PyObject *object) { return checked(static_cast<int>(PyObject_Size(object))); }
 
 Py_ssize_t size_at(PyObject *object, PyObject *name) {
     Own found(get(object, name));
@@ -96,7 +95,7 @@ void discard(const Way *way, PyObject *parcel) {
     forget_if_there(away.at, see(parcel, parcel_order));
     Own handle(take(parcel, parcel_handle)), tier(take(parcel, parcel_tier));
     if (handle.at == Py_None || tier.at == Py_None) return;
-    Own done(checked(PyObject_CallMethodOneArg(tier.at, s_free, handle.at)));
+    if (!free_in(tier.at, handle.at)) Own done(checked(PyObject_CallMethodOneArg(tier.at, s_free, handle.at)));
     put_shared(parcel, parcel_handle, Py_None);
 }
 
@@ -257,6 +256,15 @@ PyObject *kept_dropped(PyObject *kept, PyObject *) {
     });
 }
 
+// As `Event.drop`.
+PyObject *event_dropped(PyObject *event, PyObject *) {
+    return guarded([&]() -> PyObject * {
+        checked(PyList_Append(see(event, event__unused), see(event, event_handle)));
+        Py_RETURN_NONE;
+    });
+}
+
+PyMethodDef event_dropped_method = {"__del__", event_dropped, METH_NOARGS, nullptr};
 PyMethodDef placeholder_dropped_method = {"__del__", placeholder_dropped, METH_NOARGS, nullptr};
 PyMethodDef kept_dropped_method = {"__del__", kept_dropped, METH_NOARGS, nullptr};
 

@@ -38,7 +38,8 @@ PyObject *use(PyObject *, PyObject *args) {
         TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(placeholder) TYPE(untouched) TYPE(view) TYPE(ref)
         TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
         TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context) TYPE(watched_calls) TYPE(residency) TYPE(kept_tensors)
-        TYPE(saved_storages)
+        TYPE(saved_storages) TYPE(host_tier) TYPE(host_handle) TYPE(arena) TYPE(slot) TYPE(engine) TYPE(queue) TYPE(cuda_copy)
+        TYPE(event) TYPE(events) TYPE(runtime)
 #undef TYPE
         of.is_given_again = named("is_given_again");
         of.free_weak = named("free_weak");
@@ -66,6 +67,7 @@ PyObject *use(PyObject *, PyObject *args) {
 #undef PLACE
         set_finalizer(of.placeholder, &placeholder_dropped_method);
         set_finalizer(of.kept, &kept_dropped_method);
+        set_finalizer(of.event, &event_dropped_method);
         Py_RETURN_NONE;
     });
 }

@@ -57,9 +57,13 @@ PyObject *alone_in(PyObject *parcel) {
 // As `Residency.drop`.
 void drop(const Way *way, PyObject *parcel) {
     if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
+    if (see(way->residency, residency_waits) != Py_None) {
+        Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));
+        return;
+    }
     Own back(take(parcel, parcel_back)), copy;
     copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
-    Own waited(checked(PyObject_CallMethodNoArgs(copy.at, s_wait)));
+    wait_for(copy.at);
     Own saved(Py_XNewRef(alone_in(parcel)));  // as it is now: another thread may have run meanwhile
     if (!saved) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));
@@ -84,6 +88,16 @@ void make_resident(const Way *way, PyObject *parcel) {
     count(way, see_int(parcel, parcel_nbytes));
 }
 
+// As `FastTier.empty`.
+PyObject *empty(const Way *way, PyObject *parcel, PyObject *tier, PyObject *handle) {
+    if (way->device >= 0 && is_plain_host_tier(tier)) {  // then that is a GPU
+        const auto options = at::TensorOptions().dtype(at::kByte).device(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(way->device)));
+        return checked(THPVariable_Wrap(at::empty({see_int(parcel, parcel_nbytes)}, options)));
+    }
+    Own phase(get(handle, s_phase));
+    return checked(PyObject_CallMethodObjArgs(way->residency, s__empty, see(parcel, parcel_nbytes), phase.at, nullptr));
+}
+
 // As `Residency.fetch`.
 void fetch(const Way *way, PyObject *parcel) {
     const int64_t nbytes = see_int(parcel, parcel_nbytes);
@@ -92,11 +106,29 @@ void fetch(const Way *way, PyObject *parcel) {
         return;
     }
     Own tier(take(parcel, parcel_tier)), handle(take(parcel, parcel_handle));
-    Own phase(get(handle.at, s_phase)), size(take(parcel, parcel_nbytes));
-    Own buffer(checked(PyObject_CallMethodObjArgs(way->residency, s__empty, size.at, phase.at, nullptr)));
-    put(parcel, parcel_back, PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
+    Own buffer(empty(way, parcel, tier.at, handle.at)), back(get_from(tier.at, handle.at, THPVariable_Unpack(buffer.at)));
+    if (!back) back.at = checked(PyObject_CallMethodObjArgs(tier.at, s_get, handle.at, buffer.at, nullptr));
+    put(parcel, parcel_back, back.give());
     put(parcel, parcel_buffer, buffer.give());
     make_resident(way, parcel);
+}
+
+// As `Residency.send`, of a parcel that was made just now.
+void send(const Way *way, PyObject *parcel, PyObject *name) {
+    Own tiers(get(way->residency, s__tiers)), tier(Py_XNewRef(find(tiers.at, name)));
+    if (tier && see(way->residency, residency_checks) == Py_False) {
+        PyObject *block = see(parcel, parcel_block);
+        const bool is_named = PyUnicode_GET_LENGTH(block);
+        Own label(checked(is_named ? PyUnicode_FromFormat("a tensor saved in %U", block) : PyUnicode_FromString("a tensor saved in the model")));
+        Own handle(put_into(tier.at, THPVariable_Unpack(see(parcel, parcel_buffer)), label.at));
+        if (handle) {
+            put_shared(parcel, parcel_handle, handle.at);
+            put_shared(parcel, parcel_tier, tier.at);
+            set_int(way->residency, s_moved_bytes, get_int(way->residency, s_moved_bytes) + see_int(parcel, parcel_nbytes));
+            return;
+        }
+    }
+    Own done(checked(PyObject_CallMethodObjArgs(way->residency, s_send, parcel, name, nullptr)));
 }
 
 // As `Settled._begin`.

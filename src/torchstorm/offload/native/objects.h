@@ -21,6 +21,7 @@ struct Classes {
     PyTypeObject *tensor, *parameter, *kept, *kept_storage, *placeholder, *untouched, *view, *ref, *unfinished;
     PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context, *watched_calls;
     PyTypeObject *residency, *kept_tensors, *saved_storages;
+    PyTypeObject *host_tier, *host_handle, *arena, *slot, *engine, *queue, *cuda_copy, *event, *events, *runtime;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of, *no_block;
     PyObject *is_own_thread, *apply, *run_again;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *forward_ad, *torch_function;
@@ -31,9 +32,9 @@ PyObject *first;  // (0,)
 #define NAMES(X) \
     X(_add_output) X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
     X(_finish) X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) \
-    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_within) X(acquire) X(append) X(closed) \
+    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(capacity_bytes) X(closed) \
     X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
-    X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(make_room) X(max_norm) X(native) \
+    X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
     X(num_calls) X(num_used) X(out) X(over) X(pack) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(send) \
     X(settle) X(settle_soon) X(shape) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
@@ -63,9 +64,16 @@ NAMES(DECLARE)
     X(kept_storage, num_live) X(kept_storage, ordinal) X(kept_storage, owner) X(kept_storage, saved) \
     X(kept_storage, value) \
     X(placeholder, _owner) X(placeholder, saved) X(placeholder, view) X(untouched, tensor) X(untouched, version) \
-    X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) \
+    X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) X(residency, waits) \
     X(kept_tensors, by_address) X(kept_tensors, by_ordinal) X(kept_tensors, released) X(kept_tensors, awaited) X(kept_tensors, in_parts) X(saved_storages, _at) \
-    X(weak, _free_weak_ref) X(weak, cdata)
+    X(weak, _free_weak_ref) X(weak, cdata) \
+    X(host_tier, _check) X(host_tier, _closed) X(host_tier, _engine) X(host_tier, arena) X(host_tier, spec) \
+    X(host_handle, checksum) X(host_handle, label) X(host_handle, nbytes) X(host_handle, reads) X(host_handle, slot) X(host_handle, written) \
+    X(arena, _spare) X(arena, lock) X(arena, peak_bytes) X(arena, used_bytes) X(slot, after) X(slot, extents) X(slot, pieces) \
+    X(engine, _to_device) X(engine, _to_host) X(queue, _burst) X(queue, _handle) X(queue, _lock) X(queue, _newest) X(queue, _runtime) \
+    X(queue, events) X(queue, num_ended) X(queue, num_queued) X(cuda_copy, _event) X(cuda_copy, _number) X(cuda_copy, queue) \
+    X(event, _unused) X(event, handle) X(events, current_device) X(events, index) X(events, raw_stream) X(events, unused) \
+    X(runtime, copy_at) X(runtime, record_at) X(runtime, wait_at)
 #define DECLARE(type, name) Py_ssize_t type##_##name;
 SLOTS(DECLARE)
 #undef DECLARE
@@ -161,6 +169,8 @@ void append_at(PyObject *dict, PyObject *key, PyObject *item) {
     PyList_SET_ITEM(alone.at, 0, Py_NewRef(item));
     checked(PyDict_SetItem(dict, key, alone.at));
 }
+
+Py_ssize_t size_of(PyObject *object) { return checked(static_cast<int>(PyObject_Size(object))); }
 
 bool equal(PyObject *one, PyObject *other) { return checked(PyObject_RichCompareBool(one, other, Py_EQ)); }
 

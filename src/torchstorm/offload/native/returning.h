@@ -12,7 +12,7 @@ bool is_absent(PyObject *parcel) { return see(parcel, parcel_buffer) == Py_None 
 void wait_until_back(PyObject *parcel) {
     Own back(take(parcel, parcel_back));
     if (back.at == Py_None) return;
-    Own done(checked(PyObject_CallMethodNoArgs(back.at, s_wait)));
+    wait_for(back.at);
     put_shared(parcel, parcel_back, Py_None);
 }
 

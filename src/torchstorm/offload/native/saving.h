@@ -226,7 +226,7 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
     Own at(saved_at(way));
     append_at(at.at, address, saved.at);
-    Own done(checked(PyObject_CallMethodObjArgs(way->residency, s_send, parcel.at, one.tier, nullptr)));
+    send(way, parcel.at, one.tier);
     return saved.give();
 }
 

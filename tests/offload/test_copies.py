@@ -1,0 +1,249 @@
+"""Settled steps have their copies made by C++, or by Python, on streams whose copies come as late as they may."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from offload.late_copies import CURRENT, LateCopies
+from offload.steps import assert_same, saved_bytes, train
+from offload.test_random_networks import ROWS, RandomNetwork, networks, options, step_of
+from torchstorm.errors import BudgetError
+from torchstorm.memory.host import HostTier
+from torchstorm.offload.native import library
+from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.planner import Planner
+from torchstorm.offload.session import Session
+from torchstorm.offload.step.clock import Took
+from torchstorm.plan.forecast import DISK
+
+NUM_STEPS = 7  # the first is traced, and the next ones are timed
+BY_PYTHON = "put", "get", "free"
+COPY = rf"record on {CURRENT};(wait on (\d+);)+copy \d+ on \2;record on \2;"
+"""It follows what the model's stream was given, and an event follows it."""
+
+Count = Callable[[], Counter[str]]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    return LateCopies(monkeypatch)
+
+
+@pytest.fixture
+def by_python(monkeypatch: pytest.MonkeyPatch) -> Count:
+    """Returns how often Python's way through the tier was taken since it was last asked."""
+    calls = Counter[str]()
+    for name in BY_PYTHON:
+        function = getattr(HostTier, name)
+
+        def counted(self: HostTier, *args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            calls[name] += 1
+            return function(self, *args, **options)
+
+        monkeypatch.setattr(HostTier, name, counted)
+
+    def count() -> Counter[str]:
+        found = calls.copy()
+        calls.clear()
+        return found
+
+    return count
+
+
+def layers() -> nn.Module:
+    """Each layer saves 1 MiB for its activation, which moves alone."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+
+
+def step(model: nn.Module, index: int) -> torch.Tensor:
+    loss = model(torch.randn(1024, 256)).square().mean()
+    loss.backward()
+    return loss
+
+
+def only_moving(late: LateCopies, ram: int) -> Callable[[nn.Module, torch.optim.Optimizer], Session]:
+    return lambda model, optimizer: late.session(model, ram, optimizer=optimizer, recompute=False)
+
+
+@pytest.mark.usefixtures("short_way")
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_what_moves_comes_back_to_the_bit_and_no_step_but_the_first_ones_asks_python(
+    share: float, late: LateCopies, by_python: Count
+) -> None:
+    asked = list[Counter[str]]()
+
+    def noted(model: nn.Module, index: int) -> torch.Tensor:
+        asked.append(by_python())
+        late.streams.log.clear()
+        return step(model, index)
+
+    ram = int(share * saved_bytes(layers, step))
+    expected, _ = train(layers, step, None, num_steps=NUM_STEPS)
+    found, session = train(layers, noted, only_moving(late, ram), num_steps=NUM_STEPS)
+    assert session is not None
+    assert_same(expected, found)
+    report = session.report()
+    plan = session.plan()
+    assert report.highest is not None
+    assert report.highest.ram_bytes <= ram
+    assert plan is not None
+    assert plan.num_moved >= 3
+    settled = Counter({name: plan.num_moved for name in BY_PYTHON})
+    assert asked[-1] == (Counter() if library.library() is not None else settled)
+    (tier,) = late.tiers
+    assert tier.used_bytes == 0
+    if library.library() is not None:  # Python's copies wait for company
+        other = re.sub(COPY, "", "".join(f"{one};" for one in late.streams.log))
+        assert set(other.split(";")) == {f"wait on {CURRENT}", ""}, "besides only the model waits"
+    session.close()
+
+
+@pytest.mark.usefixtures("short_way")
+def test_a_model_that_did_not_wait_for_its_copies_would_be_noticed(late: LateCopies) -> None:
+    def hasty(model: nn.Module, index: int) -> torch.Tensor:
+        late.streams.ignores_waits = index >= 4
+        return step(model, index)
+
+    expected, _ = train(layers, step, None, num_steps=NUM_STEPS)
+    found, session = train(layers, hasty, only_moving(late, saved_bytes(layers, step) // 2), num_steps=NUM_STEPS)
+    assert session is not None
+    with pytest.raises(AssertionError):
+        assert_same(expected, found)
+    late.streams.forget()
+    session.close()
+
+
+@pytest.mark.usefixtures("short_way")
+def test_steps_by_which_a_plan_is_judged_tell_how_long_they_have_waited_for_copies_in_forward(
+    late: LateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach, judge, took = late.streams.reach, Planner.judge, list[Took]()
+
+    def slow(point: Any) -> None:
+        time.sleep(2e-3)
+        reach(point)
+
+    def noted(self: Planner, planned: Planned, one: Took) -> Planned | None:
+        took.append(one)
+        return judge(self, planned, one)
+
+    monkeypatch.setattr(Planner, "judge", noted)
+    _, session = train(layers, step, only_moving(late, saved_bytes(layers, step) // 2), num_steps=NUM_STEPS)
+    assert session is not None
+    plan, planned = session.plan(), session._shared.plans.in_force
+    assert plan is not None
+    assert planned is not None
+    turn = plan.trace.turn
+    num_waits = sum(one.tier == DISK and one.drop < turn for one in plan.placements)
+    assert num_waits
+    late.streams.reach = slow  # type: ignore[method-assign]
+    for times_s in [], [0.1] * 9:
+        planned.times_s = list[float](times_s)
+        with session.step():
+            step(session._shared.model, 0)
+        assert session._shared.plans.in_force is planned
+    judged, later = took[-2:]
+    assert 2e-3 * num_waits <= judged.waited_s < judged.forward_s
+    assert later.waited_s == 0.0
+    assert judged.scaled(2.0).waited_s == 2 * judged.waited_s
+    session.close()
+
+
+@pytest.mark.usefixtures("short_way")
+def test_a_copy_that_fails_is_told_in_the_runtimes_own_words(late: LateCopies) -> None:
+    model = layers()
+    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
+    for index in range(NUM_STEPS):
+        with session.step():
+            step(model, index)
+    late.streams.status = 719
+    said = "CUDA error 719 in a copy between host and device: out of luck"
+    with pytest.raises(RuntimeError, match=said), session.step():
+        step(model, 0)
+    late.streams.status = 0
+    session.close()
+
+
+def test_where_another_thread_has_a_lock_the_step_waits_for_it(late: LateCopies, by_python: Count) -> None:
+    """As one does that gives pinned memory back, or queues copies."""
+    model = layers()
+    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
+    gradients = []
+    for index in range(NUM_STEPS):
+        torch.manual_seed(index // NUM_STEPS)
+        with session.step():
+            step(model, index)
+        gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        model.zero_grad()
+    (tier,) = late.tiers
+    assert tier._engine is not None
+    for lock in tier.arena.lock, tier._engine._to_host._lock, tier._engine._to_device._lock:
+        by_python()
+        held, may_go = threading.Event(), threading.Event()
+
+        def hold(lock: Any = lock, held: threading.Event = held, may_go: threading.Event = may_go) -> None:
+            with lock:
+                held.set()
+                may_go.wait(10)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(10)
+        threading.Timer(0.05, may_go.set).start()
+        torch.manual_seed(0)
+        with session.step():
+            step(model, 0)
+        holder.join()
+        assert sum(by_python().values()) >= 1
+        for one, before in zip(model.parameters(), gradients, strict=True):
+            assert one.grad is not None
+            assert torch.equal(one.grad, before)
+        model.zero_grad()
+    session.close()
+
+
+@pytest.mark.no_cover
+@settings(options, max_examples=10)
+@given(
+    names=networks,
+    rows=st.sampled_from(ROWS[1:]),
+    ending=st.sampled_from(["once", "twice", "accumulated"]),
+    share=st.floats(0.2, 0.9),
+    recompute=st.booleans(),
+)
+def test_a_random_network_whose_copies_come_late_is_exact(
+    names: list[str], rows: int, ending: str, share: float, recompute: bool
+) -> None:
+    torch.set_num_threads(1)
+
+    def make() -> nn.Module:
+        return RandomNetwork(names)
+
+    step = step_of(rows, ending)
+    budget = int(share * saved_bytes(make, step))
+    expected, _ = train(make, step, None, num_steps=6)
+    with pytest.MonkeyPatch.context() as patch:
+        late = LateCopies(patch)
+        try:
+            found, session = train(
+                make, step, lambda model, _: late.session(model, budget, recompute=recompute), num_steps=6
+            )
+        except BudgetError:
+            return  # not a matter of copies
+        assert session is not None
+        assert_same(expected, found)
+        (tier,) = late.tiers
+        assert tier.used_bytes == 0
+        session.close()
