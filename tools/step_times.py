@@ -4,7 +4,8 @@
 
 Trains a model of `torchstorm bench models`, everything kept, with its own checkpointing, and with a Session. Of the
 Session it prints every step while it settles (with `--slow-steps` also where the host was in those that took long, at
-the price of other plans); of each way the median of ten, whose sizes have been seen, per full batch; what the GPU's
+the price of other plans; with `--plans` what each took by its plan, and by what times better ones are searched for and
+taken over); of each way the median of ten, whose sizes have been seen, per full batch; what the GPU's
 kernels take in one step and why it did nothing in between (the host was late, or a copy was waited for); and where the
 step's threads are in Python when they are looked at every half millisecond: in which functions of ours, in which of
 others, and where they stood still for long. Gradients are not checked. A tool for those who make a step faster: it
@@ -31,6 +32,11 @@ from torchstorm.bench.model_cases import ON_A_CPU, ON_A_GPU, ModelCase, checkpoi
 from torchstorm.bench.ways import keep_everything
 from torchstorm.offload.native import library
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.clock import Took
+from torchstorm.plan.forecast import DISK, RAM
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.recompute import replays
+from torchstorm.plan.trace import Moment, Trace
 
 _NUM_TIMED = 10
 _LATE_NS = 2_000  # a launch that ends so little before the gap does
@@ -122,6 +128,52 @@ def _show_slow(seen: list[tuple[float, dict[str, Look]]]) -> None:
                 for name, count in look.ours.most_common(4)
             ]
             print(f"    step {number}, {took:.0f} ms: " + "; ".join(places), flush=True)
+
+
+def show_plans(session: Session) -> None:
+    """From now on prints what every step took by the plan in force, which better plan is searched for, by what times of
+    the model, and which takes over."""
+    planner = session._shared.planner
+    search, take, judge = planner._search_beside, planner.take_better, planner.judge
+
+    def searched(beside: Any, planned: Any, plan: Plan, trace: Trace, *rest: Any, **options: Any) -> None:
+        search(beside, planned, plan, trace, *rest, **options)
+        least = (
+            f"less than {planned.asked.than_s * 1e3:.1f} ms at a part of the link, {planned.forecast.step_ms:.1f} now"
+        )
+        print(f"    searched for {options['time_limit_s']:.1f} s: {least}; {_times_of(trace)}", flush=True)
+
+    def taken() -> bool:
+        is_another = take()
+        plan = session.plan()
+        if is_another and plan is not None:
+            print(f"    taken over: {plan.forecast.step_ms:.1f} ms; {_told(plan)}", flush=True)
+        return is_another
+
+    def judged(planned: Any, took: Took) -> Any:
+        said = (f"{name} {seconds * 1e3:.1f}" for name, seconds in zip(Took._fields, took, strict=True))
+        print(f"    took {', '.join(said)} (ms)", flush=True)
+        return judge(planned, took)
+
+    vars(planner).update(_search_beside=searched, take_better=taken, judge=judged)
+
+
+def _times_of(trace: Trace) -> str:
+    """What the model alone takes by a trace."""
+    forward, backward = (sum(one.compute_s for one in part) for part in _halves(trace))
+    return f"forward {forward * 1e3:.1f}, backward {backward * 1e3:.1f}, host to spare {trace.host.idle_s * 1e3:.1f} ms"
+
+
+def _halves(trace: Trace) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
+    return trace.moments[: trace.turn], trace.moments[trace.turn :]
+
+
+def _told(plan: Plan) -> str:
+    """How much a plan moves and computes again."""
+    again = replays(plan.trace, plan.placements) or {}
+    num_ops, again_s = sum(len(one.ops) for one in again.values()), sum(one.compute_s for one in again.values())
+    moved = (plan.moved_bytes(RAM) + plan.moved_bytes(DISK)) / 2**30
+    return f"{plan.num_moved} moved, {moved:.2f} GiB; {num_ops} operations again, {again_s * 1e3:.1f} ms"
 
 
 def show_gaps(steps: Steps, context: Context) -> None:
@@ -256,6 +308,9 @@ def main() -> None:
     parser.add_argument("--random-lengths", action="store_true")
     parser.add_argument("--seconds", type=float, default=20.0, help="while the Session settles")
     parser.add_argument("--slow-steps", action="store_true", help="say where the host was in steps that took long")
+    parser.add_argument(
+        "--plans", action="store_true", help="say how plans follow each other while the Session settles"
+    )
     given = parser.parse_args()
     steps = Steps(replace(cases[given.model], has_random_sizes=given.random_lengths), device)
     steps.run(keep_everything)
@@ -275,6 +330,8 @@ def main() -> None:
     with Session(steps.training.model, optimizer=steps.training.optimizer, **options) as session:
         blocks = session.compile() if given.compiled else None
         library.wait()
+        if given.plans:
+            show_plans(session)
         steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)
         steps.show(f"Session, {budget:.2f} GiB", session.step)
         show_gaps(steps, session.step)
