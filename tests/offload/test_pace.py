@@ -13,9 +13,10 @@ from torch import nn
 from torchstorm.offload.fast import Cpu
 from torchstorm.offload.native.library import library
 from torchstorm.offload.session import Session
+from torchstorm.offload.step import clock as clocks
 from torchstorm.offload.step import pace as pacing
 from torchstorm.offload.step import step as steps
-from torchstorm.offload.step.clock import Clock
+from torchstorm.offload.step.clock import Clock, Span
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures, Placement
@@ -277,6 +278,24 @@ def test_operations_of_a_forward_take_no_longer_together_than_it_was_seen_to_tak
     pace.end(20)
     found = pace.refine(trace, plan, Machine(name="bare"))
     assert sum(times(found)[: found.turn]) == pytest.approx(4.0 * found.turn)
+
+
+def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_through(
+    clock: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks, "is_reached", lambda mark: mark != 0.9)
+    span = Span(clock)
+    span.waits += [(0.1, 0.3), (0.4, 0.9), (0.5, 0.6)]
+    clock.now = 1.0
+    span.turned()
+    span.waits += [(1.1, 1.2)]  # in backward
+    clock.now = 3.0
+    span.end()
+    took = span.took()
+    assert took[:2] == (3.0, 1.0)
+    assert took.waited_s == pytest.approx(0.3)
+    assert not span.waits
+    assert span.took() is took
 
 
 class Slow(nn.Module):

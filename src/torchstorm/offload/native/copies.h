@@ -156,14 +156,22 @@ PyObject *put_into(PyObject *tier, const at::Tensor &row, PyObject *label) {
     if (spare == nullptr || !size_of(spare)) return nullptr;
     Own oldest(checked(PySequence_GetItem(spare, 0)));
     if (!is_in_one_piece(oldest.at) || !are_queued(see(oldest.at, slot_after))) return nullptr;
-    const int64_t used_bytes = see_int(arena, arena_used_bytes) + bytes_taken(oldest.at);
     Own spec(take(tier, host_tier_spec));
-    if (used_bytes > get_int(spec.at, s_capacity_bytes)) return nullptr;
-    Own slot(checked(PyObject_CallMethodNoArgs(spare, s_popleft))), handle(allocate(of.host_handle));
+    if (see_int(arena, arena_used_bytes) + bytes_taken(oldest.at) > get_int(spec.at, s_capacity_bytes)) return nullptr;
+    Own slot(checked(PyObject_CallMethodNoArgs(spare, s_popleft))), handle(allocate(of.host_handle)), written;
+    try {
+        written.at = begin_copy(queue, memory_of(slot.at), row.mutable_data_ptr(), row.nbytes(), see(slot.at, slot_after));
+    } catch (const Failed &) {  // what comes into the slot next is queued behind whatever was queued
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        Own back(PyObject_CallMethodOneArg(spare, s_appendleft, slot.at));
+        PyErr_Restore(type, value, trace);
+        throw;
+    }
+    put(slot.at, slot_after, PyList_New(0));  // this copy ends after them
+    const int64_t used_bytes = see_int(arena, arena_used_bytes) + bytes_taken(slot.at);  // what was made may have freed some
     put_int(arena, arena_used_bytes, used_bytes);
     if (used_bytes > see_int(arena, arena_peak_bytes)) put_int(arena, arena_peak_bytes, used_bytes);
-    Own written(begin_copy(queue, memory_of(slot.at), row.mutable_data_ptr(), row.nbytes(), see(slot.at, slot_after)));
-    put(slot.at, slot_after, PyList_New(0));  // this copy ends after them
     put_shared(handle.at, host_handle_slot, slot.at);
     put_shared(handle.at, host_handle_nbytes, size.at);
     put_shared(handle.at, host_handle_written, written.at);

@@ -8,6 +8,7 @@
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -32,7 +33,7 @@ PyObject *first;  // (0,)
 #define NAMES(X) \
     X(_add_output) X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
     X(_finish) X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) \
-    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(capacity_bytes) X(closed) \
+    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(capacity_bytes) X(closed) \
     X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
     X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
     X(num_calls) X(num_used) X(out) X(over) X(pack) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(send) \
@@ -289,8 +290,8 @@ PyObject *guarded(Body body) {
         return body();
     } catch (const Failed &) {
         return nullptr;
-    } catch (const std::exception &error) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, error.what());
+    } catch (...) {  // PyTorch's own, such as torch.OutOfMemoryError
+        if (!PyErr_Occurred()) torch::translate_exception_to_python(std::current_exception());
         return nullptr;
     }
 }

@@ -116,7 +116,8 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
     known = [one for one in steps if one.forward_s]
     if not known or trace.device == "cpu":
         return trace
-    forward_s, host_s = min(one.forward_s - one.waited_s for one in known), min(one.host_s for one in known)
+    forward_s = min(max(0.0, one.forward_s - one.waited_s) for one in known)
+    host_s = min(one.host_s for one in known)
     again = replays(trace, plan.placements) or {}
     num_recorded = sum(len(one.ops) for one in again.values())
     own_s = trace.host.own_s(num_recorded=num_recorded, num_moved=plan.num_moved)

@@ -14,6 +14,7 @@ from torchstorm.plan.trace import Trace
 
 NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed the plan
 _UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
+_MOST_MARKED = 12  # steps of one plan, of which some do not count
 _NUM_TRIES = 4  # of the next steps, one that is much smaller is
 _MUCH = 0.4  # of the budget: another step may well need more than all of it
 
@@ -66,6 +67,7 @@ class Planned:
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
             no plan while that is searched for, and where none fits.
+        num_marked: steps since it is in use, some of which marked their waits.
         num_smaller: smaller steps since it is a quick plan: those that have followed it, or a plan for smaller steps in
             its place.
         num_untold: much smaller steps of whose sizes the traces did not tell, and the few steps of any size that were
@@ -91,6 +93,7 @@ class Planned:
     is_unrecorded: bool = False
     stands_for_smaller: bool = False
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
+    num_marked: int = 0
     num_smaller: int = 0
     num_untold: int = 0
     untold: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -105,10 +108,10 @@ class Planned:
         """Such a step is traced."""
         self.num_untold += _NUM_TRIES
 
-    @property
-    def is_being_judged(self) -> bool:
-        """Whether what its next steps take tells whether it is as good as was forecast."""
-        return len(self.times_s) < NUM_JUDGED
+    def is_to_tell_waits(self) -> bool:
+        """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""
+        self.num_marked += 1
+        return len(self.times_s) < NUM_JUDGED and self.num_marked <= _MOST_MARKED
 
     @property
     def recomputes(self) -> bool:

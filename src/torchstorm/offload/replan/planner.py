@@ -105,7 +105,7 @@ class Planner:
             planned, plan: what the step has followed.
             trace, num_measured: as in `Planned`.
         """
-        found = replace(planned, num_measured=num_measured, times_s=[], recent=[])
+        found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0)
         if self._beside is not None:  # else the search has failed meanwhile
             self._search_beside(self._beside, found, plan, trace, time_limit_s=_QUICK_S)
         return found
@@ -279,7 +279,7 @@ class Planner:
         is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.forecast.step_ms
         now = planned
         if is_better:
-            now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[])
+            now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[], num_marked=0)
             now.replaced = last_proven(planned)
         is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
         if is_quick and self._times_first:

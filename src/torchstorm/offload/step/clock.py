@@ -74,6 +74,7 @@ class Span:
         self._began_s = time.perf_counter()
         self.waits: list[tuple[object, object]] = []
         self._num_waits = 0  # in forward
+        self._told: Took | None = None
         self._turn: object = None
         self._host_s = 0.0
         self._stop: object = None
@@ -94,8 +95,15 @@ class Span:
 
     def took(self) -> Took:
         """What it took; of a device that has come to its end."""
+        if self._told is None:
+            self._told = self._read()
+            self.waits.clear()
+        return self._told
+
+    def _read(self) -> Took:
         step_s = seconds_between(self.start, self._stop)
         if self._turn is None:
             return Took(step_s)
-        waited_s = sum(seconds_between(before, after) for before, after in self.waits[: self._num_waits])
+        waits = [two for two in self.waits[: self._num_waits] if is_reached(two[1])]  # others' streams wait, too
+        waited_s = sum(seconds_between(before, after) for before, after in waits)
         return Took(step_s, seconds_between(self.start, self._turn), self._host_s, waited_s)

@@ -192,7 +192,7 @@ class Step:
         has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         measure = self._measure(planned)
         turned = self._span.turned if measure is None else None
-        if turned is not None and self._fast.is_beside_host and planned.is_being_judged:
+        if turned is not None and self._fast.is_beside_host and planned.is_to_tell_waits():
             shared.residency.waits = self._span.waits
         return Choice(planned.plan, measure, self._is_exact, others, has_tight_ram, turned)
 
