@@ -297,9 +297,10 @@ def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_sear
 
 
 @pytest.mark.usefixtures("poor")
+@pytest.mark.parametrize("is_by_steps", [False, True])
 @pytest.mark.parametrize("is_faster_at_full_speed", [False, True])
-def test_a_plan_that_takes_longer_at_the_links_whole_speed_is_not_taken_over(
-    is_faster_at_full_speed: bool, storm: Session
+def test_a_plan_that_takes_longer_at_the_links_whole_speed_than_the_one_in_use_does_is_not_taken_over(
+    is_faster_at_full_speed: bool, is_by_steps: bool, storm: Session
 ) -> None:
     run_steps(storm, 3)
     planned = storm._shared.plans.in_force
@@ -314,7 +315,10 @@ def test_a_plan_that_takes_longer_at_the_links_whole_speed_is_not_taken_over(
     assert found.placements != planned.plan.placements
     object.__setattr__(planned.asked, "than_s", 2 * found.forecast.step_ms / 1e3)
     share = 2 if is_faster_at_full_speed else 0.5
-    planned.forecast = replace(planned.forecast, step_ms=found.forecast.step_ms * share)
+    if is_by_steps:
+        planned.recent = [Took(found.forecast.step_ms / 1e3 * share)] * 3
+    else:
+        planned.forecast, planned.recent = replace(planned.forecast, step_ms=found.forecast.step_ms * share), []
     run_steps(storm, 1)
     plan = storm.plan()
     assert plan is not None
@@ -333,8 +337,10 @@ def test_a_plan_that_was_searched_for_by_times_which_steps_have_shown_to_be_wron
     assert planned.asked is not None
     object.__setattr__(planned.asked, "time_limit_s", 0.0)  # of a quick search
     planned.num_lessons = num_lessons
+    planned.recent = [Took(0.5, waited_s=0.1)]
     trace = replace(planned.trace)
-    monkeypatch.setattr(planning, "shorter", lambda *_: trace)
+    monkeypatch.setattr(planning, "is_too_slow", lambda *_: True)
+    monkeypatch.setattr(planning, "explained", lambda *_: (trace, 1.0))
     before = planned.plan.placements
     is_another = storm._shared.planner.take_better()
     if num_lessons:  # enough
@@ -343,6 +349,7 @@ def test_a_plan_that_was_searched_for_by_times_which_steps_have_shown_to_be_wron
         assert not is_another
         assert planned.plan.placements == before
         assert planned.trace is trace
+        assert planned.forecast.step_ms == 500.0
         assert planned.num_lessons == 1
         assert planned.asked is not None
         assert planned.asked.time_limit_s == planning._QUICK_S

@@ -91,12 +91,9 @@ def stated(plan: Plan, machine: Machine) -> Plan:
     return replace(plan, forecast=replace(plan.forecast, step_ms=step_s * 1e3))
 
 
-def shorter(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Trace | None:
-    """The trace with the forward of such steps, if that is so much shorter that plans for the trace are far from the
-    best; else None."""
-    settled = with_settled_forward(trace, plan, steps)
-    is_far = _forward_s(settled) < (1 - MISS) * _forward_s(trace)
-    return settled if is_far else None
+def is_too_slow(trace: Trace, plan: Plan, steps: Sequence[Took]) -> bool:
+    """Whether the forward of such steps is so much shorter than the trace's that plans for it are far from the best."""
+    return _forward_s(with_settled_forward(trace, plan, steps)) < (1 - MISS) * _forward_s(trace)
 
 
 def _forward_s(trace: Trace) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +108,13 @@ class Planned:
     def told(self) -> None:
         """Such a step is traced."""
         self.num_untold += _NUM_TRIES
+
+    @property
+    def step_ms(self) -> float:
+        """What its steps take: as they have shown, or else as was forecast."""
+        if len(self.recent) < NUM_JUDGED:
+            return self.forecast.step_ms
+        return statistics.median(one.step_s for one in self.recent) * 1e3
 
     def is_to_tell_waits(self) -> bool:
         """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""

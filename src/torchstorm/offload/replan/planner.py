@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan.explain import MISS, counted_on, explained, shorter, slowed, stated
+from torchstorm.offload.replan.explain import MISS, counted_on, explained, is_too_slow, slowed, stated
 from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.proven import NOISE, as_it_was, last_proven
@@ -107,28 +107,26 @@ class Planner:
         """
         found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0)
         if self._beside is not None:  # else the search has failed meanwhile
-            self._search_beside(self._beside, found, plan, trace, time_limit_s=_QUICK_S)
+            self._search_beside(self._beside, found, plan, trace, limit_s=_QUICK_S)
         return found
 
     def _search_beside(
-        self,
-        beside: Beside,
-        planned: Planned,
-        plan: Plan,
-        trace: Trace,
-        measured: Figures | None = None,
-        *,
-        time_limit_s: float,
+        self, beside: Beside, planned: Planned, plan: Plan, trace: Trace, took: Figures | None = None, *, limit_s: float
     ) -> None:
         """A plan goes on for a step of other times, and a better one is searched for. Its forecast is what it takes by
         those times, or what was measured."""
-        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=time_limit_s)
+        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=limit_s)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
         plan = replace(plan, trace=problem.trace)
-        planned.forecast = measured or stated(plan, self.machine()).forecast
+        planned.forecast = took or stated(plan, self.machine()).forecast
         planned.plan = replace(plan, forecast=planned.forecast)
         beside.ask(planned.asked)
+
+    def _search_by_steps(self, beside: Beside, planned: Planned, plan: Plan, took_s: float, *, limit_s: float) -> None:
+        """The same by times that explain what steps took."""
+        trace, forecast = self._explained(planned, plan, took_s), replace(planned.forecast, step_ms=took_s * 1e3)
+        self._search_beside(beside, planned, plan, trace, forecast, limit_s=limit_s)
 
     def search_on(self, planned: Planned) -> None:
         """A smaller step has followed a plan. A quick one waits to be timed before a better one is searched for; but
@@ -139,7 +137,7 @@ class Planner:
         if planned.num_smaller >= _NUM_UNTIMED:
             planned.is_quick = False
             forecast = planned.forecast
-            self._search_beside(self._beside, planned, planned.plan, planned.trace, forecast, time_limit_s=_FULL_S)
+            self._search_beside(self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_FULL_S)
 
     def plan_smaller(self, larger: Planned, trace: Trace) -> Planned:
         """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
@@ -272,11 +270,12 @@ class Planner:
             planned.plan, planned.forecast = plan, plan.forecast
             return False
         may_be_wrong = problem.time_limit_s < _FULL_S and planned.num_lessons < _MOST_LESSONS
-        if may_be_wrong and (trace := shorter(planned.trace, planned.plan, planned.recent)) is not None:
+        if may_be_wrong and is_too_slow(planned.trace, planned.plan, planned.recent):
             planned.num_lessons += 1  # steps have shown meanwhile that it is no plan for them
-            self._search_beside(beside, planned, planned.plan, trace, time_limit_s=_QUICK_S)
+            took_s = statistics.median(one.step_s for one in planned.recent)
+            self._search_by_steps(beside, planned, planned.plan, took_s, limit_s=_QUICK_S)
             return False
-        is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.forecast.step_ms
+        is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.step_ms
         now = planned
         if is_better:
             now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[], num_marked=0)
@@ -359,13 +358,12 @@ class Planner:
         measured_s, expected_s = statistics.median(planned.times_s), planned.forecast.step_ms / 1e3
         was_quick, planned.is_quick = planned.is_quick, False
         if was_quick and self._beside is not None:
-            trace = self._explained(planned, plan, measured_s)
             # One whose copies are waited for was made for a slower model, and is far from the best.
             is_poor = min(one.waited_s for one in planned.recent) > NOISE * measured_s
             is_poor &= planned.num_lessons < _MOST_LESSONS
             searched = replace(planned, times_s=[], num_lessons=planned.num_lessons + is_poor)
-            forecast, limit_s = replace(planned.forecast, step_ms=measured_s * 1e3), _QUICK_S if is_poor else _FULL_S
-            self._search_beside(self._beside, searched, plan, trace, forecast, time_limit_s=limit_s)
+            limit_s = _QUICK_S if is_poor else _FULL_S
+            self._search_by_steps(self._beside, searched, plan, measured_s, limit_s=limit_s)
             return searched
         if planned.num_lessons >= _MOST_LESSONS or abs(measured_s - expected_s) <= NOISE * measured_s:
             return None
@@ -379,11 +377,11 @@ class Planner:
         if abs(measured_s - expected_s) <= MISS * measured_s:
             self.lessons.append(said + "the forecast was corrected.")
             return corrected
-        trace = self._explained(planned, plan, measured_s)
         if self._beside is not None:
-            self._search_beside(self._beside, corrected, plan, trace, forecast, time_limit_s=_QUICK_S)
+            self._search_by_steps(self._beside, corrected, plan, measured_s, limit_s=_QUICK_S)
             self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
+        trace = self._explained(planned, plan, measured_s)
         with suppress(BudgetError):
             anew = self.plan(trace, base_bytes=planned.base_bytes, num_measured=planned.num_measured, earlier=planned)
             anew.num_lessons = planned.num_lessons + 1
