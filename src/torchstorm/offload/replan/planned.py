@@ -14,6 +14,7 @@ from torchstorm.plan.plan import Plan, Workload
 from torchstorm.plan.trace import Trace
 
 NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed the plan
+NOISE = 0.02  # of a step's time: a miss that is none
 _UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
 _MOST_MARKED = 12  # steps of one plan, of which some do not count
 _NUM_TRIES = 4  # of the next steps, one that is much smaller is
@@ -110,11 +111,12 @@ class Planned:
         self.num_untold += _NUM_TRIES
 
     @property
-    def step_ms(self) -> float:
-        """What its steps take: as they have shown, or else as was forecast."""
+    def to_beat_ms(self) -> float:
+        """What another plan has to be forecast to take less than: clearly less than steps have shown, or else less than
+        was forecast."""
         if len(self.recent) < NUM_JUDGED:
             return self.forecast.step_ms
-        return statistics.median(one.step_s for one in self.recent) * 1e3
+        return statistics.median(one.step_s for one in self.recent) * (1 - NOISE) * 1e3
 
     def is_to_tell_waits(self) -> bool:
         """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""

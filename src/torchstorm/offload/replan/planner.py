@@ -14,9 +14,9 @@ from dataclasses import replace
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers
 from torchstorm.offload.replan.explain import MISS, counted_on, explained, is_too_slow, slowed, stated
-from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
+from torchstorm.offload.replan.planned import NOISE, NUM_JUDGED, Planned
 from torchstorm.offload.replan.plans import Plans
-from torchstorm.offload.replan.proven import NOISE, as_it_was, last_proven
+from torchstorm.offload.replan.proven import as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.beside import Beside, Problem
@@ -245,7 +245,7 @@ class Planner:
 
     def take_better(self) -> bool:
         """Takes over a plan that was found beside training; returns whether there is one. It has to take less by the
-        link's whole speed, too, or less than steps took: else it may only wait less for copies that are not late."""
+        link's whole speed, too, or than steps took: else it may only wait less for copies that are not late."""
         beside, plans = self._beside, self._plans
         if beside is None:
             return False
@@ -275,7 +275,7 @@ class Planner:
             took_s = statistics.median(one.step_s for one in planned.recent)
             self._search_by_steps(beside, planned, planned.plan, took_s, limit_s=_QUICK_S)
             return False
-        is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.step_ms
+        is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.to_beat_ms
         now = planned
         if is_better:
             now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[], num_marked=0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
-
-NOISE = 0.02  # a miss that is none
+from torchstorm.offload.replan.planned import NOISE, NUM_JUDGED, Planned
 
 
 def as_it_was(earlier: Planned, planned: Planned) -> tuple[Planned, str] | None:
