@@ -36,7 +36,7 @@ from torchstorm.offload.step.clock import Took
 from torchstorm.plan.forecast import DISK, RAM
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
-from torchstorm.plan.trace import Moment, Trace
+from torchstorm.plan.trace import Trace
 
 _NUM_TIMED = 10
 _LATE_NS = 2_000  # a launch that ends so little before the gap does
@@ -160,12 +160,8 @@ def show_plans(session: Session) -> None:
 
 def _times_of(trace: Trace) -> str:
     """What the model alone takes by a trace."""
-    forward, backward = (sum(one.compute_s for one in part) for part in _halves(trace))
+    forward, backward = trace.forward_s, trace.compute_s - trace.forward_s
     return f"forward {forward * 1e3:.1f}, backward {backward * 1e3:.1f}, host to spare {trace.host.idle_s * 1e3:.1f} ms"
-
-
-def _halves(trace: Trace) -> tuple[tuple[Moment, ...], tuple[Moment, ...]]:
-    return trace.moments[: trace.turn], trace.moments[trace.turn :]
 
 
 def _told(plan: Plan) -> str:

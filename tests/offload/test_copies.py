@@ -77,6 +77,16 @@ def only_moving(late: LateCopies, ram: int) -> Callable[[nn.Module, torch.optim.
     return lambda model, optimizer: late.session(model, ram, optimizer=optimizer, recompute=False)
 
 
+def settled(late: LateCopies) -> tuple[nn.Module, Session]:
+    """A model whose steps have followed their plan for a while."""
+    model = layers()
+    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
+    for index in range(NUM_STEPS):
+        with session.step():
+            step(model, index)
+    return model, session
+
+
 @pytest.mark.usefixtures("short_way")
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_what_moves_comes_back_to_the_bit_and_no_step_but_the_first_ones_asks_python(
@@ -171,11 +181,7 @@ def test_steps_by_which_a_plan_is_judged_tell_how_long_they_have_waited_for_copi
 
 @pytest.mark.usefixtures("short_way")
 def test_a_copy_that_fails_is_told_in_the_runtimes_own_words(late: LateCopies) -> None:
-    model = layers()
-    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
-    for index in range(NUM_STEPS):
-        with session.step():
-            step(model, index)
+    model, session = settled(late)
     late.streams.status = 719
     said = "CUDA error 719 in a copy between host and device: out of luck"
     with pytest.raises(RuntimeError, match=said), session.step():
@@ -187,15 +193,13 @@ def test_a_copy_that_fails_is_told_in_the_runtimes_own_words(late: LateCopies) -
 @pytest.mark.usefixtures("short_way")
 def test_where_another_thread_has_a_lock_the_step_waits_for_it(late: LateCopies, by_python: Count) -> None:
     """As one does that gives pinned memory back, or queues copies."""
-    model = layers()
-    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
-    gradients = []
-    for index in range(NUM_STEPS):
-        torch.manual_seed(index // NUM_STEPS)
-        with session.step():
-            step(model, index)
-        gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        model.zero_grad()
+    model, session = settled(late)
+    model.zero_grad()
+    torch.manual_seed(0)
+    with session.step():
+        step(model, 0)
+    gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+    model.zero_grad()
     (tier,) = late.tiers
     assert tier._engine is not None
     for lock in tier.arena.lock, tier._engine._to_host._lock, tier._engine._to_device._lock:
@@ -266,11 +270,7 @@ def test_whatever_stream_the_model_runs_on_no_slot_is_written_while_it_is_read(
 
 @pytest.mark.usefixtures("short_way")
 def test_a_session_that_is_closed_between_forward_and_backward_says_so(late: LateCopies) -> None:
-    model = layers()
-    session = late.session(model, saved_bytes(layers, step) // 2, recompute=False)
-    for index in range(NUM_STEPS):
-        with session.step():
-            step(model, index)
+    model, session = settled(late)
     with session.step():
         loss = model(torch.randn(1024, 256)).square().mean()
     session.close()

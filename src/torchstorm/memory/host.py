@@ -62,7 +62,6 @@ class HostTier:
         self._engine = engine
         self._check = check
         self._closed = False
-        self._lock = arena.lock
 
     @property
     def used_bytes(self) -> int:
@@ -87,7 +86,7 @@ class HostTier:
             UnsupportedError: the tensor is not contiguous 1-D uint8.
         """
         check_bytes_tensor(source)
-        with self._lock:
+        with self.arena.lock:
             self._check_open()
             nbytes = source.nbytes
             rounded = -(-nbytes // 4096) * 4096
@@ -107,7 +106,7 @@ class HostTier:
         """
         assert isinstance(handle, HostHandle)
         check_bytes_tensor(out, nbytes=handle.nbytes, label=handle.label)
-        with self._lock:
+        with self.arena.lock:
             self._check_open()
             if handle.slot is None:
                 raise freed_error(handle.label)
@@ -130,7 +129,7 @@ class HostTier:
     def free(self, handle: Handle) -> None:
         """Frees the slot. A second call does nothing."""
         assert isinstance(handle, HostHandle)
-        with self._lock:
+        with self.arena.lock:
             slot, handle.slot = handle.slot, None
             if slot is None or self._closed:
                 return
@@ -145,7 +144,7 @@ class HostTier:
 
     def close(self) -> None:
         """Waits for running copies and frees the arena. A second call does nothing."""
-        with self._lock:
+        with self.arena.lock:
             self._closed = True
             if self._engine is not None:
                 self._engine.synchronize()

@@ -214,6 +214,11 @@ class Trace:
         """Seconds of the user's own work in the step."""
         return sum(moment.compute_s for moment in self.moments)
 
+    @property
+    def forward_s(self) -> float:
+        """The same before backward first asks for something."""
+        return sum(moment.compute_s for moment in self.moments[: self.turn])
+
     def to_json(self) -> str:
         """The trace as JSON text."""
         return json.dumps(asdict(self))

@@ -125,7 +125,7 @@ def without_waiting(trace: Trace) -> Trace:
     """The trace of a step whose every moment was marked, with a forward that takes what its operations do where the GPU
     has waited for the host in it: that was not the model's work, but the marking's."""
     found = forward_of_operations(trace)
-    if found is None or sum(one.compute_s for one in trace.moments[: trace.turn]) <= _LATE * sum(found):
+    if found is None or trace.forward_s <= _LATE * sum(found):
         return trace
     return replace(trace, moments=(*taking(trace.moments[: trace.turn], found), *trace.moments[trace.turn :]))
 

@@ -18,7 +18,7 @@ from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.kept import Kept, KeptStorage, KeptTensors
 from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.packed import Placeholder, Untouched, is_own_thread
-from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value
+from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value, label_of
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
 from torchstorm.offload.step.views import View, content_of
@@ -68,6 +68,7 @@ def classes() -> Mapping[str, object]:
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,
+        "label_of": label_of,
         "apply": torch.autograd.Function.apply.__code__,
         "is_own_thread": is_own_thread,
         "long_way": LONG_WAY,

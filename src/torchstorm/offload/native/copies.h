@@ -1,6 +1,6 @@
 // Copies between a GPU and pinned memory, as `HostTier`, `PinnedArena` and the `Engine`'s queues have them made, for what every
 // step has: a slot of as many bytes, in one piece, that the step before has freed. It makes the same objects, and changes
-// nothing where it returns false or nullptr without an error: those are called then.
+// nothing where it returns false or nullptr without an error: those are called then, as where another thread has a lock.
 
 #pragma once
 
@@ -9,24 +9,6 @@
 namespace {
 
 constexpr int by_address = 4;  // cudaMemcpyDefault
-
-// A lock that another thread may have, or a failure, is for Python to wait for.
-struct Tried {
-    PyObject *lock;
-    bool is_held;
-    explicit Tried(PyObject *given) : lock(given) {
-        Own taken(checked(PyObject_CallMethodOneArg(lock, s_acquire, Py_False)));
-        is_held = taken.at == Py_True;
-    }
-    ~Tried() {
-        if (!is_held) return;
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        Own released(PyObject_CallMethodNoArgs(lock, s_release));
-        if (!released) PyErr_WriteUnraisable(lock);
-        PyErr_Restore(type, value, trace);
-    }
-};
 
 // ------------------------------------------------------------------ the CUDA runtime
 
@@ -103,7 +85,7 @@ bool are_queued(PyObject *copies) {
     return true;
 }
 
-// As `_Queue.copy`, which begins at once: behind what the current stream was given, and other copies. Where something fails
+// As `Queue.copy`, which begins at once: behind what the current stream was given, and other copies. Where something fails
 // on the way, what was queued is no more than waiting.
 PyObject *begin_copy(PyObject *queue, void *target, void *source, int64_t nbytes, PyObject *after) {
     PyObject *runtime = see(queue, queue__runtime), *events = see(queue, queue_events);
@@ -148,7 +130,7 @@ int64_t bytes_taken(PyObject *slot) { return as_int(PyTuple_GET_ITEM(PyList_GET_
 PyObject *put_into(PyObject *tier, const at::Tensor &row, PyObject *label) {
     if (!is_plain_host_tier(tier)) return nullptr;
     PyObject *arena = see(tier, host_tier_arena), *queue = see(see(tier, host_tier__engine), engine__to_host);
-    const Tried tier_lock(see(arena, arena_lock)), queue_lock(see(queue, queue__lock));
+    const Locked tier_lock(see(arena, arena_lock), false), queue_lock(see(queue, queue__lock), false);
     if (!tier_lock.is_held || !queue_lock.is_held || see(queue, queue__burst) != Py_None) return nullptr;
     if (!is_here(see(queue, queue_events))) return nullptr;
     Own size(an_int(static_cast<int64_t>(row.nbytes())));
@@ -162,10 +144,8 @@ PyObject *put_into(PyObject *tier, const at::Tensor &row, PyObject *label) {
     try {
         written.at = begin_copy(queue, memory_of(slot.at), row.mutable_data_ptr(), row.nbytes(), see(slot.at, slot_after));
     } catch (const Failed &) {  // what comes into the slot next is queued behind whatever was queued
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
+        const ErrorAside aside;
         Own back(PyObject_CallMethodOneArg(spare, s_appendleft, slot.at));
-        PyErr_Restore(type, value, trace);
         throw;
     }
     put(slot.at, slot_after, PyList_New(0));  // this copy ends after them
@@ -188,7 +168,8 @@ PyObject *get_from(PyObject *tier, PyObject *handle, const at::Tensor &row) {
     PyObject *out = see(engine, engine__to_host), *queue = see(engine, engine__to_device);
     if (slot == Py_None || !is_in_one_piece(slot) || PyList_GET_SIZE(see(handle, host_handle_reads))) return nullptr;
     if (static_cast<int64_t>(row.nbytes()) != see_int(handle, host_handle_nbytes)) return nullptr;
-    const Tried tier_lock(see(see(tier, host_tier_arena), arena_lock)), out_lock(see(out, queue__lock)), lock(see(queue, queue__lock));
+    const Locked tier_lock(see(see(tier, host_tier_arena), arena_lock), false);
+    const Locked out_lock(see(out, queue__lock), false), lock(see(queue, queue__lock), false);
     if (!tier_lock.is_held || !out_lock.is_held || !lock.is_held || !is_here(see(queue, queue_events))) return nullptr;
     if (see(out, queue__burst) != Py_None || see(queue, queue__burst) != Py_None) return nullptr;
     Own after(checked(PyList_New(1)));
@@ -205,12 +186,10 @@ bool free_in(PyObject *tier, PyObject *handle) {
     Own slot(take(handle, host_handle_slot)), written(take(handle, host_handle_written));
     if (slot.at == Py_None || !is_in_one_piece(slot.at) || !is_copy(written.at) || !is_queued(written.at)) return false;
     PyObject *arena = see(tier, host_tier_arena), *reads = see(handle, host_handle_reads);
-    const Tried lock(see(arena, arena_lock));
+    const Locked lock(see(arena, arena_lock), false);
     PyObject *spare = find(see(arena, arena__spare), see(handle, host_handle_nbytes));
     if (!lock.is_held || spare == nullptr) return false;
-    Own after(checked(PyList_New(0)));
-    PyObject *before = see(slot.at, slot_after);
-    checked(PyList_SetSlice(after.at, 0, 0, before));
+    Own after(checked(PySequence_List(see(slot.at, slot_after))));
     if (PyList_GET_SIZE(reads))
         checked(PyList_SetSlice(after.at, PyList_GET_SIZE(after.at), PyList_GET_SIZE(after.at), reads));
     else

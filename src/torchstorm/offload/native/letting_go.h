@@ -191,11 +191,9 @@ struct Holding {
     }
     ~Holding() {
         if (!is_held) return;
-        PyObject *type, *error, *trace;
-        PyErr_Fetch(&type, &error, &trace);
+        const ErrorAside aside;
         Own released(PyObject_CallMethodNoArgs(way->lock, s_release));
         if (!released) PyErr_WriteUnraisable(way->lock);
-        PyErr_Restore(type, error, trace);
     }
 };
 

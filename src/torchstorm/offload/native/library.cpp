@@ -50,6 +50,7 @@ PyObject *use(PyObject *, PyObject *args) {
         of.tensors_of = named("tensors_of");
         of.apply = named("apply");
         of.run_again = named("run_again");
+        of.label_of = named("label_of");
         of.is_own_thread = named("is_own_thread");
         of.known_functions = named("known_functions");
         of.get_to_know = named("get_to_know");

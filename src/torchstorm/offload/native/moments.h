@@ -149,16 +149,4 @@ PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *) {
     return reinterpret_cast<PyObject *>(self);
 }
 
-struct Locked {  // as `with lock`
-    PyObject *lock;
-    explicit Locked(PyObject *given) : lock(given) { Own taken(checked(PyObject_CallMethodNoArgs(lock, s_acquire))); }
-    ~Locked() {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        Own released(PyObject_CallMethodNoArgs(lock, s_release));
-        if (!released) PyErr_WriteUnraisable(lock);
-        PyErr_Restore(type, value, trace);
-    }
-};
-
 }  // namespace

@@ -117,9 +117,7 @@ void fetch(const Way *way, PyObject *parcel) {
 void send(const Way *way, PyObject *parcel, PyObject *name) {
     Own tiers(get(way->residency, s__tiers)), tier(Py_XNewRef(find(tiers.at, name)));
     if (tier && see(way->residency, residency_checks) == Py_False) {
-        PyObject *block = see(parcel, parcel_block);
-        const bool is_named = PyUnicode_GET_LENGTH(block);
-        Own label(checked(is_named ? PyUnicode_FromFormat("a tensor saved in %U", block) : PyUnicode_FromString("a tensor saved in the model")));
+        Own label(checked(PyObject_CallOneArg(of.label_of, see(parcel, parcel_block))));
         Own handle(put_into(tier.at, THPVariable_Unpack(see(parcel, parcel_buffer)), label.at));
         if (handle) {
             put_shared(parcel, parcel_handle, handle.at);

@@ -24,7 +24,7 @@ struct Classes {
     PyTypeObject *residency, *kept_tensors, *saved_storages;
     PyTypeObject *host_tier, *host_handle, *arena, *slot, *engine, *queue, *cuda_copy, *event, *events, *runtime;
     PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of, *no_block;
-    PyObject *is_own_thread, *apply, *run_again;
+    PyObject *is_own_thread, *apply, *run_again, *label_of;
     PyObject *known_functions, *get_to_know, *is_plain, *compiler, *forward_ad, *torch_function;
     int64_t num_names, num_counts, num_places, tiny_bytes;
 } of;
@@ -262,6 +262,28 @@ bool looks_so(PyObject *view, const at::Tensor &tensor) {
            as_int(PyTuple_GET_ITEM(view, 3)) == tensor.storage_offset() * static_cast<int64_t>(tensor.element_size()) &&
            tensor.is_conj() == (PyTuple_GET_ITEM(view, 4) == Py_True) && tensor.is_neg() == (PyTuple_GET_ITEM(view, 5) == Py_True);
 }
+
+struct ErrorAside {  // what is raised, while something else is called
+    PyObject *type, *value, *trace;
+    ErrorAside() { PyErr_Fetch(&type, &value, &trace); }
+    ~ErrorAside() { PyErr_Restore(type, value, trace); }
+};
+
+// A lock that is held for as long as this is there. One that is not waited for may not be held.
+struct Locked {
+    PyObject *lock;
+    bool is_held;
+    explicit Locked(PyObject *given, bool waits = true) : lock(given) {
+        Own taken(checked(PyObject_CallMethodOneArg(lock, s_acquire, waits ? Py_True : Py_False)));
+        is_held = taken.at == Py_True;
+    }
+    ~Locked() {
+        if (!is_held) return;
+        const ErrorAside aside;
+        Own released(PyObject_CallMethodNoArgs(lock, s_release));
+        if (!released) PyErr_WriteUnraisable(lock);
+    }
+};
 
 // What the collector asks of a type of ours, which refers to each of `EACH`: `prefix_traverse`, `_clear` and `_dealloc`.
 #define VISIT(name) Py_VISIT(self->name);

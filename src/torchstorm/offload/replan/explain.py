@@ -93,11 +93,7 @@ def stated(plan: Plan, machine: Machine) -> Plan:
 
 def is_too_slow(trace: Trace, plan: Plan, steps: Sequence[Took]) -> bool:
     """Whether the forward of such steps is so much shorter than the trace's that plans for it are far from the best."""
-    return _forward_s(with_settled_forward(trace, plan, steps)) < (1 - MISS) * _forward_s(trace)
-
-
-def _forward_s(trace: Trace) -> float:
-    return sum(moment.compute_s for moment in trace.moments[: trace.turn])
+    return with_settled_forward(trace, plan, steps).forward_s < (1 - MISS) * trace.forward_s
 
 
 def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Trace:

@@ -69,7 +69,7 @@ class Planned:
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
             no plan while that is searched for, and where none fits.
-        num_marked: steps since it is in use, some of which marked their waits.
+        num_marked: steps that marked their waits, since it is in use.
         num_smaller: smaller steps since it is a quick plan: those that have followed it, or a plan for smaller steps in
             its place.
         num_untold: much smaller steps of whose sizes the traces did not tell, and the few steps of any size that were
@@ -111,17 +111,23 @@ class Planned:
         self.num_untold += _NUM_TRIES
 
     @property
+    def took_s(self) -> float:
+        """The median of what the last steps took."""
+        return statistics.median(one.step_s for one in self.recent)
+
+    @property
     def to_beat_ms(self) -> float:
         """What another plan has to be forecast to take less than: clearly less than steps have shown, or else less than
         was forecast."""
         if len(self.recent) < NUM_JUDGED:
             return self.forecast.step_ms
-        return statistics.median(one.step_s for one in self.recent) * (1 - NOISE) * 1e3
+        return self.took_s * (1 - NOISE) * 1e3
 
     def is_to_tell_waits(self) -> bool:
         """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""
-        self.num_marked += 1
-        return len(self.times_s) < NUM_JUDGED and self.num_marked <= _MOST_MARKED
+        is_one = len(self.times_s) < NUM_JUDGED and self.num_marked < _MOST_MARKED
+        self.num_marked += is_one
+        return is_one
 
     @property
     def recomputes(self) -> bool:

@@ -272,8 +272,7 @@ class Planner:
         may_be_wrong = problem.time_limit_s < _FULL_S and planned.num_lessons < _MOST_LESSONS
         if may_be_wrong and is_too_slow(planned.trace, planned.plan, planned.recent):
             planned.num_lessons += 1  # steps have shown meanwhile that it is no plan for them
-            took_s = statistics.median(one.step_s for one in planned.recent)
-            self._search_by_steps(beside, planned, planned.plan, took_s, limit_s=_QUICK_S)
+            self._search_by_steps(beside, planned, planned.plan, planned.took_s, limit_s=_QUICK_S)
             return False
         is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.to_beat_ms
         now = planned

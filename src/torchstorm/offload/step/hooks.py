@@ -154,8 +154,8 @@ class SavedTensors:
         if self._run.tape is not None:
             self._run.tape.clear(is_over=not self.residency.known)
         # These refer back to it: without that, its end need not wait for the garbage collector.
-        self._run.settled = self._run.watched = self._run.change = self.residency.waits = None
-        self._run = Running(policy=self._spot)
+        self._run.settled = self._run.watched = self._run.change = None
+        self._run, self.residency.waits = Running(policy=self._spot), None
 
     # ------------------------------------------------------------------ hooks
 

@@ -304,6 +304,7 @@ def bytes_in_a_buffer(nbytes: int) -> int:
 
 
 @functools.cache
+@functools.cache
 def label_of(block: str) -> str:
     """What messages call a tensor that a module has saved."""
     return f"a tensor saved in {block or 'the model'}"

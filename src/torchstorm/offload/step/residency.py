@@ -75,7 +75,7 @@ class Residency:
         """Counts peaks and moved bytes from here."""
         self.first_order = self._order
         self.peak_bytes = self.resident_bytes
-        self.moved_bytes, self.waits = 0, None
+        self.moved_bytes = 0
         self.shortfall, self.has_forgotten = None, False
 
     def remove(self, saved: Saved) -> None:

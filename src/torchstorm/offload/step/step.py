@@ -147,10 +147,9 @@ class Step:
 
     def _with_micro_batch(self, error: BudgetError) -> BudgetError:
         """The error, with the part of the batch that should fit."""
-        tier = self._fast.name
         return with_micro_batch(
             self._shared.explained(error),
-            num_samples=self._inputs.num_samples if error.tier == tier else 0,
+            num_samples=self._inputs.num_samples if error.tier == self._fast.name else 0,
             fixed_bytes=self._shared.fixed_bytes(error.tier),
         )
 
@@ -351,7 +350,8 @@ class Step:
         found.is_unrecorded = blind
         return found
 
-    def _scale_of(self, planned: Planned) -> float:  # of this step's work, that its plan is for
+    def _scale_of(self, planned: Planned) -> float:
+        """How many times the work of this step its plan is for."""
         return 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
