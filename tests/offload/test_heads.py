@@ -80,6 +80,22 @@ class Model(nn.Module):
         return self.head(self.project(x), targets)
 
 
+class Turned(nn.Module):
+    """Attention in several operations, none of which saves what it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.three, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("angles", torch.rand(1, width // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = [one.view(4, -1, 2, one.shape[1] // 2).transpose(1, 2) for one in self.three(x).chunk(3, -1)]
+        given = [one * self.angles.cos() + one.neg() * self.angles.sin() for one in given]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            made = F.scaled_dot_product_attention(*given)
+        return self.out(made.transpose(1, 2).reshape(x.shape))
+
+
 def train(storm: Session, model: nn.Module, *, num_steps: int) -> list[tuple[int, int]]:
     """The peak of every step that followed a plan, and the most that is to be there by that plan's trace."""
     tokens, targets = (torch.randint(VOCABULARY, (TOKENS,)) for _ in range(2))
@@ -127,6 +143,22 @@ def test_a_peak_is_what_was_forecast(head: Head, link_bytes_per_s: float, monkey
                 for peak, forecast in train(storm, model, num_steps=5):
                     assert peak == forecast <= budget
                 assert "device memory" not in str(storm.report())
+
+
+@pytest.mark.parametrize("chosen", [2, 3, 5, 11])
+def test_attention_keeps_nothing_alive_that_the_operations_do_not_read_which_are_computed_again(
+    chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e9)
+    model = Model(soft_capped)
+    model.blocks = nn.ModuleList(Turned(WIDTH) for _ in range(2))
+    made = force_recompute(monkeypatch, at_random(random.Random(chosen), share=0.2))
+    with gpu.meter, gpu.session(model, 1 << 40) as storm:
+        peaks = train(storm, model, num_steps=4)
+        assert num_recomputed(made[-1]) > 0
+        for peak, forecast in peaks:
+            assert peak == forecast
 
 
 @pytest.mark.parametrize(

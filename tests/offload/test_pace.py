@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from offload.rehearsed import Rehearsal
 from torchstorm.offload.fast import Cpu
 from torchstorm.offload.native.library import library
+from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.session import Session
 from torchstorm.offload.step import clock as clocks
 from torchstorm.offload.step import pace as pacing
 from torchstorm.offload.step import step as steps
-from torchstorm.offload.step.clock import Clock, Span
+from torchstorm.offload.step.clock import Clock, Span, Took
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import Figures, Placement
@@ -296,6 +298,42 @@ def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_th
     assert took.waited_s == pytest.approx(0.3)
     assert not span.waits
     assert span.took() is took
+
+
+@pytest.mark.parametrize("forward_s", [1e-4, 10.0, 0.0])
+def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
+    forward_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e9)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+
+    def run_steps(number: int) -> Trace:
+        for _ in range(number):
+            with gpu.meter, storm.step():
+                model(torch.ones(256, 64)).sum().backward()
+            model.zero_grad()
+        plan = storm.plan()
+        assert plan is not None
+        return plan.trace
+
+    refined: list[Trace] = []
+    refine = Pace.refine
+
+    def noted(self: Pace, *args: Any, **options: Any) -> Trace:
+        refined.append(refine(self, *args, **options))
+        return refined[-1]
+
+    monkeypatch.setattr(Pace, "refine", noted)
+    with gpu.session(model, 2**20) as storm:
+        run_steps(3)
+        assert not refined
+        took = Took(step_s=1.0, forward_s=forward_s + 0.5 if forward_s else 0.0, host_s=forward_s, waited_s=0.5)
+        monkeypatch.setattr(Measured, "new_times", lambda _: [took])
+        found = run_steps(1)
+    (timed,) = refined
+    expected_s = min(timed.forward_s, forward_s or timed.forward_s)
+    assert found.forward_s == pytest.approx(expected_s)
+    assert sum(times(found)[found.turn :]) == pytest.approx(sum(times(timed)[timed.turn :]))
 
 
 class Slow(nn.Module):

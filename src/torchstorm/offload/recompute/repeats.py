@@ -31,7 +31,7 @@ from torchstorm.offload.recompute.described import (
     lies_in,
     passing_leaves,
 )
-from torchstorm.offload.recompute.tensors import collect, has_bytes, is_among, tensors_of
+from torchstorm.offload.recompute.tensors import collect, has_bytes, is_among, plain_arguments, tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value, is_made_by
 from torchstorm.offload.step.views import View, version_counter
 from torchstorm.offload.torch_private import attention_backend
@@ -285,6 +285,9 @@ class Repeats:
         if len(calls) != 1 or func not in CHOICES or type(out) is not torch.Tensor:
             return
         (call,) = calls
+        arguments = plain_arguments(args, kwargs)
+        if arguments is None or not all(_reads(call, one, tape) for one in arguments):
+            return  # to describe what the operation does not read would keep that alive
         given = tuple(self._described(tape, arg) for arg in (*args, *kwargs.values()))
         places = tuple(next((at for at, one in enumerate(given) if is_one(item, one)), -1) for item in call.args)
         tensors = [place for item, place in zip(call.args, places, strict=True) if not is_simple(item)]
@@ -349,6 +352,13 @@ class Repeats:
         self._passing.clear()
         self._leaves.clear()
         self.sources.clear()
+
+
+def _reads(call: Call, tensor: torch.Tensor, tape: Recording) -> bool:
+    """Whether a tensor's bytes are among what an operation was given."""
+    value = tape.known.get(tensor.untyped_storage()._cdata)
+    leaves = (item.tensor for item in flat(call.args) if type(item) is Leaf)
+    return (value is not None and value in call.inputs) or any(one is tensor for one in leaves)
 
 
 def keep_counters(tape: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

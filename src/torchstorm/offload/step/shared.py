@@ -13,6 +13,7 @@ from torchstorm.offload import torch_private as private
 from torchstorm.offload.budget import Tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
+from torchstorm.offload.replan.explain import with_settled_forward
 from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
@@ -27,6 +28,8 @@ from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.saving import buffers_of
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
+from torchstorm.plan.plan import Plan
+from torchstorm.plan.trace import Trace
 from torchstorm.sizes import format_size
 
 
@@ -127,7 +130,7 @@ class Shared:
         plans, planner = self.plans, self.planner
         if planned.plan is None or not plans.has(planned):
             return
-        trace = pace.refine(planned.trace, planned.plan, planner.machine(), scale=scale)
+        trace = self.settled(pace, planned.trace, planned.plan, scale)
         num_measured = planned.num_measured + 1
         quick_plan = partial(planner.quick_plan, base_bytes=self.base_bytes)
         blocks = self.compiled
@@ -139,6 +142,19 @@ class Shared:
         self.trim()
         if plans.stand_for_smaller(found):
             self.measured.plan_changed()
+
+    def settled(self, pace: Pace, trace: Trace, plan: Plan, scale: float) -> Trace:
+        """A trace with the times of a step that has followed a plan. The host of that step came late, as it timed every
+        operation; that of the steps before it did not, so their forward tells how long it is at most.
+
+        Args:
+            pace: what the step took.
+            trace, plan: that it has followed.
+            scale: as in `Retiming`.
+        """
+        timed = pace.refine(trace, plan, self.planner.machine(), scale=scale)
+        seen = with_settled_forward(timed, plan, self.measured.new_times())
+        return seen if seen.forward_s < timed.forward_s else timed
 
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:
         """Steps follow this plan from now on, maybe in another one's place."""

@@ -314,7 +314,7 @@ class Step:
         shared, planner = self._shared, self._shared.planner
         if planned is not None and isinstance(recorder, Pace):
             assert planned.plan is not None
-            trace = recorder.refine(planned.trace, planned.plan, planner.machine(), scale=self._scale_of(planned))
+            trace = shared.settled(recorder, planned.trace, planned.plan, self._scale_of(planned))
         else:
             assert isinstance(recorder, Recorder)
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
