@@ -220,7 +220,7 @@ class Look:
         self.seconds = 0.0  # from the first look to the last
         self._began_s = 0.0
         self._place: tuple[int, int] = (0, 0)
-        self._since_s = 0.0
+        self._since_s = self._seen_s = 0.0
 
     def take(self, frame: Any) -> None:
         """Looks once."""
@@ -230,7 +230,9 @@ class Look:
         self.ours[name] += 1
         inner = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
         self.others[inner] += 1
-        if place != self._place:
+        is_later = now_s - self._seen_s > _STILL_S  # another step, maybe: it was not seen in between
+        self._seen_s = now_s
+        if place != self._place or is_later:
             self._place, self._since_s = place, now_s
         elif now_s - self._since_s > _STILL_S:
             at = f"{inner} < {name}"

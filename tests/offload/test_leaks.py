@@ -25,6 +25,7 @@ from offload.steps import saved_bytes
 from torchstorm.offload import session as session_module
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.kept import KeptTensors
 
 WIDTH, ROWS = 32, 512
 MIB = 2**20
@@ -325,6 +326,32 @@ def test_graphs_let_go_by_another_thread_give_their_room_back(tmp_path: Path) ->
         now = held(session, tmp_path)
     assert now.resident_bytes == 0
     assert now.disk_bytes == 0
+
+
+def test_room_that_another_thread_gives_back_while_it_is_looked_for_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graphs, num_dropped = mlp(), list[torch.Tensor](), 0
+    settle = KeptTensors.settle
+
+    def settle_before_they_are_dropped(self: KeptTensors) -> None:
+        nonlocal num_dropped
+        settle(self)
+        if graphs and sys._getframe(1).f_code is KeptTensors.give_up.__code__:
+            graphs.clear()
+            num_dropped += 1
+
+    with session_on(model, tmp_path, share=0.9) as session:
+        run(session, model, 0)
+        monkeypatch.setattr(KeptTensors, "settle", settle_before_they_are_dropped)
+        for index in range(3):
+            with session.step():
+                graphs.append(forward(model))
+                forward(model).backward()
+            run(session, model, index)
+        now = held(session, tmp_path)
+    assert num_dropped
+    assert now.resident_bytes == 0
 
 
 KILLED = """

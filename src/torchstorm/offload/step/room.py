@@ -88,6 +88,9 @@ class Room:
         stuck: set[Parcel] = set()  # the tiers have no room for these
         while residency.resident_bytes + nbytes > residency.limit_bytes:
             victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
+            if victim is None and residency.kept.released:  # another thread has let go of it meanwhile
+                residency.kept.settle()
+                continue
             if victim is None and residency.kept.by_ordinal:  # beside what another step's graph holds
                 self._give_up_kept()
                 continue
