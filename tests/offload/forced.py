@@ -11,7 +11,7 @@ import pytest
 
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.recompute.tape import Tape
-from torchstorm.offload.replan import planner
+from torchstorm.offload.replan import problems
 from torchstorm.plan.forecast import KEEP, Placement
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import RECOMPUTE, can_recompute, replays
@@ -33,7 +33,7 @@ def force_recompute(monkeypatch: pytest.MonkeyPatch, wanted: Choose = lambda _: 
         made.append(found)
         return found
 
-    monkeypatch.setattr(planner, "solve", forced)
+    monkeypatch.setattr(problems, "solve", forced)
     return made
 
 

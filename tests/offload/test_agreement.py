@@ -22,7 +22,7 @@ from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, Look
 from torchstorm.offload.compiled.repeatable import is_strict
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAN, SAVE, BlockTable, Choice
+from torchstorm.plan.variants import CHEAP, LEAN, SAVE, Blocks, Choice
 
 ROWS, WIDTH = 8, 64
 NUM_BLOCKS = 2  # each is compiled for itself, which is what takes the time
@@ -128,7 +128,8 @@ def choosing(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[list[str]]:
     """Every plan picks a variant for all blocks, or the nearest that there is. Returns what there was, each time."""
     found: list[list[str]] = []
 
-    def choose(trace: Trace, tables: list[BlockTable], measured: dict[str, str], *_: Any, **options: Any) -> Choice:
+    def choose(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
+        tables, measured = blocks.tables, blocks.measured
         names = {table.name: table.nearest(wanted).name for table in tables}
         found.append(sorted({name for table in tables for name in table.variants}))
         if len(found) > 1 and names == measured:  # a later choice, or one without what did not agree

@@ -32,7 +32,7 @@ from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, BlockTable, Choice
+from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, Blocks, Choice
 
 CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, width=64, dropout=0.1)
 BATCH = 8
@@ -609,12 +609,13 @@ def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkey
     expected, needed = gpt_with_everything_kept()
     choose, num_chosen = compiled_module.choose_variants, 0
 
-    def wrong_at_first(trace: Trace, tables: list[BlockTable], *args: Any, **options: Any) -> Choice:
+    def wrong_at_first(trace: Trace, blocks: Blocks, *args: Any, **options: Any) -> Choice:
         nonlocal num_chosen
         num_chosen += 1
         if num_chosen == 1:
-            return Choice(variants={table.name: SAVE for table in tables}, step_ms=1.0, measured_ms=None, num_tried=1)
-        return choose(trace, tables, *args, **options)
+            variants = {table.name: SAVE for table in blocks.tables}
+            return Choice(variants=variants, step_ms=1.0, measured_ms=None, num_tried=1)
+        return choose(trace, blocks, *args, **options)
 
     monkeypatch.setattr(compiled_module, "choose_variants", wrong_at_first)
     model = gpt(4)
@@ -637,7 +638,8 @@ def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(
     bits, needed = gpt_with_everything_kept()
     seen: list[set[str]] = []
 
-    def later(trace: Trace, tables: list[BlockTable], measured: dict[str, str], *_: Any, **options: Any) -> Choice:
+    def later(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
+        tables, measured = blocks.tables, blocks.measured
         seen.append(set(measured.values()))
         wanted = CHEAP if len(seen) == 1 else LEAN
         variants = {table.name: table.nearest(wanted).name for table in tables}
@@ -703,9 +705,10 @@ def test_what_is_around_compiled_blocks_is_computed_again_and_no_mode_sees_what_
         modes.append((torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()))
         return call(self, *arguments)
 
-    def cheap(trace: Trace, tables: list[BlockTable], measured: dict[str, str], *_: Any, **options: Any) -> Choice:
-        variants = {table.name: table.nearest(CHEAP).name for table in tables}  # whatever they take on this machine
-        return Choice(variants=variants, step_ms=1.0 if variants != measured else 2.0, measured_ms=2.0, num_tried=1)
+    def cheap(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
+        variants = {one.name: one.nearest(CHEAP).name for one in blocks.tables}  # whatever they take on this machine
+        is_other = variants != blocks.measured
+        return Choice(variants=variants, step_ms=1.0 if is_other else 2.0, measured_ms=2.0, num_tried=1)
 
     monkeypatch.setattr(kind_module.Kind, "call", spy)
     monkeypatch.setattr(compiled_module, "choose_variants", cheap)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.forced import at_random, force_recompute, recomputing, recorded_as_a_whole
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute.operators import function, operator, single
-from torchstorm.offload.replan import planner
+from torchstorm.offload.replan import problems
 from torchstorm.offload.session import Session
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import solve
@@ -244,7 +244,7 @@ def test_what_a_layer_norm_makes_is_computed_again_whatever_of_it_stays(
         num_wanted.append(len(wanted))
         return recomputing(solve(trace, machine, budget, **options), lambda number: number in wanted)
 
-    monkeypatch.setattr(planner, "solve", forced)
+    monkeypatch.setattr(problems, "solve", forced)
     recorded = recorded_as_a_whole(monkeypatch)
     torch.manual_seed(0)
     model = Norms()
@@ -334,7 +334,7 @@ def test_what_autocast_converts_within_a_function_is_computed_again_as_what_it_i
         }
         return recomputing(solve(trace, machine, budget, **options), lambda number: number in converted)
 
-    monkeypatch.setattr(planner, "solve", forced)
+    monkeypatch.setattr(problems, "solve", forced)
     torch.manual_seed(0)
     model = Products()
     with Session(model, ram="1MiB", disk=str(tmp_path), check=True) as session:

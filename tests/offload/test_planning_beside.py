@@ -286,7 +286,7 @@ def test_an_answer_that_is_not_better_changes_no_plan_and_says_how_long_was_sear
     run = searching(storm)._running
     assert run is not None
     object.__setattr__(planned.asked, "than_s", 0.0)
-    run.plan = replace(planned.plan, notes=("searched",))
+    run.found = replace(planned.plan, notes=("searched",))
     placements = planned.plan.placements
     run_steps(storm, 1)
     plan = storm.plan()
@@ -320,8 +320,8 @@ def test_a_plan_is_not_taken_over_that_is_slower_at_the_links_whole_speed_or_not
     wait_for_answer(storm)
     run = searching(storm)._running
     assert run is not None
-    found = run.plan
-    assert found is not None
+    found = run.found
+    assert isinstance(found, Plan)
     assert found.placements != planned.plan.placements
     object.__setattr__(planned.asked, "than_s", 2 * found.forecast.step_ms / 1e3)
     if is_by_steps:
@@ -656,7 +656,7 @@ for index in range(4):
     if index < 3 and run is not None:
         run.thread.join()
         assert not run.failure, run.failure
-        assert run.plan is not None
+        assert run.found is not None
         print("answered")
 """
 

@@ -20,6 +20,7 @@ from torchstorm.plan.variants import (
     LEAST,
     SAVE,
     VARIANTS,
+    Blocks,
     BlockTable,
     Variant,
     as_measured,
@@ -189,7 +190,8 @@ def chosen(num_blocks: int, vram: int, *, ram: int = 0) -> tuple[dict[str, str],
         return plans[-1]
 
     tables = [table(number) for number in range(num_blocks)]
-    choice = choose_variants(trace, tables, names([CHEAP] * num_blocks), plan_of, memory_bytes_per_s=1e12)
+    blocks = Blocks(tables=tables, measured=names([CHEAP] * num_blocks), memory_bytes_per_s=1e12)
+    choice = choose_variants(trace, blocks, plan_of)
     best = min((plan for plan in plans), key=lambda plan: plan.forecast.step_ms, default=None)
     assert choice.num_tried <= 70
     assert (choice.step_ms is None) == (best is None)

@@ -24,6 +24,7 @@ from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import Blocks, Choice, choose_variants
 
 PLAN_NOW = "TORCHSTORM_PLAN_NOW"
 """Set to 1, this environment variable has everything planned at once, while steps wait: plans are the same in every
@@ -40,6 +41,7 @@ class Problem:
     Attributes:
         trace, machine, budget, spare, time_limit_s, fixed: as in `solve`.
         than_s: seconds of a step by the plan that the answer is to be better than.
+        blocks: of which variants are chosen first, from plans that each take so much time; None for a plan alone.
     """
 
     trace: Trace
@@ -49,6 +51,7 @@ class Problem:
     time_limit_s: float
     than_s: float
     fixed: dict[int, str]
+    blocks: Blocks | None = None
 
 
 def plans_now(*, on_cpu: bool) -> bool:
@@ -73,8 +76,9 @@ class Beside:
             self._waiting.append(problem)
             self._begin()
 
-    def answer(self, is_wanted: Callable[[Problem], bool]) -> tuple[Problem, Plan | None] | None:
-        """A problem that has been solved, and its plan, or None where nothing fits. Does not wait.
+    def answer(self, is_wanted: Callable[[Problem], bool]) -> tuple[Problem, Plan | Choice | None] | None:
+        """A problem that has been solved, and its plan, or None where nothing fits; or its blocks' variants. Does not
+        wait.
 
         Args:
             is_wanted: whether a problem's answer is of use still. Others are given up.
@@ -88,7 +92,7 @@ class Beside:
             if run.failure:
                 self._fail(run.failure)
             else:
-                found = run.problem, run.plan
+                found = run.problem, run.found
         while self._waiting and not is_wanted(self._waiting[0]):
             self._waiting.popleft()
         self._begin()
@@ -128,7 +132,7 @@ class _Run:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.plan: Plan | None = None
+        self.found: Plan | Choice | None = None
         self.failure = ""
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
@@ -158,8 +162,10 @@ class _Run:
         status = process.wait()
         if status or not told:
             self.failure = f"it ended with status {status}"
-        elif (answer := pickle.loads(told)) is not None:
-            self.plan = Plan(trace=self.problem.trace, budget=self.problem.budget, **answer)
+        elif isinstance(answer := pickle.loads(told), dict):
+            self.found = Plan(trace=self.problem.trace, budget=self.problem.budget, **answer)
+        else:
+            self.found = answer
 
     def stop(self) -> None:
         """Ends the process, and waits for its end."""
@@ -169,23 +175,26 @@ class _Run:
 
 
 def main() -> None:
-    """What the process does: reads a problem, writes what its plan adds to that, or None where nothing fits."""
+    """What the process does: reads a problem, writes what its plan adds to that, or None where nothing fits; or the
+    variants that it was asked for."""
     os.nice(10)
     problem: Problem = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    answer = None
-    with suppress(BudgetError):
-        plan = solve(
-            problem.trace,
-            problem.machine,
-            problem.budget,
-            spare=problem.spare,
-            time_limit_s=problem.time_limit_s,
-            fixed=problem.fixed,
-        )
-        answer = {"placements": plan.placements, "forecast": plan.forecast, "notes": plan.notes}
-    sys.stdout.buffer.write(pickle.dumps(answer))
+    sys.stdout.buffer.write(pickle.dumps(_solved(problem)))
     sys.stdout.flush()
+
+
+def _solved(problem: Problem) -> dict[str, object] | Choice | None:
+    def plan_of(trace: Trace, fixed: dict[int, str]) -> Plan:
+        budget, limit_s = problem.budget, problem.time_limit_s
+        return solve(trace, problem.machine, budget, spare=problem.spare, time_limit_s=limit_s, fixed=fixed)
+
+    if (blocks := problem.blocks) is not None:
+        return choose_variants(problem.trace, blocks, lambda trace: plan_of(trace, {}))
+    with suppress(BudgetError):
+        plan = plan_of(problem.trace, problem.fixed)
+        return {"placements": plan.placements, "forecast": plan.forecast, "notes": plan.notes}
+    return None
 
 
 def _end_with_parent() -> None:

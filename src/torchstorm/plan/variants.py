@@ -122,13 +122,26 @@ class Choice:
     num_tried: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Compiled blocks that variants are to be chosen for.
+
+    Attributes:
+        tables: of each, in the order of forward.
+        measured: the variant of each in the traced step.
+        memory_bytes_per_s: approximate rate at which element-wise operations write.
+    """
+
+    tables: Sequence[BlockTable]
+    measured: Mapping[str, str]
+    memory_bytes_per_s: float
+
+
 def choose_variants(
     trace: Trace,
-    tables: Sequence[BlockTable],
-    measured: Mapping[str, str],
+    blocks: Blocks,
     plan_of: Callable[[Trace], Plan | None],
     *,
-    memory_bytes_per_s: float,
     max_tries: int = 60,
     max_seconds: float = 10.0,
 ) -> Choice:
@@ -136,14 +149,12 @@ def choose_variants(
 
     Args:
         trace: a measured step.
-        tables: the blocks in the order of forward.
-        measured: the variant of each block in the traced step.
+        blocks: of the step.
         plan_of: plans a trace within the budget; None or BudgetError if that is impossible.
-        memory_bytes_per_s: approximate rate at which element-wise operations write.
         max_tries, max_seconds: limits of the search; the best mix found by then is returned.
     """
-    num = len(tables)
-    tables = [as_measured(trace, table, measured[table.name]) for table in tables]
+    num, measured, memory_bytes_per_s = len(blocks.tables), blocks.measured, blocks.memory_bytes_per_s
+    tables = [as_measured(trace, table, measured[table.name]) for table in blocks.tables]
     trace = warm_trace(trace, tables, measured)
     stop = time.monotonic() + max_seconds
     scores: dict[tuple[str, ...], tuple[int, float]] = {}  # by the variants of the blocks

@@ -20,20 +20,19 @@ from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.agreement import REFERENCE, look_of
 from torchstorm.offload.compiled.blocks import named_blocks, structure
+from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAST, SAVE, VARIANTS, BlockTable, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, LEAST, SAVE, VARIANTS, Blocks, BlockTable, Choice, choose_variants
 
 # Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants
 # depends on it.
 _MEMORY_BYTES_PER_S = {"cuda": 1.5e12, "cpu": 5e9}
 
-_MOST_CHOICES = 4
 _SEARCH_S, _LATER_S = 5.0, 1.0  # of the search for the first choice and for later ones, while a step waits
-_GAIN = 0.05  # of a step's time that other variants must promise, since each is compiled first
 
 
 class CompiledBlocks:
@@ -89,9 +88,8 @@ class CompiledBlocks:
         self._fell_back = False  # whether a call of this step ran in another variant than was set
         self._num_before = 0  # graphs compiled before the step
         self._has_compiled = False  # whether the last step has compiled any
-        self._has_waited = False  # for a step that compiles nothing: once, since some models compile in every step
+        self._choices = Choices()
         self.choice: Choice | None = None
-        self._num_chosen = 0
         self.variants: dict[str, str] = {}
         self.set(dict.fromkeys(self._modules, variant))
         # Dynamo compiles once a variant what a graph break leaves, and once a block where their code reads a number in
@@ -124,52 +122,80 @@ class CompiledBlocks:
             if kind.costs
         ]
 
-    def choose(
-        self, trace: Trace, plan_of: Callable[[Trace], Plan | None], *, max_seconds: float = _SEARCH_S
-    ) -> Choice:
-        """Chooses a variant for every block from a step measured in the present ones; `set` puts it in force.
+    def _blocks(self, trace: Trace) -> Blocks:
+        return Blocks(
+            tables=sorted(self.tables(), key=lambda table: _first_save(trace, table.name)),
+            measured=dict(self.variants),
+            memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
+        )
+
+    def to_choose(self, trace: Trace) -> Blocks | None:
+        """The blocks, if variants are to be chosen for them beside training; `take` says what becomes of the choice.
 
         Args:
-            trace: the step; its storages' blocks are named as here.
-            plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
-            max_seconds: of the search, beyond what it takes to compare the blocks all in one variant.
+            trace: a settled step in the present ones.
         """
-        return choose_variants(
-            trace,
-            sorted(self.tables(), key=lambda table: _first_save(trace, table.name)),
-            dict(self.variants),
-            plan_of,
-            memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
-            max_seconds=max_seconds,
-        )
+        if self.fixed or not self.tables() or not self._choices.is_due(has_compiled=self._has_compiled):
+            return None
+        self._choices.num += 1
+        return self._blocks(trace)
+
+    def take(self, choice: Choice, took_s: float | None) -> bool | None:
+        """Sets variants that were chosen beside training, where they are worth it; so it must be between steps.
+
+        Args:
+            choice: of these.
+            took_s: seconds of a step in the present ones; None where that is not known.
+
+        Returns:
+            Whether blocks change, so that the next step is another one. None where some of the variants do not agree
+            with the reference: they are left out from now on, and others may be worth it.
+        """
+        if not self._choices.is_worth(choice):
+            return False
+        before = dict(self.variants)
+        if not self.adopt(choice.variants):
+            self.set(before)
+            return None
+        self.choice = choice
+        self._choices.take(before, took_s)
+        return before != self.variants
+
+    def go_back(self, took_s: float) -> bool:
+        """Sets the variants of before the last choice, if steps took less in them than the seconds that a settled one
+        takes now; returns whether they did."""
+        before = self._choices.back(took_s)
+        self.set(before or {})
+        return before is not None
 
     def rechoose(
         self,
         trace: Trace,
         plan_of: Callable[[Trace], Plan | None],
         *,
-        most: int = _MOST_CHOICES,
+        most: int | None = None,
         is_urgent: bool = True,
     ) -> bool:
-        """Chooses from a measured step. True where blocks change, so that the next step is another one.
+        """Chooses from a step in the present variants. True where blocks change, so that the next step is another one.
 
         Args:
-            trace, plan_of: as for `choose`.
+            trace: the step; its storages' blocks are named as here.
+            plan_of: plans a trace within the budget; None or BudgetError where that is impossible.
             most: does so only if fewer choices have been made so far. After the first one, other variants must promise
                 to be faster by a share that is worth compiling them, or be the only ones that fit.
             is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
                 nothing by its times.
         """
-        if self.fixed or not self.tables() or self._num_chosen >= min(most, _MOST_CHOICES):
+        choices = self._choices
+        has_compiled = self._has_compiled and not is_urgent
+        if self.fixed or not self.tables() or not choices.is_due(most=most, has_compiled=has_compiled):
             return False
-        if self._has_compiled and not is_urgent and not self._has_waited:
-            self._has_waited = True
-            return False
-        self._num_chosen += 1
+        choices.num += 1
         before = dict(self.variants)
         while True:
-            found = self.choose(trace, plan_of, max_seconds=_SEARCH_S if self._num_chosen == 1 else _LATER_S)
-            if self._num_chosen > 1 and not _is_worth_compiling(found):
+            limit_s = _SEARCH_S if choices.num == 1 else _LATER_S
+            found = choose_variants(trace, self._blocks(trace), plan_of, max_seconds=limit_s)
+            if choices.num > 1 and not choices.is_worth(found):
                 return False
             self.choice = found
             if self.adopt(found.variants):
@@ -359,12 +385,6 @@ def refuse_compiled_whole(model: nn.Module) -> None:
             "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
             "and compile it block by block with storm.compile(model)."
         )
-
-
-def _is_worth_compiling(choice: Choice) -> bool:
-    if choice.step_ms is None or choice.measured_ms is None:
-        return choice.measured_ms is None  # what the step was measured in does not fit
-    return choice.step_ms < choice.measured_ms * (1 - _GAIN)
 
 
 def _device_of(module: nn.Module) -> torch.device:

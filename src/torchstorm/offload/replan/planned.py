@@ -123,6 +123,11 @@ class Planned:
             return self.forecast.step_ms
         return self.took_s * (1 - NOISE) * 1e3
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether steps have shown what it takes, and no better one is searched for."""
+        return len(self.recent) == NUM_JUDGED and self.asked is None and not self.is_quick and self.plan is not None
+
     def is_to_tell_waits(self) -> bool:
         """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""
         is_one = len(self.times_s) < NUM_JUDGED and self.num_marked < _MOST_MARKED

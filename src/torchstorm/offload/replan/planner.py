@@ -6,25 +6,24 @@ and it is taken over between two steps.
 
 from __future__ import annotations
 
-import math
 import statistics
 from contextlib import suppress
 from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan.explain import MISS, counted_on, explained, is_too_slow, slowed, stated
+from torchstorm.offload.replan.explain import MISS, explained, is_too_slow, stated
 from torchstorm.offload.replan.planned import NOISE, NUM_JUDGED, Planned
 from torchstorm.offload.replan.plans import Plans
+from torchstorm.offload.replan.problems import Problems
 from torchstorm.offload.replan.proven import as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
-from torchstorm.plan.beside import Beside, Problem
-from torchstorm.plan.forecast import SLOT_BYTES, Figures, forecast_s
-from torchstorm.plan.machine import Machine
+from torchstorm.plan.beside import Beside
+from torchstorm.plan.forecast import Figures, forecast_s
 from torchstorm.plan.plan import Plan
-from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import Blocks, Choice
 from torchstorm.sizes import format_size
 
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
@@ -33,7 +32,7 @@ _NUM_UNTIMED = 12  # smaller steps by a quick plan, while none tells what it tak
 _QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
-class Planner:
+class Planner(Problems):
     """Plans steps within a Session's budget.
 
     Args:
@@ -43,17 +42,11 @@ class Planner:
     """
 
     def __init__(self, tiers: Tiers, plans: Plans, beside: Beside | None = None) -> None:
-        self._tiers = tiers
-        self._plans = plans
+        super().__init__(tiers, plans)
         self._beside = beside
         self._times_first = tiers.fast.is_beside_host  # steps tell more of a GPU than those that were measured
-        self.slack_bytes = 0  # of the budget, kept free of plans since the device ran out of memory
-        self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
         self.lessons: list[str] = []
-
-    def machine(self) -> Machine:
-        """Speeds as measured, and as steps have shown them since."""
-        return slowed(self._tiers.machine(), self._link_share)
+        self._chosen: tuple[Planned, Choice] | None = None
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
@@ -97,27 +90,51 @@ class Planner:
         """Whether better plans are searched for while training goes on."""
         return self._beside is not None
 
-    def retimed(self, planned: Planned, plan: Plan, trace: Trace, *, num_measured: int) -> Planned:
+    def retimed(
+        self, planned: Planned, plan: Plan, trace: Trace, *, num_measured: int, blocks: Blocks | None = None
+    ) -> Planned:
         """The same plan with the times of a settled step, and a better one searched for beside training: a quick one
         first. What fits still does, so no step waits.
 
         Args:
             planned, plan: what the step has followed.
             trace, num_measured: as in `Planned`.
+            blocks: whose variants are to be chosen anew before that; None for none.
         """
         found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0)
         if self._beside is not None:  # else the search has failed meanwhile
-            self._search_beside(self._beside, found, plan, trace, limit_s=_QUICK_S)
+            self._search_beside(self._beside, found, plan, trace, limit_s=_QUICK_S, blocks=blocks)
+        return found
+
+    def search_after_choice(self, planned: Planned, blocks: Blocks | None) -> None:
+        """Compiled blocks stay as they are, so what was put off is searched for; or other variants, of these blocks."""
+        if self._beside is not None and planned.plan is not None:
+            forecast = planned.forecast
+            self._search_beside(
+                self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_QUICK_S, blocks=blocks
+            )
+
+    def take_choice(self) -> tuple[Planned, Choice] | None:
+        """Variants that were chosen beside training, told once, and the plan of the steps that they were chosen by."""
+        found, self._chosen = self._chosen, None
         return found
 
     def _search_beside(
-        self, beside: Beside, planned: Planned, plan: Plan, trace: Trace, took: Figures | None = None, *, limit_s: float
+        self,
+        beside: Beside,
+        planned: Planned,
+        plan: Plan,
+        trace: Trace,
+        took: Figures | None = None,
+        *,
+        limit_s: float,
+        blocks: Blocks | None = None,
     ) -> None:
         """A plan goes on for a step of other times, and a better one is searched for. Its forecast is what it takes by
         those times, or what was measured."""
         problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=limit_s)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
-        planned.trace, planned.asked = trace, replace(problem, than_s=than_s)
+        planned.trace, planned.asked = trace, replace(problem, than_s=than_s, blocks=blocks)
         plan = replace(plan, trace=problem.trace)
         planned.forecast = took or stated(plan, self.machine()).forecast
         planned.plan = replace(plan, forecast=planned.forecast)
@@ -159,30 +176,6 @@ class Planner:
             found.forecast = found.plan.forecast
         return found
 
-    def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
-        return Problem(
-            trace=shift_base(trace, base_bytes - trace.base_bytes) if self._tiers.fast.counts_all else trace,
-            machine=counted_on(self.machine()),
-            budget=self._tiers.budget,
-            spare=self._tiers.spare_with(slack_bytes),
-            time_limit_s=time_limit_s,
-            than_s=math.inf,
-            fixed=self._plans.placed_before(trace),
-        )
-
-    def _solve(self, problem: Problem) -> Plan:
-        return solve(
-            problem.trace,
-            problem.machine,
-            problem.budget,
-            spare=problem.spare,
-            own_bytes=self._tiers.own_bytes,
-            # A step without a plan fills a tier in the order in which it saves: the last parcel may just not fit.
-            slow_own_bytes=max((parcel.nbytes for parcel in problem.trace.parcels), default=0) + SLOT_BYTES,
-            time_limit_s=problem.time_limit_s,
-            fixed=problem.fixed,
-        )
-
     def plan_after(self, shortage: Shortage, planned: Planned) -> Planned | None:
         """A plan for the step that ran out of memory, which keeps more free, as all do from now on; None for none."""
         if planned.plan is None:
@@ -198,14 +191,6 @@ class Planner:
     def quick_plan(self, trace: Trace, base_bytes: int) -> Plan:
         """A plan that need not be the best, to compare many steps by. Raises BudgetError as `solve` does."""
         return self._solve(self._problem(self.slack_bytes, trace, base_bytes, time_limit_s=_QUICK_S))
-
-    def is_outdated(self, planned: Planned, base_bytes: int) -> bool:
-        """Whether memory that is not the Session's differs from what the plan takes for granted."""
-        if not self._tiers.fast.counts_all or planned.plan is None:
-            return False
-        delta, limit = base_bytes - planned.base_bytes, self._tiers.budget.vram
-        is_less = delta < -limit // 20 and not planned.is_from_user
-        return delta > self._tiers.spare.vram // 2 or is_less
 
     def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
         """A plan for the same step beside so much memory that is not the Session's.
@@ -263,7 +248,9 @@ class Planner:
         planned = plans.waiting_for(problem)
         assert planned is not None
         planned.asked = None
-        if better is None:
+        if isinstance(better, Choice):
+            self._chosen = planned, better
+        if not isinstance(better, Plan):
             return False
         plan = stated(better, self.machine())
         if planned.plan is None:  # it is for smaller steps, which have followed a larger plan so far

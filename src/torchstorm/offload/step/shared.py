@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import Choice
 from torchstorm.sizes import format_size
 
 
@@ -119,6 +119,12 @@ class Shared:
             self._retime(*self.retiming)
         if self.planner.learn(self.measured.new_times(), self.measured.new_vram_bytes()):
             self._changed()
+        if (chosen := self.planner.take_choice()) is not None:
+            self._take_choice(*chosen)
+        planned, blocks = self.plans.in_force, self.compiled
+        is_proven = planned is not None and planned.is_proven and self.plans.has(planned)
+        if blocks is not None and planned is not None and is_proven and blocks.go_back(planned.took_s):
+            self.plans.drop(planned)
 
     def _changed(self) -> None:
         self.measured.plan_changed()
@@ -131,17 +137,24 @@ class Shared:
         if planned.plan is None or not plans.has(planned):
             return
         trace = self.settled(pace, planned.trace, planned.plan, scale)
+        blocks = self.compiled.to_choose(trace) if self.compiled is not None else None
         num_measured = planned.num_measured + 1
-        quick_plan = partial(planner.quick_plan, base_bytes=self.base_bytes)
-        blocks = self.compiled
-        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured, is_urgent=False):
-            plans.drop(planned)
-            return
-        found = planner.retimed(planned, planned.plan, trace, num_measured=num_measured)
+        found = planner.retimed(planned, planned.plan, trace, num_measured=num_measured, blocks=blocks)
         self.put(found, planned)
         self.trim()
         if plans.stand_for_smaller(found):
             self.measured.plan_changed()
+
+    def _take_choice(self, planned: Planned, choice: Choice) -> None:
+        """Compiled blocks take variants that were found to be better beside training, if they are worth it."""
+        if self.compiled is None or not self.plans.has(planned):
+            return
+        is_taken = self.compiled.take(choice, planned.took_s if planned.recent else None)
+        if is_taken:
+            self.plans.drop(planned)
+        else:
+            blocks = self.compiled.to_choose(planned.trace) if is_taken is None else None
+            self.planner.search_after_choice(planned, blocks)
 
     def settled(self, pace: Pace, trace: Trace, plan: Plan, scale: float) -> Trace:
         """A trace with the times of a step that has followed a plan. The host of that step came late, as it timed every

@@ -312,15 +312,15 @@ class Step:
             BudgetError: none fits.
         """
         shared, planner = self._shared, self._shared.planner
-        if planned is not None and isinstance(recorder, Pace):
-            assert planned.plan is not None
+        if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
             trace = shared.settled(recorder, planned.trace, planned.plan, self._scale_of(planned))
         else:
             assert isinstance(recorder, Recorder)
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        blocks = shared.compiled if planned is self._planned else None
+        is_waited_for = planned is self._planned and (planned is None or not planner.is_beside)
+        blocks = shared.compiled if is_waited_for else None  # else variants are chosen beside training
         quick_plan = partial(planner.quick_plan, base_bytes=base)
         if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured, is_urgent=False):
             if planned is not None:

@@ -1,0 +1,171 @@
+"""Variants of compiled blocks that are chosen beside training are taken between two steps, and given back if they take
+longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.test_planning_beside import searching, wait_for_answer
+from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled.choices import Choices
+from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.session import Session
+from torchstorm.offload.step.clock import Took
+from torchstorm.plan.beside import PLAN_NOW, Problem, _solved
+from torchstorm.plan.trace import Trace
+from torchstorm.plan.variants import CHEAP, LEAST, Blocks, Choice, choose_variants
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler", "told_once"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+RAM = 2 * 2**20
+NUM_BLOCKS = 4
+
+
+@pytest.fixture(autouse=True)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans are made beside training, which leaves a core for the search."""
+    monkeypatch.setenv(PLAN_NOW, "0")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Session, CompiledBlocks]]:
+    """A Session whose blocks begin in "cheap", and stay so until variants are chosen beside training."""
+
+    def as_they_are(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
+        return Choice(variants=dict(blocks.measured), step_ms=1.0, measured_ms=1.0, num_tried=1)
+
+    monkeypatch.setattr(compiled_module, "choose_variants", as_they_are)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(NUM_BLOCKS)))
+    with Session(model, ram=RAM, disk=tmp_path) as session:
+        yield session, session.compile()
+
+
+def run_steps(session: Session, num: int) -> torch.Tensor:
+    model = session._shared.model
+    model.zero_grad()
+    for seed in range(num):
+        torch.manual_seed(seed)
+        with session.step():
+            model(torch.randn(256, 64)).square().mean().backward()
+    return next(model.parameters()).grad.clone()  # type: ignore[union-attr]
+
+
+def until_chosen_beside(session: Session) -> Problem:
+    """Runs steps until a process chooses variants."""
+    for _ in range(8):
+        run_steps(session, 1)
+        planned = session._shared.plans.in_force
+        if planned is not None and planned.asked is not None and planned.asked.blocks is not None:
+            return planned.asked
+    raise AssertionError("nothing is chosen beside training")
+
+
+@pytest.mark.parametrize("outcome", ["taken", "not worth it", "not in agreement"])
+def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are_worth_it(
+    outcome: str, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, blocks = compiled
+    expected = run_steps(session, 1)
+    problem = until_chosen_beside(session)
+    assert problem.blocks is not None
+    assert len(problem.blocks.tables) == NUM_BLOCKS
+    run = searching(session)._running
+    assert run is not None
+    wait_for_answer(session)
+    assert isinstance(run.found, Choice)
+    assert set(run.found.variants) == set(blocks.variants)
+    ms = 1.0 if outcome != "not worth it" else 1.99
+    run.found = Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=ms, measured_ms=2.0, num_tried=1)
+    if outcome == "not in agreement":
+        monkeypatch.setattr(CompiledBlocks, "_agrees", lambda self, name, variant: variant == CHEAP)
+    before = session._shared.plans.in_force
+    assert before is not None
+    run_steps(session, 1)  # at its end they are taken
+    plans = session._shared.plans
+    if outcome == "taken":
+        assert set(blocks.variants.values()) == {LEAST}
+        assert not plans.has(before)
+    else:
+        assert set(blocks.variants.values()) == {CHEAP}
+        assert plans.has(before)
+        assert before.asked is not None
+        assert (before.asked.blocks is not None) is (outcome == "not in agreement")
+    session._shared.model.zero_grad()
+    assert torch.equal(run_steps(session, 1), expected)
+    session.close()
+
+
+def test_the_variants_before_are_back_where_steps_in_the_new_ones_take_longer(
+    compiled: tuple[Session, CompiledBlocks],
+) -> None:
+    session, blocks = compiled
+    expected = run_steps(session, 1)
+    until_chosen_beside(session)
+    assert blocks.take(
+        Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=1, measured_ms=2, num_tried=1), 0.1
+    )
+    planned = session._shared.plans.in_force
+    assert planned is not None
+    planned.asked, planned.recent = None, [Took(0.2)] * 3
+    session._shared.learn()
+    assert set(blocks.variants.values()) == {CHEAP}
+    assert not session._shared.plans.has(planned)
+    session._shared.model.zero_grad()
+    assert torch.equal(run_steps(session, 1), expected)
+
+
+def test_a_process_chooses_as_a_step_that_waits_would(compiled: tuple[Session, CompiledBlocks]) -> None:
+    session, _ = compiled
+    problem = until_chosen_beside(session)
+    assert problem.blocks is not None
+    found = _solved(problem)
+    assert isinstance(found, Choice)
+    assert found.measured_ms is not None
+    alone = choose_variants(problem.trace, problem.blocks, lambda _: None)
+    assert alone.step_ms is None
+    assert found.num_tried > 1
+
+
+def test_choices_are_few_and_worth_compiling_and_given_back_once() -> None:
+    choices = Choices()
+    assert not choices.is_due(has_compiled=True)
+    assert choices.is_due(has_compiled=True), "some models compile in every step"
+    assert choices.is_due(has_compiled=False, most=1)
+    choices.num = 1
+    assert not choices.is_due(has_compiled=False, most=1)
+    choices.num = 4
+    assert not choices.is_due(has_compiled=False)
+    for step_ms, measured_ms, is_worth in [
+        (96.0, 100.0, True),
+        (98.0, 100.0, False),
+        (9.0, None, True),
+        (None, 9.0, False),
+    ]:
+        choice = Choice(variants={}, step_ms=step_ms, measured_ms=measured_ms, num_tried=1)
+        assert choices.is_worth(choice) is is_worth
+    choices = Choices()
+    assert choices.back(1.0) is None
+    choices.take({"a": CHEAP}, None)
+    assert choices.back(1.0) is None, "nobody knows what steps took before"
+    choices.take({"a": CHEAP}, 1.0)
+    assert choices.back(1.01) is None
+    assert choices.back(9.0) is None, "it was asked before"
+    choices.take({"a": CHEAP}, 1.0)
+    assert choices.back(1.1) == {"a": CHEAP}
+    assert not choices.is_due(has_compiled=False)
