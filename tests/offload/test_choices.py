@@ -15,11 +15,12 @@ from offload.test_planning_beside import searching, wait_for_answer
 from torchstorm.offload.compiled import compile as compiled_module
 from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.replan.planned import Kind
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.beside import PLAN_NOW, Problem, _solved
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAST, Blocks, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, LEAST, SAVE, Blocks, Choice, choose_variants
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler", "told_once"),
@@ -111,21 +112,42 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     session.close()
 
 
-def test_the_variants_before_are_back_where_steps_in_the_new_ones_take_longer(
-    compiled: tuple[Session, CompiledBlocks],
+@pytest.mark.parametrize("outcome", ["blocks have changed", "the user has chosen"])
+def test_a_choice_that_was_made_of_other_variants_is_not_taken(
+    outcome: str, compiled: tuple[Session, CompiledBlocks]
+) -> None:
+    session, blocks = compiled
+    until_chosen_beside(session)
+    run = searching(session)._running
+    assert run is not None
+    wait_for_answer(session)
+    run.found = Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=1.0, measured_ms=2.0, num_tried=1)
+    if outcome == "blocks have changed":
+        blocks.set({"0": SAVE})
+    else:
+        blocks = session.compile(variant=SAVE)
+    expected = dict(blocks.variants)
+    run_steps(session, 2)
+    assert blocks.variants == expected
+
+
+@pytest.mark.parametrize(("is_slower", "is_same"), [(True, True), (False, True), (True, False)])
+def test_the_variants_before_are_back_where_such_steps_take_longer_in_the_new_ones(
+    is_slower: bool, is_same: bool, compiled: tuple[Session, CompiledBlocks]
 ) -> None:
     session, blocks = compiled
     expected = run_steps(session, 1)
     until_chosen_beside(session)
-    assert blocks.take(
-        Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=1, measured_ms=2, num_tried=1), 0.1
-    )
     planned = session._shared.plans.in_force
     assert planned is not None
-    planned.asked, planned.recent = None, [Took(0.2)] * 3
+    choice = Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=1.0, measured_ms=2.0, num_tried=1)
+    key = planned.kind.key if is_same else ((3, 3), 7)
+    assert blocks.take(choice, Kind(key=key), 0.1)
+    planned.asked, planned.recent = None, [Took(0.2 if is_slower else 0.1)] * 3
     session._shared.learn()
-    assert set(blocks.variants.values()) == {CHEAP}
-    assert not session._shared.plans.has(planned)
+    is_back = is_slower and is_same
+    assert set(blocks.variants.values()) == {CHEAP if is_back else LEAST}
+    assert session._shared.plans.has(planned) is not is_back
     session._shared.model.zero_grad()
     assert torch.equal(run_steps(session, 1), expected)
 
@@ -144,28 +166,30 @@ def test_a_process_chooses_as_a_step_that_waits_would(compiled: tuple[Session, C
 
 def test_choices_are_few_and_worth_compiling_and_given_back_once() -> None:
     choices = Choices()
-    assert not choices.is_due(has_compiled=True)
-    assert choices.is_due(has_compiled=True), "some models compile in every step"
-    assert choices.is_due(has_compiled=False, most=1)
-    choices.num = 1
-    assert not choices.is_due(has_compiled=False, most=1)
-    choices.num = 4
-    assert not choices.is_due(has_compiled=False)
-    for step_ms, measured_ms, is_worth in [
+    assert not choices.begin(has_compiled=True)
+    assert choices.begin(has_compiled=True), "some models compile in every step"
+    assert choices.is_first
+    assert not choices.begin(has_compiled=False, most=1)
+    assert [choices.begin(has_compiled=False) for _ in range(4)] == [True] * 3 + [False]
+    assert [choices.begin(has_compiled=True, is_urgent=True) for _ in range(5)] == [True] * 4 + [False]
+    for step_ms, measured_ms, is_worth in (
         (96.0, 100.0, True),
         (98.0, 100.0, False),
         (9.0, None, True),
         (None, 9.0, False),
-    ]:
+    ):
         choice = Choice(variants={}, step_ms=step_ms, measured_ms=measured_ms, num_tried=1)
         assert choices.is_worth(choice) is is_worth
-    choices = Choices()
-    assert choices.back(1.0) is None
-    choices.take({"a": CHEAP}, None)
-    assert choices.back(1.0) is None, "nobody knows what steps took before"
-    choices.take({"a": CHEAP}, 1.0)
-    assert choices.back(1.01) is None
-    assert choices.back(9.0) is None, "it was asked before"
-    choices.take({"a": CHEAP}, 1.0)
-    assert choices.back(1.1) == {"a": CHEAP}
-    assert not choices.is_due(has_compiled=False)
+    choices, old, new, other = Choices(), Kind(key=((1,),)), Kind(key=((1,),)), Kind(key=((2,),))
+    assert choices.back(new, 1.0) is None
+    choices.take({"a": CHEAP}, old, None)
+    assert choices.back(new, 1.0) is None, "nobody knows what steps took before"
+    choices.take({"a": CHEAP}, old, 1.0)
+    assert choices.back(old, 9.0) is None, "these steps were before"
+    assert choices.back(other, 9.0) is None, "these are others"
+    assert choices.back(new, 1.01) is None
+    assert choices.back(new, 9.0) is None, "it was asked before"
+    choices.take({"a": CHEAP}, old, 1.0)
+    assert choices.back(new, 1.1) == {"a": CHEAP}
+    assert not choices.begin(has_compiled=False)
+    assert choices.begin(has_compiled=False, is_urgent=True), "nothing fits"

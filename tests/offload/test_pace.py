@@ -300,9 +300,11 @@ def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_th
     assert span.took() is took
 
 
-@pytest.mark.parametrize("forward_s", [1e-4, 10.0, 0.0])
+@pytest.mark.parametrize(
+    ("forward_s", "are_of_another_kind"), [(1e-4, False), (10.0, False), (0.0, False), (1e-4, True)]
+)
 def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
-    forward_s: float, monkeypatch: pytest.MonkeyPatch
+    forward_s: float, are_of_another_kind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e9)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
@@ -329,9 +331,14 @@ def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
         assert not refined
         took = Took(step_s=1.0, forward_s=forward_s + 0.5 if forward_s else 0.0, host_s=forward_s, waited_s=0.5)
         monkeypatch.setattr(Measured, "new_times", lambda _: [took])
+        plans = storm._shared.plans
+        assert plans.in_force is not None
+        if are_of_another_kind:
+            plans.in_force = replace(plans.in_force)
         found = run_steps(1)
     (timed,) = refined
-    expected_s = min(timed.forward_s, forward_s or timed.forward_s)
+    tell = forward_s and not are_of_another_kind
+    expected_s = min(timed.forward_s, forward_s if tell else timed.forward_s)
     assert found.forward_s == pytest.approx(expected_s)
     assert sum(times(found)[found.turn :]) == pytest.approx(sum(times(timed)[timed.turn :]))
 

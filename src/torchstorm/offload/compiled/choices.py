@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchstorm.offload.replan.planned import Kind
 from torchstorm.plan.variants import Choice
 
 _MOST_CHOICES = 4
@@ -10,29 +11,36 @@ _NOISE = 0.02  # of a step's time
 
 
 class Choices:
-    """The choices of one model's blocks, one after the other.
-
-    Attributes:
-        num: so many were made.
-    """
+    """The choices of one model's blocks, one after the other."""
 
     def __init__(self) -> None:
-        self.num = 0
+        self._num = self._num_urgent = 0
         self._has_waited = False  # for a step that compiles nothing: once, since some models compile in every step
-        self._before: tuple[dict[str, str], float] | None = None  # the variants before, and seconds of a step in them
+        self._before: tuple[dict[str, str], Kind, float] | None = None  # variants, kind and seconds of a step in them
 
-    def is_due(self, *, has_compiled: bool, most: int | None = None) -> bool:
-        """Whether variants are to be chosen by a step.
+    @property
+    def is_first(self) -> bool:
+        """Whether there was one so far."""
+        return self._num + self._num_urgent == 1
+
+    def begin(self, *, has_compiled: bool, most: int | None = None, is_urgent: bool = False) -> bool:
+        """Whether variants are to be chosen by a step; counts that, if they are.
 
         Args:
             has_compiled: whether the step has compiled anything, so that its times tell little.
             most: so many choices at most; None for no other limit than there is.
+            is_urgent: whether the present ones do not fit: these choices count by themselves.
         """
-        if self.num >= min(_MOST_CHOICES if most is None else most, _MOST_CHOICES):
+        if is_urgent:
+            self._num_urgent += 1
+            return self._num_urgent <= _MOST_CHOICES
+        is_enough = most is not None and self._num + self._num_urgent >= most
+        if is_enough or self._num >= _MOST_CHOICES:
             return False
         if has_compiled and not self._has_waited:
             self._has_waited = True
             return False
+        self._num += 1
         return True
 
     def is_worth(self, choice: Choice) -> bool:
@@ -42,24 +50,31 @@ class Choices:
             return choice.measured_ms is None  # what the step was measured in does not fit
         return choice.step_ms < choice.measured_ms * (1 - _GAIN)
 
-    def take(self, before: dict[str, str], took_s: float | None) -> None:
+    def take(self, before: dict[str, str], kind: Kind, took_s: float | None) -> None:
         """Variants are in force that were chosen by settled steps.
 
         Args:
             before: the variants until now.
-            took_s: seconds of a step in those; None where that is not known.
+            kind: of the steps.
+            took_s: seconds of such a step in those; None where that is not known.
         """
-        self._before = (before, took_s) if took_s is not None else None
+        self._before = (before, kind, took_s) if took_s is not None else None
 
-    def back(self, took_s: float) -> dict[str, str] | None:
-        """The variants before, if steps in the present ones take longer, whatever was forecast; else None. Asked once,
-        and nothing is chosen after it has said so.
+    def back(self, kind: Kind, took_s: float) -> dict[str, str] | None:
+        """The variants before, if such steps in the present ones take longer, whatever was forecast; else None. Asked
+        once of the same steps, and no other variants are chosen after it has said so but where nothing fits.
 
         Args:
-            took_s: seconds of a settled step.
+            kind: of settled steps. Those of a kind that is older than the choice tell nothing of it.
+            took_s: seconds of one.
         """
-        before, self._before = self._before, None
-        if before is None or took_s <= before[1] * (1 + _NOISE):
+        if self._before is None:
             return None
-        self.num = _MOST_CHOICES
-        return before[0]
+        before, earlier, before_s = self._before
+        if kind is earlier or kind.key != earlier.key:
+            return None
+        self._before = None
+        if took_s <= before_s * (1 + _NOISE):
+            return None
+        self._num = _MOST_CHOICES
+        return before

@@ -23,6 +23,7 @@ from torchstorm.offload.compiled.blocks import named_blocks, structure
 from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.recompute.watched import unwatched
+from torchstorm.offload.replan.planned import Kind as StepKind
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
@@ -135,36 +136,39 @@ class CompiledBlocks:
         Args:
             trace: a settled step in the present ones.
         """
-        if self.fixed or not self.tables() or not self._choices.is_due(has_compiled=self._has_compiled):
+        if self.fixed or not self.tables() or not self._choices.begin(has_compiled=self._has_compiled):
             return None
-        self._choices.num += 1
         return self._blocks(trace)
 
-    def take(self, choice: Choice, took_s: float | None) -> bool | None:
+    def take(self, choice: Choice, kind: StepKind, took_s: float | None) -> bool | None:
         """Sets variants that were chosen beside training, where they are worth it; so it must be between steps.
 
         Args:
             choice: of these.
-            took_s: seconds of a step in the present ones; None where that is not known.
+            kind: of the steps by which they were chosen.
+            took_s: seconds of such a step in the present ones; None where that is not known.
 
         Returns:
             Whether blocks change, so that the next step is another one. None where some of the variants do not agree
             with the reference: they are left out from now on, and others may be worth it.
         """
-        if not self._choices.is_worth(choice):
-            return False
         before = dict(self.variants)
+        if choice.measured_ms is None or not self._choices.is_worth(choice) or choice.variants == before:
+            return False  # of the present ones, which steps follow a plan in, it is known that they fit
         if not self.adopt(choice.variants):
             self.set(before)
             return None
         self.choice = choice
-        self._choices.take(before, took_s)
+        self._choices.take(before, kind, took_s)
         return before != self.variants
 
-    def go_back(self, took_s: float) -> bool:
-        """Sets the variants of before the last choice, if steps took less in them than the seconds that a settled one
-        takes now; returns whether they did."""
-        before = self._choices.back(took_s)
+    def go_back(self, kind: StepKind, took_s: float) -> bool:
+        """Sets the variants of before the last choice, if steps took less in them; returns whether they did.
+
+        Args:
+            kind, took_s: of settled steps.
+        """
+        before = self._choices.back(kind, took_s)
         self.set(before or {})
         return before is not None
 
@@ -174,7 +178,7 @@ class CompiledBlocks:
         plan_of: Callable[[Trace], Plan | None],
         *,
         most: int | None = None,
-        is_urgent: bool = True,
+        is_urgent: bool = False,
     ) -> bool:
         """Chooses from a step in the present variants. True where blocks change, so that the next step is another one.
 
@@ -187,15 +191,15 @@ class CompiledBlocks:
                 nothing by its times.
         """
         choices = self._choices
-        has_compiled = self._has_compiled and not is_urgent
-        if self.fixed or not self.tables() or not choices.is_due(most=most, has_compiled=has_compiled):
+        if self.fixed or not self.tables():
             return False
-        choices.num += 1
+        if not choices.begin(most=most, has_compiled=self._has_compiled, is_urgent=is_urgent):
+            return False
         before = dict(self.variants)
         while True:
-            limit_s = _SEARCH_S if choices.num == 1 else _LATER_S
+            limit_s = _SEARCH_S if choices.is_first else _LATER_S
             found = choose_variants(trace, self._blocks(trace), plan_of, max_seconds=limit_s)
-            if choices.num > 1 and not choices.is_worth(found):
+            if not choices.is_first and not choices.is_worth(found):
                 return False
             self.choice = found
             if self.adopt(found.variants):

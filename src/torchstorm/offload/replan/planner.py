@@ -46,7 +46,7 @@ class Planner(Problems):
         self._beside = beside
         self._times_first = tiers.fast.is_beside_host  # steps tell more of a GPU than those that were measured
         self.lessons: list[str] = []
-        self._chosen: tuple[Planned, Choice] | None = None
+        self._chosen: tuple[Planned, Blocks, Choice] | None = None
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None) -> Planned:
         """Makes a plan that keeps the slack free, if any does so.
@@ -114,8 +114,9 @@ class Planner(Problems):
                 self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_QUICK_S, blocks=blocks
             )
 
-    def take_choice(self) -> tuple[Planned, Choice] | None:
-        """Variants that were chosen beside training, told once, and the plan of the steps that they were chosen by."""
+    def take_choice(self) -> tuple[Planned, Blocks, Choice] | None:
+        """Variants that were chosen beside training, told once, with the plan of the step by which they were chosen
+        and the blocks as they were then."""
         found, self._chosen = self._chosen, None
         return found
 
@@ -248,8 +249,8 @@ class Planner(Problems):
         planned = plans.waiting_for(problem)
         assert planned is not None
         planned.asked = None
-        if isinstance(better, Choice):
-            self._chosen = planned, better
+        if isinstance(better, Choice) and problem.blocks is not None:
+            self._chosen = planned, problem.blocks, better
         if not isinstance(better, Plan):
             return False
         plan = stated(better, self.machine())

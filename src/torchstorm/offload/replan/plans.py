@@ -207,8 +207,10 @@ class Plans:
         for one in self._all[:-_MOST_PLANS]:
             self.drop(one)
 
-    def drop(self, planned: Planned) -> None:
-        """No step follows this plan any more."""
+    def drop(self, planned: Planned | None) -> None:
+        """No step follows this plan any more, if there is one."""
+        if planned is None:
+            return
         if planned in self._all:
             self._all.remove(planned)
         planned.kind.then = None

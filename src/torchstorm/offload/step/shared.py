@@ -14,7 +14,7 @@ from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.explain import with_settled_forward
 from torchstorm.offload.replan.measured import Measured
-from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.planned import NUM_JUDGED, Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.state.optimizer_state import OptimizerState
@@ -29,7 +29,7 @@ from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import Choice
+from torchstorm.plan.variants import Blocks, Choice
 from torchstorm.sizes import format_size
 
 
@@ -121,9 +121,10 @@ class Shared:
             self._changed()
         if (chosen := self.planner.take_choice()) is not None:
             self._take_choice(*chosen)
-        planned, blocks = self.plans.in_force, self.compiled
-        is_proven = planned is not None and planned.is_proven and self.plans.has(planned)
-        if blocks is not None and planned is not None and is_proven and blocks.go_back(planned.took_s):
+        planned = self.plans.in_force
+        if self.compiled is None or planned is None or not planned.is_proven or not self.plans.has(planned):
+            return
+        if self.compiled.go_back(planned.kind, planned.took_s):
             self.plans.drop(planned)
 
     def _changed(self) -> None:
@@ -136,7 +137,7 @@ class Shared:
         plans, planner = self.plans, self.planner
         if planned.plan is None or not plans.has(planned):
             return
-        trace = self.settled(pace, planned.trace, planned.plan, scale)
+        trace = self.settled(pace, planned, planned.plan, scale)
         blocks = self.compiled.to_choose(trace) if self.compiled is not None else None
         num_measured = planned.num_measured + 1
         found = planner.retimed(planned, planned.plan, trace, num_measured=num_measured, blocks=blocks)
@@ -145,28 +146,36 @@ class Shared:
         if plans.stand_for_smaller(found):
             self.measured.plan_changed()
 
-    def _take_choice(self, planned: Planned, choice: Choice) -> None:
-        """Compiled blocks take variants that were found to be better beside training, if they are worth it."""
+    def _take_choice(self, planned: Planned, blocks: Blocks, choice: Choice) -> None:
+        """Compiled blocks take variants that were found to be better beside training, if they are worth it.
+
+        Args:
+            planned: of the step by which they were chosen.
+            blocks: as they were then.
+            choice: of these.
+        """
         if self.compiled is None or not self.plans.has(planned):
             return
-        is_taken = self.compiled.take(choice, planned.took_s if planned.recent else None)
+        is_of_now = not self.compiled.fixed and blocks.measured == self.compiled.variants
+        took_s = planned.took_s if len(planned.recent) == NUM_JUDGED else None
+        is_taken = is_of_now and self.compiled.take(choice, planned.kind, took_s)
         if is_taken:
             self.plans.drop(planned)
         else:
-            blocks = self.compiled.to_choose(planned.trace) if is_taken is None else None
-            self.planner.search_after_choice(planned, blocks)
+            others = self.compiled.to_choose(planned.trace) if is_taken is None else None
+            self.planner.search_after_choice(planned, others)
 
-    def settled(self, pace: Pace, trace: Trace, plan: Plan, scale: float) -> Trace:
+    def settled(self, pace: Pace, planned: Planned, plan: Plan, scale: float) -> Trace:
         """A trace with the times of a step that has followed a plan. The host of that step came late, as it timed every
         operation; that of the steps before it did not, so their forward tells how long it is at most.
 
         Args:
-            pace: what the step took.
-            trace, plan: that it has followed.
-            scale: as in `Retiming`.
+            pace, planned, scale: as in `Retiming`.
+            plan: that it has followed.
         """
-        timed = pace.refine(trace, plan, self.planner.machine(), scale=scale)
-        seen = with_settled_forward(timed, plan, self.measured.new_times())
+        timed = pace.refine(planned.trace, plan, self.planner.machine(), scale=scale)
+        steps = self.measured.new_times() if self.plans.in_force is planned else []  # else they are of another kind
+        seen = with_settled_forward(timed, plan, steps)
         return seen if seen.forward_s < timed.forward_s else timed
 
     def put(self, planned: Planned, instead_of: Planned | None = None) -> None:

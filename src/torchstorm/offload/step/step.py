@@ -313,18 +313,17 @@ class Step:
         """
         shared, planner = self._shared, self._shared.planner
         if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
-            trace = shared.settled(recorder, planned.trace, planned.plan, self._scale_of(planned))
+            trace = shared.settled(recorder, planned, planned.plan, self._scale_of(planned))
         else:
             assert isinstance(recorder, Recorder)
             trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        is_waited_for = planned is self._planned and (planned is None or not planner.is_beside)
-        blocks = shared.compiled if is_waited_for else None  # else variants are chosen beside training
+        blocks = shared.compiled if planned is self._planned else None
         quick_plan = partial(planner.quick_plan, base_bytes=base)
-        if blocks is not None and blocks.rechoose(trace, quick_plan, most=num_measured, is_urgent=False):
-            if planned is not None:
-                shared.plans.drop(planned)
+        is_waited_for = planned is None or not planner.is_beside  # else variants are chosen beside training
+        if blocks is not None and is_waited_for and blocks.rechoose(trace, quick_plan, most=num_measured):
+            shared.plans.drop(planned)
             return None
         blind = planned is None and shared.recompute and self._tape is None
         try:
@@ -334,7 +333,8 @@ class Step:
             if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
                 found = planned  # only times changed: what fitted before still fits
                 found.num_measured = num_measured
-            elif blocks is not None and planned is None and blocks.rechoose(trace, quick_plan):
+            elif blocks is not None and blocks.rechoose(trace, quick_plan, is_urgent=True):
+                shared.plans.drop(planned)
                 return None
             elif not blind and (
                 shared.residency.shortfall is not None
