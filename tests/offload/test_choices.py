@@ -107,9 +107,7 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
         assert plans.has(before)
         assert before.asked is not None
         assert (before.asked.blocks is not None) is (outcome == "not in agreement")
-    session._shared.model.zero_grad()
     assert torch.equal(run_steps(session, 1), expected)
-    session.close()
 
 
 @pytest.mark.parametrize("outcome", ["blocks have changed", "the user has chosen"])
@@ -148,7 +146,6 @@ def test_the_variants_before_are_back_where_such_steps_take_longer_in_the_new_on
     is_back = is_slower and is_same
     assert set(blocks.variants.values()) == {CHEAP if is_back else LEAST}
     assert session._shared.plans.has(planned) is not is_back
-    session._shared.model.zero_grad()
     assert torch.equal(run_steps(session, 1), expected)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torchstorm.offload.replan.planned import Kind
+from torchstorm.offload.replan.planned import NOISE, Kind
 from torchstorm.plan.variants import Choice
 
 _MOST_CHOICES = 4
 _GAIN = 0.03  # of a step's time that other variants must promise, since each is compiled first
-_NOISE = 0.02  # of a step's time
 
 
 class Choices:
@@ -74,7 +73,7 @@ class Choices:
         if kind is earlier or kind.key != earlier.key:
             return None
         self._before = None
-        if took_s <= before_s * (1 + _NOISE):
+        if took_s <= before_s * (1 + NOISE):
             return None
         self._num = _MOST_CHOICES
         return before

@@ -153,23 +153,21 @@ class CompiledBlocks:
             with the reference: they are left out from now on, and others may be worth it.
         """
         before = dict(self.variants)
-        if choice.measured_ms is None or not self._choices.is_worth(choice) or choice.variants == before:
+        if choice.measured_ms is None or not self._choices.is_worth(choice) or before | choice.variants == before:
             return False  # of the present ones, which steps follow a plan in, it is known that they fit
         if not self.adopt(choice.variants):
             self.set(before)
             return None
         self.choice = choice
         self._choices.take(before, kind, took_s)
-        return before != self.variants
+        return True
 
     def go_back(self, kind: StepKind, took_s: float) -> bool:
-        """Sets the variants of before the last choice, if steps took less in them; returns whether they did.
-
-        Args:
-            kind, took_s: of settled steps.
-        """
+        """Sets the variants of before the last choice, if settled steps of a kind, which take so many seconds now, took
+        less in them; returns whether they did."""
         before = self._choices.back(kind, took_s)
-        self.set(before or {})
+        if before is not None:
+            self.set(before)
         return before is not None
 
     def rechoose(
