@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 import torch
 
 from torchstorm.errors import StorageError, UnsupportedError
-from torchstorm.offload import misuse
+from torchstorm.offload import first_calls, misuse
 from torchstorm.offload.budget import Tiers, build_tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
 from torchstorm.offload.native import library
@@ -99,6 +99,8 @@ class Session:
             check_budget(given, tiers.budget)
         fast = tiers.fast
         self.device = fast.device
+        if not fast.is_beside_host:
+            first_calls.settle()
         state = OptimizerState(model, optimizer)
         residency = Residency(
             fast,
