@@ -1,4 +1,4 @@
-"""What settled steps do, whether Python or C++ does it."""
+"""What ran: PyTorch's operations, and what settled steps do, whether Python or C++ does it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchstorm.offload.native import library
 from torchstorm.offload.recompute import watched
+from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.step import step as steps
+
+
+class SeenOperations(TorchDispatchMode):
+    """Notes all operations but views, with shape, strides and dtype of each tensor that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not operator(func).is_view:
+            shapes = [(one.shape, one.stride(), one.dtype) for one in args if isinstance(one, torch.Tensor)]
+            self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
 
 
 def note_packed(patch: pytest.MonkeyPatch, found: list[object]) -> None:

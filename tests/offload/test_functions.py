@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.forced import at_random, force_recompute, recomputing, recorded_as_a_whole
+from offload.noted import SeenOperations
 from torchstorm.errors import UnsupportedError
-from torchstorm.offload.recompute.operators import function, operator, single
+from torchstorm.offload.recompute.operators import function, single
 from torchstorm.offload.replan import problems
 from torchstorm.offload.session import Session
 from torchstorm.plan.plan import Plan
@@ -73,18 +73,6 @@ RUNS: dict[str, Run] = {
     "rsub": lambda x: torch.rsub(x, 1.0),
     "addcmul": lambda x: torch.addcmul(x, x, x),
 }
-
-
-class SeenOperations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, list[Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not operator(func).is_view:
-            shapes = [(one.shape, one.stride(), one.dtype) for one in args if isinstance(one, torch.Tensor)]
-            self.seen.append((str(func), shapes))
-        return func(*args, **(kwargs or {}))
 
 
 class SeenFunctions(TorchFunctionMode):
