@@ -136,8 +136,8 @@ def show_plans(session: Session) -> None:
     planner = session._shared.planner
     search, take, judge = planner._search_beside, planner.take_better, planner.judge
 
-    def searched(beside: Any, planned: Any, plan: Plan, trace: Trace, *rest: Any, limit_s: float) -> None:
-        search(beside, planned, plan, trace, *rest, limit_s=limit_s)
+    def searched(beside: Any, planned: Any, plan: Plan, trace: Trace, *rest: Any, limit_s: float, **more: Any) -> None:
+        search(beside, planned, plan, trace, *rest, limit_s=limit_s, **more)
         least = (
             f"less than {planned.asked.than_s * 1e3:.1f} ms at a part of the link, {planned.forecast.step_ms:.1f} now"
         )

@@ -64,7 +64,7 @@ def test_a_forward_takes_what_its_operations_do_and_the_host_has_the_rest_to_spa
 
 def test_what_the_plan_takes_the_host_is_no_part_of_what_it_takes_without() -> None:
     host = HostCost(move_s=0.2)
-    trace = with_settled_forward(step(host=host), plan_of(step(), MOVED), [Took(3.0, 0.9, 0.6)])
+    trace = with_settled_forward(step(host=host), plan_of(step(), MOVED), [Took(3.0, 0.9, 0.6, 0.0)])
     assert trace.host == replace(host, idle_s=pytest.approx(0.8 - (0.6 - 0.2)))
 
 
@@ -79,6 +79,13 @@ def test_a_forward_is_no_longer_than_it_was_seen_to_be_and_no_shorter_than_the_h
 def test_what_a_forward_has_waited_for_copies_is_none_of_its_own() -> None:
     trace = with_settled_forward(step(), plan_of(step()), [Took(3.0, 0.9, 0.1, 0.3), Took(3.0, 0.8, 0.1)])
     assert seconds(trace)[:3] == pytest.approx([0.3, 0.3, 0.0])
+
+
+def test_a_forward_that_may_have_waited_for_copies_tells_nothing_where_nobody_noted_for_how_long() -> None:
+    trace = step()
+    assert with_settled_forward(trace, plan_of(trace, MOVED), [Took(3.0, 0.9, 0.1)]) is trace
+    known = with_settled_forward(trace, plan_of(trace, MOVED), [Took(3.0, 0.9, 0.1, 0.5), Took(3.0, 0.8, 0.1)])
+    assert seconds(known)[:3] == pytest.approx([0.2, 0.2, 0.0])
 
 
 def test_steps_show_that_a_forward_is_shorter_than_plans_were_made_for() -> None:
@@ -108,7 +115,7 @@ def test_steps_whose_forward_is_not_known_say_nothing() -> None:
 def test_a_late_host_is_not_taken_for_a_slow_link() -> None:
     trace = step(forward_s=0.2)  # of which too little is known: 0.6 s of forward, where the host needs 1.6
     plan = plan_of(trace, MOVED)
-    found, share = explained(trace, plan, [Took(3.6, 1.6, 1.6)], 3.6, MACHINE, 1.0)
+    found, share = explained(trace, plan, [Took(3.6, 1.6, 1.6, 0.0)], 3.6, MACHINE, 1.0)
     assert share == 1.0
     assert forecast_s(found, plan.placements, MACHINE) == pytest.approx(3.6)
     unknown, share = explained(trace, plan, [Took(3.6)], 3.6, MACHINE, 1.0)

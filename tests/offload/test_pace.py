@@ -287,10 +287,11 @@ def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_th
 ) -> None:
     monkeypatch.setattr(clocks, "is_reached", lambda mark: mark != 0.9)
     span = Span(clock)
-    span.waits += [(0.1, 0.3), (0.4, 0.9), (0.5, 0.6)]
+    waits = span.note_waits()
+    waits += [(0.1, 0.3), (0.4, 0.9), (0.5, 0.6)]
     clock.now = 1.0
     span.turned()
-    span.waits += [(1.1, 1.2)]  # in backward
+    waits += [(1.1, 1.2)]  # in backward
     clock.now = 3.0
     span.end()
     took = span.took()

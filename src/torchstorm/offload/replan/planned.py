@@ -16,6 +16,7 @@ from torchstorm.plan.trace import Trace
 NUM_JUDGED = 3  # a step's time is judged by the median of so many that followed the plan
 NOISE = 0.02  # of a step's time: a miss that is none
 _UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
+_NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
 _MOST_MARKED = 12  # steps of one plan, of which some do not count
 _NUM_TRIES = 4  # of the next steps, one that is much smaller is
 _MUCH = 0.4  # of the budget: another step may well need more than all of it
@@ -128,9 +129,13 @@ class Planned:
         """Whether steps have shown what it takes, and no better one is searched for."""
         return len(self.recent) == NUM_JUDGED and self.asked is None and not self.is_quick and self.plan is not None
 
-    def is_to_tell_waits(self) -> bool:
-        """Whether the next step is one of the few that mark their waits for copies, which takes the host a while."""
-        is_one = len(self.times_s) < NUM_JUDGED and self.num_marked < _MOST_MARKED
+    def is_to_tell_waits(self, key: Key) -> bool:
+        """Whether a step is one of the few that mark their waits for copies, which takes the host a while.
+
+        Args:
+            key: how it begins. Of much smaller steps than the plan is for nobody asks.
+        """
+        is_one = len(self.times_s) < NUM_JUDGED and self.num_marked < _MOST_MARKED and self.is_nearly_for(key)
         self.num_marked += is_one
         return is_one
 
@@ -142,6 +147,10 @@ class Planned:
     def is_tight(self, limit_bytes: int) -> bool:
         """Whether a step that saves more than another, as far as can be expected, might not fit into so many bytes."""
         return self.recomputes or self.trace.saved_bytes > _MUCH * limit_bytes
+
+    def is_nearly_for(self, key: Key) -> bool:
+        """Whether steps that begin so are as much work as those that the plan is for, or nearly."""
+        return key == self.kind.key or self.work_over(key) <= _NEARLY
 
     def work_over(self, key: Key) -> float:
         """About how many times the work of a step that begins so a step is that the plan was made for."""

@@ -346,7 +346,7 @@ class Planner(Problems):
         was_quick, planned.is_quick = planned.is_quick, False
         if was_quick and self._beside is not None:
             # One whose copies are waited for was made for a slower model, and is far from the best.
-            is_poor = min(one.waited_s for one in planned.recent) > NOISE * measured_s
+            is_poor = min(one.waited_s or 0.0 for one in planned.recent) > NOISE * measured_s
             is_poor &= planned.num_lessons < _MOST_LESSONS
             searched = replace(planned, times_s=[], num_lessons=planned.num_lessons + is_poor)
             limit_s = _QUICK_S if is_poor else _FULL_S

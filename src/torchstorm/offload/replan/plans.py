@@ -20,7 +20,6 @@ _MOST_PLANS = 64  # of a Session; each holds a whole trace
 _MOST_NEAR = 4
 _MOST_SMALLER = 16  # traces of steps for which a larger plan stands
 _MUCH_SMALLER = 0.5  # steps of less than this part of a plan's work keep a plan of their own
-_NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
 _MOST_SIZES = 2**14  # that are remembered
 _MOST_WAITS = 12  # powers of two: so many steps that differ from all plans go by, before one of them is traced
 
@@ -154,8 +153,7 @@ class Plans:
         is_known = sizes in self._sizes
         if len(self._sizes) < _MOST_SIZES:
             self._sizes.add(sizes)
-        times = planned.work_over(key)
-        return times if is_known and times <= _NEARLY else 0.0
+        return planned.work_over(key) if is_known and planned.is_nearly_for(key) else 0.0
 
     def stand_for_smaller(self, planned: Planned) -> bool:
         """A whole step was as this plan has it, which from now on serves smaller steps of the same operations, too, but

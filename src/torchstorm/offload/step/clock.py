@@ -44,17 +44,18 @@ class Took(NamedTuple):
         step_s: seconds, all of it.
         forward_s: until its backward began; 0.0 where that was not noted, as in a step that is measured.
         host_s: of the host, until it had asked for all of that.
-        waited_s: of the device, in that time, for copies; 0.0 where that was not noted.
+        waited_s: of the device, in that time, for copies; None where that was not noted.
     """
 
     step_s: float
     forward_s: float = 0.0
     host_s: float = 0.0
-    waited_s: float = 0.0
+    waited_s: float | None = None
 
     def scaled(self, times: float) -> Took:
         """What a step of so many times the work takes the device; the host it takes as long."""
-        return Took(self.step_s * times, self.forward_s * times, self.host_s, self.waited_s * times)
+        waited_s = self.waited_s * times if self.waited_s is not None else None
+        return Took(self.step_s * times, self.forward_s * times, self.host_s, waited_s)
 
 
 class Span:
@@ -65,24 +66,29 @@ class Span:
 
     Attributes:
         start: its entry.
-        waits: marks before and after the device may have had to wait for a copy; none where nobody takes them.
+        waits: marks before and after the device may have had to wait for a copy; None where nobody takes them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.start = clock.mark()
         self._began_s = time.perf_counter()
-        self.waits: list[tuple[object, object]] = []
+        self.waits: list[tuple[object, object]] | None = None
         self._num_waits = 0  # in forward
         self._told: Took | None = None
         self._turn: object = None
         self._host_s = 0.0
         self._stop: object = None
 
+    def note_waits(self) -> list[tuple[object, object]]:
+        """From now on the waits of the step are noted: where they are to be put."""
+        self.waits = []
+        return self.waits
+
     def turned(self) -> None:
         """Backward begins."""
         self._turn, self._host_s = self._clock.mark(), time.perf_counter() - self._began_s
-        self._num_waits = len(self.waits)
+        self._num_waits = len(self.waits or ())
 
     def end(self) -> None:
         """The step is over."""
@@ -97,13 +103,15 @@ class Span:
         """What it took; of a device that has come to its end."""
         if self._told is None:
             self._told = self._read()
-            self.waits.clear()
+            self.waits = None
         return self._told
 
     def _read(self) -> Took:
         step_s = seconds_between(self.start, self._stop)
         if self._turn is None:
             return Took(step_s)
-        waits = [two for two in self.waits[: self._num_waits] if is_reached(two[1])]  # others' streams wait, too
-        waited_s = sum(seconds_between(before, after) for before, after in waits)
+        waited_s = None
+        if self.waits is not None:
+            waits = [two for two in self.waits[: self._num_waits] if is_reached(two[1])]  # others' streams wait, too
+            waited_s = sum((seconds_between(before, after) for before, after in waits), 0.0)
         return Took(step_s, seconds_between(self.start, self._turn), self._host_s, waited_s)

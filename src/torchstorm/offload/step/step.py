@@ -184,15 +184,15 @@ class Step:
             return self._traced()
         planned.num_untold += planned.is_to_tell and not planned.recomputes  # else there is a tape anyway
         is_tight = plans.have_left or planned.is_tight(shared.residency.limit_bytes)
+        has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         others = tuple(plans.near(planned, key))
         smaller = plan_for(planned, self._inputs.shapes) if not self._is_exact else None
         if smaller is not None and not planner.is_outdated(smaller, self._base_bytes):
             self._planned, self._larger, planned = smaller, planned, smaller
-        has_tight_ram = shared.residency.default_tier == KEEP and is_tight
         measure = self._measure(planned)
         turned = self._span.turned if measure is None else None
-        if turned is not None and self._fast.is_beside_host and planned.is_to_tell_waits():
-            shared.residency.waits = self._span.waits
+        if turned is not None and self._fast.is_beside_host and self._larger is None and planned.is_to_tell_waits(key):
+            shared.residency.waits = self._span.note_waits()
         return Choice(planned.plan, measure, self._is_exact, others, has_tight_ram, turned)
 
     def _traced(self) -> Choice:
