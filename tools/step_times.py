@@ -134,7 +134,8 @@ def show_plans(session: Session) -> None:
     """From now on prints what every step took by the plan in force, which better plan is searched for, by what times of
     the model, and which takes over."""
     planner = session._shared.planner
-    search, take, judge = planner._search_beside, planner.take_better, planner.judge
+    search, take = planner._search_beside, planner.take_better
+    judge, choose = planner.judge, planner.take_choice
 
     def searched(beside: Any, planned: Any, plan: Plan, trace: Trace, *rest: Any, limit_s: float, **more: Any) -> None:
         search(beside, planned, plan, trace, *rest, limit_s=limit_s, **more)
@@ -155,13 +156,25 @@ def show_plans(session: Session) -> None:
         print(f"    took {', '.join(said)} (ms)", flush=True)
         return judge(planned, took)
 
-    vars(planner).update(_search_beside=searched, take_better=taken, judge=judged)
+    def chosen() -> Any:
+        found = choose()
+        if found is not None:
+            choice = found[2]
+            mix = ", ".join(f"{number} {name}" for name, number in Counter(choice.variants.values()).items())
+            print(f"    chosen: {mix}; {choice.step_ms} ms, {choice.measured_ms} now", flush=True)
+        return found
+
+    vars(planner).update(_search_beside=searched, take_better=taken, judge=judged, take_choice=chosen)
 
 
 def _times_of(trace: Trace) -> str:
     """What the model alone takes by a trace."""
     forward, backward = trace.forward_s, trace.compute_s - trace.forward_s
-    return f"forward {forward * 1e3:.1f}, backward {backward * 1e3:.1f}, host to spare {trace.host.idle_s * 1e3:.1f} ms"
+    blocks_ms = sum(seconds for _, seconds in trace.blocks_s) * 1e3
+    return (
+        f"forward {forward * 1e3:.1f} (compiled blocks alone {blocks_ms:.1f}), backward {backward * 1e3:.1f}, "
+        f"host to spare {trace.host.idle_s * 1e3:.1f} ms"
+    )
 
 
 def _told(plan: Plan) -> str:

@@ -106,6 +106,9 @@ class _Fast:
     def synchronize(self) -> None:
         pass
 
+    def keep_busy(self) -> None:
+        pass
+
     def is_idle(self) -> bool:
         return True
 

@@ -15,12 +15,14 @@ from torch import nn
 
 from offload.steps import Outcome, assert_same
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled import agreement as agreement_module
+from torchstorm.offload.compiled import case as case_module
 from torchstorm.offload.compiled import compile as compiled_module
 from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, Look
 from torchstorm.offload.compiled.repeatable import is_strict
+from torchstorm.offload.compiled.stop_watch import StopWatch
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, LEAN, SAVE, Blocks, Choice
 
@@ -187,6 +189,36 @@ def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
     (note,) = [note for note in session.report().notes if "not used" in note]
     assert note.startswith("variant 'lean' of blocks.0, blocks.1 is not used: the gradient of ")
     assert "differs from that of 'cheap', by " in note
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_variants_that_agree_are_timed_between_steps_and_all_is_put_back(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train(unlimited)
+    choosing(monkeypatch, LEAN)
+    seen: list[dict[str, set[str]]] = []
+
+    def forward_and_backward(self: StopWatch) -> tuple[float, float]:
+        if fails:
+            raise torch.OutOfMemoryError("no memory for what a step has beside it")
+        return told(self)
+
+    def timed(self: Shared, trace: Trace) -> Trace:
+        assert self.compiled is not None
+        found = self.compiled.timed(trace, self.tiers.fast)  # as where that is a GPU
+        tables = {table.name: table.variants.values() for table in self.compiled.tables()}
+        seen.append({name: {one.name for one in every if one.forward_s} for name, every in tables.items()})
+        assert [name for name, _ in found.blocks_s] == ([] if fails else list(tables))
+        return found
+
+    told = StopWatch.forward_and_backward
+    monkeypatch.setattr(StopWatch, "forward_and_backward", forward_and_backward)
+    monkeypatch.setattr(Shared, "timed", timed)
+    found, _ = train(limited)
+    assert_same(expected, found)
+    assert seen[0] == dict.fromkeys(("blocks.0", "blocks.1"), set() if fails else {REFERENCE})
+    assert fails or seen[-1]["blocks.0"] == {REFERENCE, LEAN}
 
 
 def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
@@ -486,7 +518,7 @@ def test_masks_and_indices_keep_their_values_and_other_tensors_only_their_looks(
     ],
 )
 def test_bits_are_compared_and_not_values(one: float, other: float, same: bool) -> None:
-    assert agreement_module._same_bits(torch.tensor([one]), torch.tensor([other])) == same
+    assert case_module._same_bits(torch.tensor([one]), torch.tensor([other])) == same
     assert CHEAP == REFERENCE
 
 

@@ -99,7 +99,8 @@ def on_a_gpu(tokens: int, *, other_gib: int, idle_s: float = 0.0, base_gib: int 
     trace = trace_of("p0 u0", [storage], seconds=[tokens / 8e3, tokens / 8e3, tokens / 2e3], device="cuda")
     moments = tuple(replace(one, other_bytes=(other_gib + base_gib) * GIB) for one in trace.moments)
     host = HostCost(record_s=1e-5, move_s=1e-4, idle_s=idle_s)
-    return Known((tokens,), replace(trace, moments=moments, base_bytes=base_gib * GIB, host=host))
+    blocks_s = (("h.0", tokens / 16e3),)
+    return Known((tokens,), replace(trace, moments=moments, base_bytes=base_gib * GIB, host=host, blocks_s=blocks_s))
 
 
 def told(known: list[Known], tokens: int) -> Trace:
@@ -109,6 +110,7 @@ def told(known: list[Known], tokens: int) -> Trace:
     found = scaled(known, (tokens,), buffers)
     assert found is not None
     assert found.saved_bytes == tokens * GIB
+    assert found.blocks_s == (("h.0", pytest.approx(tokens / 16e3)),)
     return found
 
 

@@ -178,3 +178,16 @@ def test_a_long_operation_at_the_end_gives_the_host_no_time_before_it() -> None:
     assert spare_s([*blocks, 0.0], 5.0) == pytest.approx(19 - 5)
     assert spare_s([*blocks, 50.0], 25.0) == 0.0
     assert spare_s([], 0.0) == 0.0
+
+
+def test_a_compiled_block_that_was_timed_ran_in_the_interval_before_its_first_save() -> None:
+    trace = saving_step(1.0, 0.1, 0.2, 0.4, is_known=False)
+    assert forward_of_operations(trace) is None
+    in_blocks = [replace(one, block=name) for one, name in zip(trace.storages, ("h.0", "h.1.mlp", "h.1"), strict=True)]
+    timed = replace(trace, storages=tuple(in_blocks), ops=(), blocks_s=(("h.0", 0.3), ("h.1", 0.5), ("h.2", 9.0)))
+    ats = [one.made - 1 for one in in_blocks]
+    expected = [0.0] * trace.turn
+    expected[ats[0]], expected[ats[1]] = 0.3, 0.5
+    assert forward_of_operations(timed) == expected
+    only_one = replace(timed, blocks_s=(("h.0", 0.3),))  # most bytes are of a block that was not
+    assert forward_of_operations(only_one) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
@@ -235,3 +236,48 @@ def test_a_variant_that_a_block_does_not_have_is_the_next_that_saves_more() -> N
 def test_a_block_without_a_variant_takes_the_next_that_saves_more_and_else_the_one_that_saves_most() -> None:
     found = BlockTable(name="h.0", variants={name: variant(name) for name in (CHEAP, INPUTS)}, forward_flops=1000)
     assert [found.nearest(name).name for name in VARIANTS] == [CHEAP, CHEAP, CHEAP, INPUTS, INPUTS]
+
+
+def timed_table(number: int) -> BlockTable:
+    """As `table`; its variants were timed: forward takes half, and backward a fifth of what it computes again more."""
+    variants = {
+        name: replace(one, forward_s=FORWARD_S / 2, backward_s=BACKWARD_S + one.backward_flops / RATE * 1.2)
+        for name, one in table(number).variants.items()
+    }
+    return replace(table(number), variants=variants)
+
+
+def test_blocks_that_were_timed_take_in_another_variant_what_that_differs_by() -> None:
+    before, after = [SAVE, CHEAP, CHEAP], [LEAN, INPUTS, CHEAP]
+    tables = [timed_table(number) for number in range(3)]
+    found = mixed_trace(trace_of(before), tables, names(before), names(after), memory_bytes_per_s=1e12)
+    more_s = (FLOPS[LEAN] + FLOPS[INPUTS]) / RATE * 1.2
+    assert found.compute_s == pytest.approx(trace_of(before).compute_s + more_s)
+
+
+@pytest.mark.parametrize("late", [1.1, 4.0])
+def test_blocks_for_which_a_gpu_has_waited_take_what_they_take_alone(late: float) -> None:
+    mix = [LEAN, CHEAP]
+    trace = trace_of(mix)
+    slow = replace(trace, moments=tuple(replace(one, compute_s=one.compute_s * late) for one in trace.moments))
+    tables = [
+        replace(one, variants={name: replace(each, forward_s=FORWARD_S) for name, each in one.variants.items()})
+        for one in map(timed_table, range(2))
+    ]
+    tables.append(table(1))  # was not timed
+    tables[1] = replace(tables[1], name="h.2")  # has not run
+    blocks = Blocks(tables=tables, measured={**names(mix), "h.2": CHEAP}, memory_bytes_per_s=1e12)
+    found = blocks.timed_alone(slow)
+    assert found.blocks_s == (("h.0", FORWARD_S),)
+    own_s = BACKWARD_S + FLOPS[LEAN] / RATE * 1.2
+    backward = [one.compute_s for one in found.moments[found.turn :] if one.compute_s]
+    assert backward[0] == pytest.approx(BACKWARD_S * late)  # of the second block
+    assert backward[1] == pytest.approx(own_s if late > 1.25 * 1.2 else (BACKWARD_S + FLOPS[LEAN] / RATE) * late)
+    all_timed = replace(blocks, tables=[tables[0], replace(tables[1], name="h.1")])
+    found = all_timed.timed_alone(slow)
+    assert found.forward_s == pytest.approx(2 * FORWARD_S * (late if late < 1.25 else 1.0))
+
+
+def test_times_of_a_block_rise_with_its_sizes() -> None:
+    one = replace(variant(CHEAP), forward_s=0.5, backward_s=2.0).scaled(Fraction(3, 2))
+    assert (one.forward_s, one.backward_s) == (0.75, 3.0)

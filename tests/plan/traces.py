@@ -96,6 +96,7 @@ def random_trace(
         base_bytes=rng.choice((0, 1000)) if device == "cuda" else 0,
         staging_bytes=rng.choice((0, 8192)),
         host=random_host(rng) if device == "cuda" else HostCost(),
+        blocks_s=tuple((f"h.{number}", rng.random()) for number in range(rng.randrange(3))),
     )
     return _with_ops(rng, trace) if with_ops else trace
 

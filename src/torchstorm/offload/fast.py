@@ -17,6 +17,7 @@ from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import StreamClock
 
+_BUSY_CYCLES = 40_000_000  # some 20 ms of a GPU
 _ANY_BYTES = 1 << 62
 
 
@@ -41,6 +42,9 @@ class FastTier(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
+
+    def keep_busy(self) -> None:
+        """Gives a device beside the host work for some 20 ms, so that the host gets ahead of it."""
 
     def is_idle(self) -> bool:
         """Whether it has, as far as the current stream goes."""
@@ -93,6 +97,10 @@ class Gpu:  # pragma: gpu
         """Waits for all streams."""
         torch.cuda.synchronize(self.device)
 
+    def keep_busy(self) -> None:
+        """A kernel that spins."""
+        torch.cuda._sleep(_BUSY_CYCLES)
+
     def is_idle(self) -> bool:
         """Asks the current stream."""
         return torch.cuda.current_stream(self.device).query()
@@ -142,6 +150,9 @@ class Cpu:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
+
+    def keep_busy(self) -> None:
+        """It is no device beside the host."""
 
     def is_idle(self) -> bool:
         """Always, between two operations."""

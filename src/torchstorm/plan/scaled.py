@@ -217,7 +217,8 @@ def _drawn_out(trace: Trace, traces: Sequence[Trace]) -> Trace:
         replace(one, compute_s=one.compute_s * rise, scratch_bytes=bytes_of(lower.scratch_bytes, higher.scratch_bytes))
         for one, lower, higher in zip(trace.ops, low.ops, high.ops, strict=True)
     )
-    return _with_the_same_host(replace(trace, moments=moments, ops=ops), top)
+    blocks_s = tuple((name, seconds * rise) for name, seconds in trace.blocks_s)
+    return _with_the_same_host(replace(trace, moments=moments, ops=ops, blocks_s=blocks_s), top)
 
 
 def _with_the_same_host(trace: Trace, top: Trace) -> Trace:

@@ -77,6 +77,10 @@ class SavedStorage:
     block: str
     value: int = -1
 
+    def is_of(self, block: str) -> bool:
+        """Whether it was saved within a block, named as in `block`."""
+        return self.block == block or self.block.startswith(f"{block}.")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
@@ -173,6 +177,8 @@ class Trace:
         ops: operations that can run again, in the order of the step.
         values: their inputs and outputs.
         host: what following a plan takes the host.
+        blocks_s: names of compiled blocks, whose operations nobody sees, and the seconds that the forward of each takes
+            a GPU by itself; where that was timed.
     """
 
     device: str
@@ -184,6 +190,7 @@ class Trace:
     ops: tuple[Op, ...] = ()
     values: tuple[Value, ...] = ()
     host: HostCost = HostCost()
+    blocks_s: tuple[tuple[str, float], ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Thousands of objects are pickled several times as fast by the values in them. It holds Python's lock.
@@ -273,6 +280,7 @@ def trace_from_dict(fields: dict[str, Any]) -> Trace:
             ),
             "values": tuple(Value(**value) for value in fields["values"]),
             "host": HostCost(**fields.get("host", {})),
+            "blocks_s": tuple((name, seconds) for name, seconds in fields.get("blocks_s", ())),
         }
     )
 

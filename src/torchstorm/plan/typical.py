@@ -30,7 +30,7 @@ _LARGE_BYTES = 2**25  # of an operation that tells the memory's speed
 _FASTEST = 50  # the fastest 1/50 of these tells it
 _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
-_LATE = 1.25  # times what its operations take: of a forward in which the device has waited for the host
+LATE = 1.25  # times what its work takes: of a part of a step in which the device has waited for the host
 _MOST = 0.9  # of the saved bytes
 MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 
@@ -65,18 +65,28 @@ def typical_ops(trace: Trace) -> tuple[Op, ...]:
 def forward_of_operations(trace: Trace) -> list[float] | None:
     """Seconds that the operations in every interval before backward take a GPU, however late the host may come.
 
-    An operation ran before what it made, or what later ones made, was saved first.
+    An operation ran before what it made, or what later ones made, was saved first; and a compiled block before what it
+    saved.
 
     Returns:
-        None on a CPU, and where what made most of the saved bytes is not known, as in a compiled block.
+        None on a CPU, and where what made most of the saved bytes is not known, as in a compiled block of which nothing
+        was timed.
     """
     if trace.device != "cuda":
         return None
     movable = [one for one in trace.storages if one.parcel >= 0]
-    known_bytes = sum(one.nbytes for one in movable if one.value >= 0 and trace.values[one.value].op >= 0)
+    of_blocks = {name: [one for one in trace.storages if one.is_of(name)] for name, _ in trace.blocks_s}
+    timed = {id(one) for own in of_blocks.values() for one in own}
+    known_bytes = sum(
+        one.nbytes for one in movable if id(one) in timed or (one.value >= 0 and trace.values[one.value].op >= 0)
+    )
     if known_bytes < _MOST * sum(one.nbytes for one in movable):
         return None
     seconds = [0.0] * trace.turn
+    for name, took_s in trace.blocks_s:
+        at = min((one.made for one in of_blocks[name]), default=0) - 1
+        if 0 <= at < len(seconds):
+            seconds[at] += took_s
     at = trace.num_moments - 1
     for op in reversed(trace.ops):
         saved = [trace.values[value].storage for value in op.outputs]
@@ -125,7 +135,7 @@ def without_waiting(trace: Trace) -> Trace:
     """The trace of a step whose every moment was marked, with a forward that takes what its operations do where the GPU
     has waited for the host in it: that was not the model's work, but the marking's."""
     found = forward_of_operations(trace)
-    if found is None or trace.forward_s <= _LATE * sum(found):
+    if found is None or trace.forward_s <= LATE * sum(found):
         return trace
     return replace(trace, moments=(*taking(trace.moments[: trace.turn], found), *trace.moments[trace.turn :]))
 

@@ -21,6 +21,7 @@ from math import inf
 from torchstorm.errors import BudgetError
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.typical import LATE, without_waiting
 
 SAVE, CHEAP, LEAN, INPUTS, LEAST = "save", "cheap", "lean", "inputs", "least"
 VARIANTS = (SAVE, CHEAP, LEAN, INPUTS, LEAST)
@@ -41,6 +42,8 @@ class Variant:
         backward_flops: floating-point operations of the matrix products and attention that are recomputed in backward.
         backward_bytes: bytes that recomputed operations write in backward.
         peak_bytes: peak memory of backward, saved tensors included.
+        forward_s: seconds that the forward takes a GPU by itself; 0.0 where that was not timed.
+        backward_s: the same of backward.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Variant:
     backward_flops: int = 0
     backward_bytes: int = 0
     peak_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
@@ -59,7 +64,8 @@ class Variant:
         """The same for sizes that are larger by a ratio."""
         numbers = ("small_bytes", "backward_flops", "backward_bytes", "peak_bytes")
         sizes = tuple(round(size * ratio) for size in self.sizes)
-        return replace(self, sizes=sizes, **{name: round(getattr(self, name) * ratio) for name in numbers})
+        larger = replace(self, sizes=sizes, **{name: round(getattr(self, name) * ratio) for name in numbers})
+        return replace(larger, forward_s=float(self.forward_s * ratio), backward_s=float(self.backward_s * ratio))
 
     def then(self, other: Variant) -> Variant:
         """The sum of two graphs of one block, which run one after the other in forward."""
@@ -127,7 +133,7 @@ class Blocks:
     """Compiled blocks that variants are to be chosen for.
 
     Attributes:
-        tables: of each, in the order of forward.
+        tables: of each.
         measured: the variant of each in the traced step.
         memory_bytes_per_s: approximate rate at which element-wise operations write.
     """
@@ -135,6 +141,22 @@ class Blocks:
     tables: Sequence[BlockTable]
     measured: Mapping[str, str]
     memory_bytes_per_s: float
+
+    def timed_alone(self, trace: Trace) -> Trace:
+        """The trace of a step whose every moment was marked, with blocks that take what they take a GPU by themselves
+        where it has waited for the host. Those that were not timed stay as they are."""
+        moments, blocks_s = list(trace.moments), list[tuple[str, float]]()
+        for table in self.tables:
+            measured = self.measured[table.name]
+            variant = as_measured(trace, table, measured).nearest(measured)
+            span = _span_of(trace, trace.storages, table.name)
+            if span is None or not variant.forward_s:
+                continue
+            blocks_s.append((table.name, variant.forward_s))
+            (at,) = span.backward()
+            if moments[at].compute_s > LATE * variant.backward_s:
+                moments[at] = replace(moments[at], compute_s=variant.backward_s)
+        return without_waiting(replace(trace, moments=tuple(moments), blocks_s=tuple(blocks_s)))
 
 
 def choose_variants(
@@ -154,7 +176,10 @@ def choose_variants(
         max_tries, max_seconds: limits of the search; the best mix found by then is returned.
     """
     num, measured, memory_bytes_per_s = len(blocks.tables), blocks.measured, blocks.memory_bytes_per_s
-    tables = [as_measured(trace, table, measured[table.name]) for table in blocks.tables]
+    tables = sorted(
+        (as_measured(trace, table, measured[table.name]) for table in blocks.tables),
+        key=lambda table: min((one.made for one in trace.storages if one.is_of(table.name)), default=trace.num_moments),
+    )  # in the order of forward
     trace = warm_trace(trace, tables, measured)
     stop = time.monotonic() + max_seconds
     scores: dict[tuple[str, ...], tuple[int, float]] = {}  # by the variants of the blocks
@@ -291,7 +316,7 @@ class _Span:
 
 def _span_of(trace: Trace, storages: Sequence[SavedStorage], name: str) -> _Span | None:
     """The moments of a block; None if the step has no backward of it."""
-    own = {n for n, storage in enumerate(storages) if storage.block == name or storage.block.startswith(f"{name}.")}
+    own = {number for number, storage in enumerate(storages) if storage.is_of(name)}
     needed = [storages[n].needed for n in own if storages[n].needed < trace.num_moments]
     if not needed:
         return None
@@ -315,7 +340,8 @@ def mixed_trace(
     """Rewrites a trace for other variants.
 
     Storages that a block does not save in its new variant get 0 bytes. Additional storages are packed and unpacked with
-    the block's others. Recomputation adds time, at the measured speed of the block's forward.
+    the block's others. Recomputation adds time: what the two variants were timed to differ in, or at the speed of the
+    block's forward.
     """
     moments = list(trace.moments)
     storages = list(trace.storages)
@@ -350,11 +376,13 @@ def mixed_trace(
             fields = {"made": 0, "owned": 0, "needed": 0, "freed": 0}
             storage = SavedStorage(nbytes=nbytes, parcel=-1, block=block, **fields)
             added.append((places[0], places[1], unpacked + 1, storage))
-        seconds = sum(moments[at].compute_s for at in span.forward())
+        seconds = old.forward_s or sum(moments[at].compute_s for at in span.forward())
         rate = table.forward_flops / seconds if seconds > 0 else 0.0
         extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
         if rate:
             extra += (new.backward_flops - old.backward_flops) / rate
+        if old.backward_s and new.backward_s:
+            extra = new.backward_s - old.backward_s
         working = (new.peak_bytes - new.saved_bytes) - (old.peak_bytes - old.saved_bytes)
         moments[unpacked] = replace(
             moments[unpacked],

@@ -22,6 +22,7 @@ from torchstorm.offload.compiled.agreement import REFERENCE, look_of
 from torchstorm.offload.compiled.blocks import named_blocks, structure
 from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
+from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.replan.planned import Kind as StepKind
 from torchstorm.offload.step.hooks import SavedTensors
@@ -123,9 +124,15 @@ class CompiledBlocks:
             if kind.costs
         ]
 
+    def timed(self, trace: Trace, fast: FastTier) -> Trace:
+        """The trace of a step that has ended, with what its blocks take the device by themselves."""
+        for kind in set(self._kinds.values()):
+            kind.agreement.time(kind.call, fast)
+        return self._blocks(trace).timed_alone(trace)
+
     def _blocks(self, trace: Trace) -> Blocks:
         return Blocks(
-            tables=sorted(self.tables(), key=lambda table: _first_save(trace, table.name)),
+            tables=self.tables(),
             measured=dict(self.variants),
             memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
         )
@@ -391,8 +398,3 @@ def refuse_compiled_whole(model: nn.Module) -> None:
 
 def _device_of(module: nn.Module) -> torch.device:
     return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-
-def _first_save(trace: Trace, block: str) -> int:
-    own = (s.made for s in trace.storages if s.block == block or s.block.startswith(f"{block}."))
-    return min(own, default=trace.num_moments)

@@ -70,8 +70,11 @@ class Kind:
         return found
 
     def usable(self) -> dict[str, Variant]:
-        """Those that are not dropped, the reference always among them then."""
+        """Those that are not dropped, the reference always among them then, and what was timed of each."""
         found = self.merged()
+        for name, (forward_s, backward_s) in self.agreement.seconds.items():
+            if name in found:
+                found[name] = replace(found[name], forward_s=forward_s, backward_s=backward_s)
         dropped = self.agreement.dropped
         if not dropped:
             return found

@@ -165,6 +165,11 @@ class Shared:
             others = self.compiled.to_choose(planned.trace) if is_taken is None else None
             self.planner.search_after_choice(planned, others)
 
+    def timed(self, trace: Trace) -> Trace:
+        """A step's trace with what compiled blocks take a GPU by themselves, if there are any."""
+        fast = self.tiers.fast
+        return self.compiled.timed(trace, fast) if self.compiled is not None and fast.is_beside_host else trace
+
     def settled(self, pace: Pace, planned: Planned, plan: Plan, scale: float) -> Trace:
         """A trace with the times of a step that has followed a plan. The host of that step came late, as it timed every
         operation; that of the steps before it did not, so their forward tells how long it is at most.

@@ -316,7 +316,7 @@ class Step:
             trace = shared.settled(recorder, planned, planned.plan, self._scale_of(planned))
         else:
             assert isinstance(recorder, Recorder)
-            trace = recorder.refine(planned.trace) if planned is not None else recorder.trace()
+            trace = shared.timed(recorder.refine(planned.trace) if planned is not None else recorder.trace())
         num_measured = planned.num_measured + 1 if planned else 1
         base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
         blocks = shared.compiled if planned is self._planned else None
