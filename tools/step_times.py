@@ -152,7 +152,8 @@ def show_plans(session: Session) -> None:
         return is_another
 
     def judged(planned: Any, took: Took) -> Any:
-        said = (f"{name} {seconds * 1e3:.1f}" for name, seconds in zip(Took._fields, took, strict=True))
+        named = zip(Took._fields, took, strict=True)
+        said = (f"{name} {seconds * 1e3:.1f}" for name, seconds in named if seconds is not None)
         print(f"    took {', '.join(said)} (ms)", flush=True)
         return judge(planned, took)
 
@@ -352,6 +353,10 @@ def main() -> None:
         print(f"  plan: {dict(tiers)}; moved {report.moved_bytes / 2**30:.2f} GiB; {report.forecast}")
         print("\n".join(f"  {note}" for note in report.notes))
         if blocks is not None:
+            for table in blocks.tables()[:1]:
+                for name, one in table.variants.items():
+                    seconds = f"{one.forward_s * 1e3:.2f} + {one.backward_s * 1e3:.2f} ms alone"
+                    print(f"  {name}: {one.saved_bytes / 2**20:.0f} MiB, {seconds}")
             blocks.undo()
 
 

@@ -18,6 +18,7 @@ from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.replan.planned import Kind
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Took
+from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.beside import PLAN_NOW, Problem, _solved
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, LEAST, SAVE, Blocks, Choice, choose_variants
@@ -149,6 +150,39 @@ def test_the_variants_before_are_back_where_such_steps_take_longer_in_the_new_on
     assert torch.equal(run_steps(session, 1), expected)
 
 
+def test_variants_are_chosen_until_answers_have_come_whoever_waits_for_them_no_longer(
+    compiled: tuple[Session, CompiledBlocks],
+) -> None:
+    session, blocks = compiled
+    problem = until_chosen_beside(session)
+    assert all(blocks.to_choose(problem.trace) is not None for _ in range(9)), "longer steps are planned meanwhile"
+    choice = Choice(variants=dict(blocks.variants), step_ms=1.0, measured_ms=1.0, num_tried=1)
+    for _ in range(4):
+        assert blocks.take(choice, Kind(), 1.0) is False
+    assert blocks.to_choose(problem.trace) is None
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
+    is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, blocks = compiled
+    if is_timed:
+        monkeypatch.setattr(Shared, "timed", lambda self, trace: blocks.timed(trace, self.tiers.fast))  # as on a GPU
+    choices: list[bool] = []
+    begin = Choices.begin
+
+    def noted(self: Choices, *, has_compiled: bool, **options: Any) -> bool:
+        choices.append(has_compiled)
+        return begin(self, has_compiled=has_compiled, **options)
+
+    monkeypatch.setattr(Choices, "begin", noted)
+    run_steps(session, 1)
+    with session.step():
+        session._shared.model(torch.randn(512, 64)).square().mean().backward()
+    assert choices == [not is_timed]
+
+
 def test_a_process_chooses_as_a_step_that_waits_would(compiled: tuple[Session, CompiledBlocks]) -> None:
     session, _ = compiled
     problem = until_chosen_beside(session)
@@ -167,7 +201,9 @@ def test_choices_are_few_and_worth_compiling_and_given_back_once() -> None:
     assert choices.begin(has_compiled=True), "some models compile in every step"
     assert choices.is_first
     assert not choices.begin(has_compiled=False, most=1)
+    assert all(choices.may_begin(has_compiled=True) for _ in range(9)), "only what was chosen counts"
     assert [choices.begin(has_compiled=False) for _ in range(4)] == [True] * 3 + [False]
+    assert not choices.may_begin(has_compiled=False)
     assert [choices.begin(has_compiled=True, is_urgent=True) for _ in range(5)] == [True] * 4 + [False]
     for step_ms, measured_ms, is_worth in (
         (96.0, 100.0, True),

@@ -23,10 +23,10 @@ class Choices:
         return self._num + self._num_urgent == 1
 
     def begin(self, *, has_compiled: bool, most: int | None = None, is_urgent: bool = False) -> bool:
-        """Whether variants are to be chosen by a step; counts that, if they are.
+        """Whether variants are to be chosen by a step that waits for them; counts that, if they are.
 
         Args:
-            has_compiled: whether the step has compiled anything, so that its times tell little.
+            has_compiled: as in `may_begin`.
             most: so many choices at most; None for no other limit than there is.
             is_urgent: whether the present ones do not fit: these choices count by themselves.
         """
@@ -34,13 +34,28 @@ class Choices:
             self._num_urgent += 1
             return self._num_urgent <= _MOST_CHOICES
         is_enough = most is not None and self._num + self._num_urgent >= most
-        if is_enough or self._num >= _MOST_CHOICES:
+        if is_enough or not self.may_begin(has_compiled=has_compiled):
+            return False
+        self.count()
+        return True
+
+    def may_begin(self, *, has_compiled: bool) -> bool:
+        """Whether variants are to be chosen by a step beside training. The answer counts: where sizes change, longer
+        steps may be planned meanwhile, and nobody waits for it any more.
+
+        Args:
+            has_compiled: whether the step has compiled anything, so that its times tell little.
+        """
+        if self._num >= _MOST_CHOICES:
             return False
         if has_compiled and not self._has_waited:
             self._has_waited = True
             return False
-        self._num += 1
         return True
+
+    def count(self) -> None:
+        """Variants were chosen."""
+        self._num += 1
 
     def is_worth(self, choice: Choice) -> bool:
         """Whether variants promise to be faster by a share that is worth compiling them, or are the only ones that

@@ -130,12 +130,14 @@ class CompiledBlocks:
             kind.agreement.time(kind.call, fast)
         return self._blocks(trace).timed_alone(trace)
 
+    @property
+    def _is_disturbed(self) -> bool:
+        """Whether the last step's times tell little, since it has compiled, and blocks were not timed by themselves."""
+        return self._has_compiled and not all(kind.agreement.seconds for kind in self._kinds.values())
+
     def _blocks(self, trace: Trace) -> Blocks:
-        return Blocks(
-            tables=self.tables(),
-            measured=dict(self.variants),
-            memory_bytes_per_s=_MEMORY_BYTES_PER_S[trace.device],
-        )
+        speed = _MEMORY_BYTES_PER_S[trace.device]
+        return Blocks(tables=self.tables(), measured=dict(self.variants), memory_bytes_per_s=speed)
 
     def to_choose(self, trace: Trace) -> Blocks | None:
         """The blocks, if variants are to be chosen for them beside training; `take` says what becomes of the choice.
@@ -143,7 +145,7 @@ class CompiledBlocks:
         Args:
             trace: a settled step in the present ones.
         """
-        if self.fixed or not self.tables() or not self._choices.begin(has_compiled=self._has_compiled):
+        if self.fixed or not self.tables() or not self._choices.may_begin(has_compiled=self._is_disturbed):
             return None
         return self._blocks(trace)
 
@@ -159,6 +161,7 @@ class CompiledBlocks:
             Whether blocks change, so that the next step is another one. None where some of the variants do not agree
             with the reference: they are left out from now on, and others may be worth it.
         """
+        self._choices.count()
         before = dict(self.variants)
         if choice.measured_ms is None or not self._choices.is_worth(choice) or before | choice.variants == before:
             return False  # of the present ones, which steps follow a plan in, it is known that they fit
@@ -193,12 +196,12 @@ class CompiledBlocks:
             most: does so only if fewer choices have been made so far. After the first one, other variants must promise
                 to be faster by a share that is worth compiling them, or be the only ones that fit.
             is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
-                nothing by its times.
+                nothing by its times, unless blocks were timed by themselves.
         """
         choices = self._choices
         if self.fixed or not self.tables():
             return False
-        if not choices.begin(most=most, has_compiled=self._has_compiled, is_urgent=is_urgent):
+        if not choices.begin(most=most, has_compiled=self._is_disturbed, is_urgent=is_urgent):
             return False
         before = dict(self.variants)
         while True:
@@ -240,7 +243,8 @@ class CompiledBlocks:
         kind = self._kinds.get(name)
         if not self.compares or kind is None or variant not in VARIANTS:
             return True  # `set` refuses it
-        return kind.agreement.agrees(variant, kind.call, _device_of(self._modules[name]))
+        device = next((one.device for one in self._modules[name].parameters()), torch.device("cpu"))
+        return kind.agreement.agrees(variant, kind.call, device)
 
     def settle_whether_whole(self) -> bool:
         """Called when a step has ended. True where the next such step need not watch what blocks do, or must again."""
@@ -394,7 +398,3 @@ def refuse_compiled_whole(model: nn.Module) -> None:
             "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
             "and compile it block by block with storm.compile(model)."
         )
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
