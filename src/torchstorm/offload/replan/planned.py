@@ -18,6 +18,7 @@ NOISE = 0.02  # of a step's time: a miss that is none
 _UNTOLD = (8, 64, 512)  # after so many much smaller steps of unknown sizes, one is traced
 _NEARLY = 1.05  # times the work of a step whose time tells of a plan for larger ones
 _MOST_MARKED = 12  # steps of one plan, of which some do not count
+_MOST_FAR = 24  # smaller steps, before one of them tells what larger ones take
 _NUM_TRIES = 4  # of the next steps, one that is much smaller is
 _MUCH = 0.4  # of the budget: another step may well need more than all of it
 
@@ -73,6 +74,7 @@ class Planned:
         num_marked: steps that marked their waits, since it is in use.
         num_smaller: smaller steps since it is a quick plan: those that have followed it, or a plan for smaller steps in
             its place.
+        num_far: steps that could have been timed for it, but were much smaller.
         num_untold: much smaller steps of whose sizes the traces did not tell, and the few steps of any size that were
             ready to be traced for that.
         untold: these sizes, and the number of plans that had come when they were last asked for.
@@ -98,6 +100,7 @@ class Planned:
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
     num_marked: int = 0
     num_smaller: int = 0
+    num_far: int = 0
     num_untold: int = 0
     untold: dict[tuple[int, ...], int] = field(default_factory=dict)
     kind: Kind = field(default_factory=Kind)
@@ -138,6 +141,18 @@ class Planned:
         is_one = len(self.times_s) < NUM_JUDGED and self.num_marked < _MOST_MARKED and self.is_nearly_for(key)
         self.num_marked += is_one
         return is_one
+
+    def is_timed_by(self, key: Key) -> bool:
+        """Whether a step tells what those take that the plan is for. On a GPU a much smaller one tells little: the host
+        takes as long for it. It does where only such steps come.
+
+        Args:
+            key: how it begins.
+        """
+        if self.is_nearly_for(key):
+            return True
+        self.num_far += 1
+        return self.num_far > _MOST_FAR
 
     @property
     def recomputes(self) -> bool:

@@ -203,16 +203,15 @@ class Step:
         return Choice(None, self._recorder())
 
     def _recorder(self) -> Recorder:
-        return Recorder(
-            self._fast,
-            self._span.start,
-            base_bytes=self._base_bytes,
-            staging_bytes=self._shared.residency.staging_bytes,
-        )
+        staging_bytes = self._shared.residency.staging_bytes
+        return Recorder(self._fast, self._span.start, base_bytes=self._base_bytes, staging_bytes=staging_bytes)
 
     def _measure(self, planned: Planned) -> Recorder | Pace | None:
         """Who measures a step that follows a plan."""
         if not self._shared.plans.is_measured_again(planned) or self._shared.retiming is not None:
+            return None
+        assert self._key is not None
+        if self._fast.is_beside_host and not planned.is_timed_by(self._key):
             return None
         if planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
