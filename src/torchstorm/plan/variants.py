@@ -29,9 +29,6 @@ VARIANTS = (SAVE, CHEAP, LEAN, INPUTS, LEAST)
 
 _SMALL_BYTES = 4096  # smaller storages are never moved
 _MOST = Fraction(1, 2)  # of a variant's bytes
-# Of a block's mean time for a floating-point operation: what products that run again take, and what is fused with them.
-# Timed alone on an H100 it was 0.60 to 0.91, in six variants of four models: docs/decisions/0036.
-_PRODUCTS = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,8 +381,6 @@ def mixed_trace(
         extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
         if rate:
             extra += (new.backward_flops - old.backward_flops) / rate
-            if old.forward_s and new.backward_flops != old.backward_flops:
-                extra = (new.backward_flops - old.backward_flops) / rate * _PRODUCTS
         if old.backward_s and new.backward_s:
             extra = new.backward_s - old.backward_s
         working = (new.peak_bytes - new.saved_bytes) - (old.peak_bytes - old.saved_bytes)
