@@ -137,7 +137,8 @@ class Agreement:
     def time(self, call: Call, fast: FastTier) -> None:
         """Times the variants that agree, in the specialization that was compiled last; so it must be between steps."""
         if self._cases:
-            self.seconds = {one: self._cases[-1].seconds_of(one, call, fast) for one in sorted(self._agreed)}
+            found = {one: self._cases[-1].seconds_of(one, call, fast) for one in sorted(self._agreed)}
+            self.seconds = {one: seconds for one, seconds in found.items() if all(seconds)}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pickle
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -120,18 +120,21 @@ class Case:
         """
         if variant not in self._seconds:
             self._seconds[variant] = 0.0, 0.0
-            if not self._why_not:
-                snapshot = Snapshot(self._module, (), (), fast.device, unchanging=set(), on_host=False)
-                try:
-                    self._run(variant, call)  # which chooses kernels
-                    watch = StopWatch(fast)
-                    self._run(variant, call, watch=watch)
-                    self._seconds[variant] = watch.forward_and_backward()
-                except (RuntimeError, UnsupportedError):
-                    pass  # as in `difference`, which says so
-                finally:
-                    snapshot.rewind()
+            with suppress(Exception):  # whatever a block says to random numbers, or to little memory: training goes on
+                self._seconds[variant] = self._timed(variant, call, fast)
         return self._seconds[variant]
+
+    def _timed(self, variant: str, call: Call, fast: FastTier) -> tuple[float, float]:
+        if self._why_not:
+            return 0.0, 0.0
+        snapshot = Snapshot(self._module, (), (), fast.device, unchanging=set(), on_host=False)
+        try:
+            self._run(variant, call)  # which chooses kernels
+            watch = StopWatch(fast)
+            self._run(variant, call, watch=watch)
+            return watch.forward_and_backward()
+        finally:
+            snapshot.rewind()
 
     def _compared_repeatably(self, variant: str, reference: str, call: Call, device: torch.device) -> str:
         with warnings.catch_warnings():
