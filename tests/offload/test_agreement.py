@@ -221,6 +221,46 @@ def test_variants_that_agree_are_timed_between_steps_and_all_is_put_back(
     assert fails or seen[-1]["blocks.0"] == {REFERENCE, LEAN}
 
 
+class Noting(nn.Module):
+    """A block that puts a term of the loss into a list of its own, as experts do; the model sums them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.terms: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.inner(x))
+        self.terms.append(hidden.square().mean())
+        return x + self.out(hidden)
+
+
+def test_what_a_block_notes_when_it_is_compared_and_timed_is_no_part_of_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def trained(session_of: Callable[[nn.Module], Session]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(Noting(), Noting())
+        losses = []
+        with session_of(model) as session:
+            session.compile()
+            for _ in range(4):
+                model.zero_grad()
+                with session.step():
+                    loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+                    for block in model:
+                        assert len(block.terms) == 1
+                        loss = loss + block.terms.pop()
+                    loss.backward()
+                losses.append(loss.detach())
+        return losses
+
+    monkeypatch.setattr(Shared, "timed", lambda self, trace: self.compiled.timed(trace, self.tiers.fast))
+    expected = trained(unlimited)
+    choosing(monkeypatch, LEAN)
+    assert trained(limited) == expected
+
+
 def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:

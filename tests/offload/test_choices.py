@@ -183,6 +183,32 @@ def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
     assert choices == [not is_timed]
 
 
+def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_were_called_once(
+    compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, blocks = compiled
+    seen: list[Trace] = []
+
+    def timed(self: Shared, trace: Trace) -> Trace:
+        seen.append(blocks.timed(trace, self.tiers.fast))  # as on a GPU
+        return seen[-1]
+
+    monkeypatch.setattr(Shared, "timed", timed)
+    run_steps(session, 2)
+    assert len(seen[-1].blocks_s) == NUM_BLOCKS
+    kind = next(iter(blocks._alike.values()))
+    assert kind.is_timed
+    assert kind.usable()[CHEAP].forward_s > 0
+    kind.costs = list(kind.costs)  # as where another size is compiled
+    assert not kind.is_timed
+    assert kind.usable()[CHEAP].forward_s == 0
+    model, num = session._shared.model, len(seen)
+    with session.step():
+        (model(torch.randn(512, 64)) + model(torch.randn(512, 64))).square().mean().backward()
+    assert len(seen) > num
+    assert not seen[-1].blocks_s
+
+
 def test_a_process_chooses_as_a_step_that_waits_would(compiled: tuple[Session, CompiledBlocks]) -> None:
     session, _ = compiled
     problem = until_chosen_beside(session)

@@ -184,10 +184,13 @@ def test_a_compiled_block_that_was_timed_ran_in_the_interval_before_its_first_sa
     trace = saving_step(1.0, 0.1, 0.2, 0.4, is_known=False)
     assert forward_of_operations(trace) is None
     in_blocks = [replace(one, block=name) for one, name in zip(trace.storages, ("h.0", "h.1.mlp", "h.1"), strict=True)]
-    timed = replace(trace, storages=tuple(in_blocks), ops=(), blocks_s=(("h.0", 0.3), ("h.1", 0.5), ("h.2", 9.0)))
+    outside = replace(trace.ops[0], compute_s=0.25, outputs=())  # after all of them
+    times = (("h.0", 0.3), ("h.1", 0.5), ("h.2", 9.0))
+    timed = replace(trace, storages=tuple(in_blocks), ops=(outside,), blocks_s=times)
     ats = [one.made - 1 for one in in_blocks]
     expected = [0.0] * trace.turn
     expected[ats[0]], expected[ats[1]] = 0.3, 0.5
     assert forward_of_operations(timed) == expected
+    assert forward_of_operations(replace(timed, ops=())) is None, "nobody knows what else there was"
     only_one = replace(timed, blocks_s=(("h.0", 0.3),))  # most bytes are of a block that was not
     assert forward_of_operations(only_one) is None

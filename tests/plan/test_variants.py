@@ -13,7 +13,7 @@ from torchstorm.plan.forecast import KEEP, Placement, fast_profile
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.solve import solve
-from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, SavedStorage, Trace, make_parcels
+from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Op, SavedStorage, Trace, make_parcels
 from torchstorm.plan.variants import (
     CHEAP,
     INPUTS,
@@ -238,6 +238,9 @@ def test_a_block_without_a_variant_takes_the_next_that_saves_more_and_else_the_o
     assert [found.nearest(name).name for name in VARIANTS] == [CHEAP, CHEAP, CHEAP, INPUTS, INPUTS]
 
 
+HEAD = Op(name="mean", compute_s=0.0, scratch_bytes=0, inputs=(), outputs=())  # something that is in no block
+
+
 def timed_table(number: int) -> BlockTable:
     """As `table`; its variants were timed: forward takes half, and backward a fifth of what it computes again more."""
     variants = {
@@ -277,14 +280,16 @@ def test_blocks_for_which_a_gpu_has_waited_take_what_they_take_alone(late: float
     tables.append(table(1))  # was not timed
     tables[1] = replace(tables[1], name="h.2")  # has not run
     blocks = Blocks(tables=tables, measured={**names(mix), "h.2": CHEAP}, memory_bytes_per_s=1e12)
-    found = blocks.timed_alone(slow)
+    found = blocks.timed_alone(slow, {"h.0", "h.1", "h.2"})
     assert found.blocks_s == (("h.0", FORWARD_S),)
+    assert not blocks.timed_alone(slow, {"h.1"}).blocks_s, "it was called more than once"
     own_s = BACKWARD_S + FLOPS[LEAN] / RATE * 1.2
     backward = [one.compute_s for one in found.moments[found.turn :] if one.compute_s]
     assert backward[0] == pytest.approx(BACKWARD_S * late)  # of the second block
     assert backward[1] == pytest.approx(own_s if late > 1.25 * 1.2 else (BACKWARD_S + FLOPS[LEAN] / RATE) * late)
     all_timed = replace(blocks, tables=[tables[0], replace(tables[1], name="h.1")])
-    found = all_timed.timed_alone(slow)
+    with_head = replace(slow, ops=(HEAD,))
+    found = all_timed.timed_alone(with_head, {"h.0", "h.1"})
     assert found.forward_s == pytest.approx(2 * FORWARD_S * (late if late < 1.25 else 1.0))
 
 

@@ -99,7 +99,8 @@ class Gpu:  # pragma: gpu
 
     def keep_busy(self) -> None:
         """A kernel that spins."""
-        torch.cuda._sleep(_BUSY_CYCLES)
+        with torch.cuda.device(self.device):
+            torch.cuda._sleep(_BUSY_CYCLES)
 
     def is_idle(self) -> bool:
         """Asks the current stream."""

@@ -69,10 +69,10 @@ def forward_of_operations(trace: Trace) -> list[float] | None:
     saved.
 
     Returns:
-        None on a CPU, and where what made most of the saved bytes is not known, as in a compiled block of which nothing
-        was timed.
+        None on a CPU, where no operation was recorded, and where what made most of the saved bytes is not known, as in
+        a compiled block of which nothing was timed.
     """
-    if trace.device != "cuda":
+    if trace.device != "cuda" or not trace.ops:
         return None
     movable = [one for one in trace.storages if one.parcel >= 0]
     of_blocks = {name: [one for one in trace.storages if one.is_of(name)] for name, _ in trace.blocks_s}

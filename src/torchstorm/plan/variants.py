@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import inf
@@ -142,15 +142,20 @@ class Blocks:
     measured: Mapping[str, str]
     memory_bytes_per_s: float
 
-    def timed_alone(self, trace: Trace) -> Trace:
+    def timed_alone(self, trace: Trace, ran_once: Collection[str]) -> Trace:
         """The trace of a step whose every moment was marked, with blocks that take what they take a GPU by themselves
-        where it has waited for the host. Those that were not timed stay as they are."""
+        where it has waited for the host. Those that were not timed stay as they are.
+
+        Args:
+            trace: of the step.
+            ran_once: names of blocks that were called once in it; of others it is not known which call saved what.
+        """
         moments, blocks_s = list(trace.moments), list[tuple[str, float]]()
         for table in self.tables:
             measured = self.measured[table.name]
             variant = as_measured(trace, table, measured).nearest(measured)
             span = _span_of(trace, trace.storages, table.name)
-            if span is None or not variant.forward_s:
+            if span is None or not variant.forward_s or table.name not in ran_once:
                 continue
             blocks_s.append((table.name, variant.forward_s))
             (at,) = span.backward()

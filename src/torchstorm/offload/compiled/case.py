@@ -128,12 +128,15 @@ class Case:
         if self._why_not:
             return 0.0, 0.0
         snapshot = Snapshot(self._module, (), (), fast.device, unchanging=set(), on_host=False)
+        attributes = _Attributes(self._module)
         try:
             self._run(variant, call)  # which chooses kernels
-            watch = StopWatch(fast)
+            watch, num_before = StopWatch(fast), private.num_compiled()
             self._run(variant, call, watch=watch)
-            return watch.forward_and_backward()
+            has_compiled = private.num_compiled() != num_before
+            return watch.forward_and_backward() if not has_compiled else (0.0, 0.0)
         finally:
+            attributes.put_back()
             snapshot.rewind()
 
     def _compared_repeatably(self, variant: str, reference: str, call: Call, device: torch.device) -> str:
@@ -150,11 +153,13 @@ class Case:
         self, variant: str, reference: str, call: Call, device: torch.device, *, repeats: bool = False
     ) -> str:
         snapshot = Snapshot(self._module, (), (), device, unchanging=set(), on_host=False)
+        attributes = _Attributes(self._module)
         try:
             expected = self._run(reference, call, repeats=repeats)
             snapshot.rewind()
             found = self._run(variant, call, repeats=repeats)
         finally:
+            attributes.put_back()
             snapshot.rewind()
         if not expected:
             return "it cannot be compared, since the block returns no tensor with a gradient"
@@ -198,6 +203,30 @@ class Case:
         found.update(zip(inputs, gradients, strict=True))
         found.update((f"buffer {name!r}", buffer.clone()) for name, buffer in self._module.named_buffers())
         return found
+
+
+class _Attributes:
+    """What a block's modules hold beside tensors: lists to which a call appends, and what it binds anew.
+
+    Args:
+        block: which is about to be called once more than training calls it.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._before = [(vars(one), dict(vars(one))) for one in block.modules()]
+        held = [value for _, before in self._before for value in before.values()]
+        self._lists = [(value, list(value)) for value in held if type(value) is list]
+        self._dicts = [(value, dict(value)) for value in held if type(value) is dict]
+
+    def put_back(self) -> None:
+        """Makes them as they were. What has not changed is not touched: Dynamo looks whether it was."""
+        for value, before in self._lists:
+            if [*map(id, value)] != [*map(id, before)]:
+                value[:] = before
+        for attributes, was in self._dicts + self._before:
+            if [*map(id, attributes.values())] != [*map(id, was.values())] or attributes.keys() != was.keys():
+                attributes.clear()
+                attributes.update(was)
 
 
 class _Pickler(pickle.Pickler):

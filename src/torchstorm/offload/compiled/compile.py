@@ -127,13 +127,14 @@ class CompiledBlocks:
     def timed(self, trace: Trace, fast: FastTier) -> Trace:
         """The trace of a step that has ended, with what its blocks take the device by themselves."""
         for kind in set(self._kinds.values()):
-            kind.agreement.time(kind.call, fast)
-        return self._blocks(trace).timed_alone(trace)
+            kind.time(fast)
+        ran_once = {name for name, kind in self._kinds.items() if kind.ran_once(name)}
+        return self._blocks(trace).timed_alone(trace, ran_once)
 
     @property
     def _is_disturbed(self) -> bool:
         """Whether the last step's times tell little, since it has compiled, and blocks were not timed by themselves."""
-        return self._has_compiled and not all(kind.agreement.seconds for kind in self._kinds.values())
+        return self._has_compiled and not all(kind.is_timed for kind in self._kinds.values())
 
     def _blocks(self, trace: Trace) -> Blocks:
         speed = _MEMORY_BYTES_PER_S[trace.device]
@@ -176,8 +177,7 @@ class CompiledBlocks:
         """Sets the variants of before the last choice, if settled steps of a kind, which take so many seconds now, took
         less in them; returns whether they did."""
         before = self._choices.back(kind, took_s)
-        if before is not None:
-            self.set(before)
+        self.set(before or {})
         return before is not None
 
     def rechoose(
@@ -198,16 +198,15 @@ class CompiledBlocks:
             is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
                 nothing by its times, unless blocks were timed by themselves.
         """
-        choices = self._choices
         if self.fixed or not self.tables():
             return False
-        if not choices.begin(most=most, has_compiled=self._is_disturbed, is_urgent=is_urgent):
+        if not self._choices.begin(most=most, has_compiled=self._is_disturbed, is_urgent=is_urgent):
             return False
         before = dict(self.variants)
         while True:
-            limit_s = _SEARCH_S if choices.is_first else _LATER_S
+            limit_s = _SEARCH_S if self._choices.is_first else _LATER_S
             found = choose_variants(trace, self._blocks(trace), plan_of, max_seconds=limit_s)
-            if not choices.is_first and not choices.is_worth(found):
+            if not self._choices.is_first and not self._choices.is_worth(found):
                 return False
             self.choice = found
             if self.adopt(found.variants):
@@ -236,7 +235,7 @@ class CompiledBlocks:
                 self.variants[name] = self._reference
                 changed = True
         for kind in self._alike.values():
-            kind.agreement.settle()
+            kind.settle()
         return changed
 
     def _agrees(self, name: str, variant: str) -> bool:
@@ -256,8 +255,8 @@ class CompiledBlocks:
     def mix(self) -> str:
         """How many blocks run in which variant."""
         counts = Counter(self.variants.values())
-        mix = ", ".join(f"{counts[variant]} {variant!r}" for variant in VARIANTS if counts[variant])
-        return f"compiled blocks, by what they save: {mix}"
+        mix = (f"{counts[variant]} {variant!r}" for variant in VARIANTS if counts[variant])
+        return f"compiled blocks, by what they save: {', '.join(mix)}"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -288,6 +287,7 @@ class CompiledBlocks:
     def call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a block in its variant, or in the reference until they are known to agree for such calls."""
         kind = self._kind_of(name, module)
+        kind.num_calls[name] += 1
         if not torch.is_grad_enabled():
             return kind.call(WITHOUT_GRADIENTS, module, args, kwargs)
         wanted = self.variants[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
 from torchstorm.offload.compiled.partition import GraphCosts, VariantPartitioner
+from torchstorm.offload.fast import FastTier
 from torchstorm.plan.variants import SAVE, VARIANTS, BlockTable, Variant
 
 WITHOUT_GRADIENTS = ""
@@ -28,8 +30,11 @@ class Kind:
         self.agreement = Agreement(reference)
         self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
         self.partitioners: dict[str, VariantPartitioner] = {}
+        self.num_calls: Counter[str] = Counter()  # of each block, in this step
+        self._num_calls_before: Counter[str] = Counter()  # in the one that has ended
         self._functions: dict[str, Callable[..., Any]] = {}
         self._told: list[GraphCosts] = []
+        self._timed: list[GraphCosts] = []  # those of the sizes for which variants were timed
 
     def call(self, variant: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a block in a variant, compiling it where that has not been done."""
@@ -38,6 +43,25 @@ class Kind:
         if self._told and len(self._told) >= len(self.costs):  # else a part was compiled again, for another shape
             self.costs = self._told
         return out
+
+    def settle(self) -> None:
+        """A step has ended."""
+        self._num_calls_before, self.num_calls = self.num_calls, Counter()
+        self.agreement.settle()
+
+    def time(self, fast: FastTier) -> None:
+        """Times the variants in use, between steps."""
+        self.agreement.time(self.call, fast)
+        self._timed = self.costs
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether variants were timed for the sizes that were compiled last."""
+        return self._timed is self.costs and bool(self.agreement.seconds)
+
+    def ran_once(self, name: str) -> bool:
+        """Whether a block was called once in the step that has ended."""
+        return self._num_calls_before[name] == 1
 
     def _function(self, variant: str) -> Callable[..., Any]:
         if variant not in self._functions:
@@ -73,7 +97,7 @@ class Kind:
         """Those that are not dropped, the reference always among them then, and what was timed of each."""
         found = self.merged()
         for name, (forward_s, backward_s) in self.agreement.seconds.items():
-            if name in found:
+            if name in found and self.is_timed:
                 found[name] = replace(found[name], forward_s=forward_s, backward_s=backward_s)
         dropped = self.agreement.dropped
         if not dropped:

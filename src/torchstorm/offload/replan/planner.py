@@ -101,7 +101,7 @@ class Planner(Problems):
             trace, num_measured: as in `Planned`.
             blocks: whose variants are to be chosen anew before that; None for none.
         """
-        found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0)
+        found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0, num_far=0)
         if self._beside is not None:  # else the search has failed meanwhile
             self._search_beside(self._beside, found, plan, trace, limit_s=_QUICK_S, blocks=blocks)
         return found
