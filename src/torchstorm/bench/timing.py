@@ -22,13 +22,12 @@ import torch
 from torchstorm.bench.measure import clean, synchronize
 from torchstorm.errors import TorchstormError
 from torchstorm.offload.step.clock import CpuClock, seconds_between
-from torchstorm.transfer.engine import StreamClock
+from torchstorm.transfer.engine import StreamClock, keep_busy
 
 _SECONDS_A_TIME = 0.2  # how long a time is taken for, in all its bursts
 _SECONDS_LONG = 0.4  # what takes longer is run in as few rounds as tell a spread
 _ROUNDS, _FEW_ROUNDS = 7, 5  # bursts of each
 _MOST = 20  # runs of a burst
-_SPIN_HZ = 2e9  # cycles a second that a GPU counts at most
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -154,8 +153,7 @@ def _burst(run: Run, first: _First, device: torch.device) -> tuple[list[float], 
     count = max(1, min(_MOST, math.ceil(_SECONDS_A_TIME / _ROUNDS / max(first.seconds, 1e-9))))
     synchronize(device)
     if device.type == "cuda":  # pragma: gpu
-        with torch.cuda.device(device):
-            torch.cuda._sleep(int(1.5 * count * first.host_s * _SPIN_HZ))
+        keep_busy(device, 1.5 * count * first.host_s)
     marks = []
     begun = time.perf_counter()
     for _ in range(count):

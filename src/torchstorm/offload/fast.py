@@ -15,9 +15,9 @@ from torchstorm.errors import UnsupportedError
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.storage.aligned import empty_at_phase
-from torchstorm.transfer.engine import StreamClock
+from torchstorm.transfer.engine import StreamClock, keep_busy
 
-_BUSY_CYCLES = 40_000_000  # some 20 ms of a GPU
+_BUSY_S = 20e-3
 _ANY_BYTES = 1 << 62
 
 
@@ -99,8 +99,7 @@ class Gpu:  # pragma: gpu
 
     def keep_busy(self) -> None:
         """A kernel that spins."""
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(_BUSY_CYCLES)
+        keep_busy(self.device, _BUSY_S)
 
     def is_idle(self) -> bool:
         """Asks the current stream."""

@@ -211,6 +211,11 @@ class Trace:
         moments if it never does."""
         return next((at for at, one in enumerate(self.moments) if one.kind == UNPACK), self.num_moments)
 
+    def first_save(self, block: str) -> int:
+        """The moment at which something was first saved within a block, named as in `SavedStorage.block`; the number of
+        moments if nothing was."""
+        return min((one.made for one in self.storages if one.is_of(block)), default=self.num_moments)
+
     @property
     def saved_bytes(self) -> int:
         """Bytes of all saved storages."""

@@ -75,17 +75,17 @@ def forward_of_operations(trace: Trace) -> list[float] | None:
     if trace.device != "cuda" or not trace.ops:
         return None
     movable = [one for one in trace.storages if one.parcel >= 0]
-    of_blocks = {name: [one for one in trace.storages if one.is_of(name)] for name, _ in trace.blocks_s}
-    timed = {id(one) for own in of_blocks.values() for one in own}
     known_bytes = sum(
-        one.nbytes for one in movable if id(one) in timed or (one.value >= 0 and trace.values[one.value].op >= 0)
+        one.nbytes
+        for one in movable
+        if (one.value >= 0 and trace.values[one.value].op >= 0) or any(one.is_of(name) for name, _ in trace.blocks_s)
     )
     if known_bytes < _MOST * sum(one.nbytes for one in movable):
         return None
     seconds = [0.0] * trace.turn
     for name, took_s in trace.blocks_s:
-        at = min((one.made for one in of_blocks[name]), default=0) - 1
-        if 0 <= at < len(seconds):
+        at = trace.first_save(name) - 1
+        if at < len(seconds):
             seconds[at] += took_s
     at = trace.num_moments - 1
     for op in reversed(trace.ops):

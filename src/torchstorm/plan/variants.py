@@ -183,7 +183,7 @@ def choose_variants(
     num, measured, memory_bytes_per_s = len(blocks.tables), blocks.measured, blocks.memory_bytes_per_s
     tables = sorted(
         (as_measured(trace, table, measured[table.name]) for table in blocks.tables),
-        key=lambda table: min((one.made for one in trace.storages if one.is_of(table.name)), default=trace.num_moments),
+        key=lambda table: trace.first_save(table.name),
     )  # in the order of forward
     trace = warm_trace(trace, tables, measured)
     stop = time.monotonic() + max_seconds
@@ -381,13 +381,14 @@ def mixed_trace(
             fields = {"made": 0, "owned": 0, "needed": 0, "freed": 0}
             storage = SavedStorage(nbytes=nbytes, parcel=-1, block=block, **fields)
             added.append((places[0], places[1], unpacked + 1, storage))
-        seconds = old.forward_s or sum(moments[at].compute_s for at in span.forward())
-        rate = table.forward_flops / seconds if seconds > 0 else 0.0
-        extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
-        if rate:
-            extra += (new.backward_flops - old.backward_flops) / rate
         if old.backward_s and new.backward_s:
             extra = new.backward_s - old.backward_s
+        else:
+            seconds = old.forward_s or sum(moments[at].compute_s for at in span.forward())
+            rate = table.forward_flops / seconds if seconds > 0 else 0.0
+            extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
+            if rate:
+                extra += (new.backward_flops - old.backward_flops) / rate
         working = (new.peak_bytes - new.saved_bytes) - (old.peak_bytes - old.saved_bytes)
         moments[unpacked] = replace(
             moments[unpacked],

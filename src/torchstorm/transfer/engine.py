@@ -30,6 +30,7 @@ class StreamCopy(Protocol):
 
 
 _BURST_BYTES, _MOST_TOGETHER = 48 * 2**20, 8  # of copies that wait for company: one of 48 MiB takes the link 1 ms
+_SPIN_HZ = 2e9  # cycles a second that a GPU counts at most
 
 
 class Queue:  # pragma: gpu
@@ -249,6 +250,13 @@ class Engine:  # pragma: gpu
         self._to_host.flush()
         self._to_host.stream.synchronize()
         self._to_device.stream.synchronize()
+
+
+def keep_busy(device: torch.device, seconds: float) -> None:  # pragma: gpu
+    """Has the current stream wait for so many seconds, or a little longer, while the host goes on: what is timed after
+    that was asked for before the device comes to it."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(seconds * _SPIN_HZ))
 
 
 class StreamClock:  # pragma: gpu

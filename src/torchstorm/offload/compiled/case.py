@@ -127,8 +127,7 @@ class Case:
     def _timed(self, variant: str, call: Call, fast: FastTier) -> tuple[float, float]:
         if self._why_not:
             return 0.0, 0.0
-        snapshot = Snapshot(self._module, (), (), fast.device, unchanging=set(), on_host=False)
-        attributes = _Attributes(self._module)
+        before = _Before(self._module, fast.device)
         try:
             self._run(variant, call)  # which chooses kernels
             watch, num_before = StopWatch(fast), private.num_compiled()
@@ -136,8 +135,7 @@ class Case:
             has_compiled = private.num_compiled() != num_before
             return watch.forward_and_backward() if not has_compiled else (0.0, 0.0)
         finally:
-            attributes.put_back()
-            snapshot.rewind()
+            before.rewind()
 
     def _compared_repeatably(self, variant: str, reference: str, call: Call, device: torch.device) -> str:
         with warnings.catch_warnings():
@@ -152,15 +150,13 @@ class Case:
     def _compared(
         self, variant: str, reference: str, call: Call, device: torch.device, *, repeats: bool = False
     ) -> str:
-        snapshot = Snapshot(self._module, (), (), device, unchanging=set(), on_host=False)
-        attributes = _Attributes(self._module)
+        before = _Before(self._module, device)
         try:
             expected = self._run(reference, call, repeats=repeats)
-            snapshot.rewind()
+            before.rewind()
             found = self._run(variant, call, repeats=repeats)
         finally:
-            attributes.put_back()
-            snapshot.rewind()
+            before.rewind()
         if not expected:
             return "it cannot be compared, since the block returns no tensor with a gradient"
         for name, one in expected.items():
@@ -205,28 +201,36 @@ class Case:
         return found
 
 
-class _Attributes:
-    """What a block's modules hold beside tensors: lists to which a call appends, and what it binds anew.
+class _Before:
+    """A block as it was: what a step's repeat finds so as well (`Snapshot`), and what its modules hold beside tensors,
+    as lists to which a call appends.
 
     Args:
         block: which is about to be called once more than training calls it.
+        device: that it is on.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self._before = [(vars(one), dict(vars(one))) for one in block.modules()]
-        held = [value for _, before in self._before for value in before.values()]
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self._snapshot = Snapshot(block, (), (), device, unchanging=set(), on_host=False)
+        attributes = [(vars(one), dict(vars(one))) for one in block.modules()]
+        held = [value for _, before in attributes for value in before.values()]
         self._lists = [(value, list(value)) for value in held if type(value) is list]
-        self._dicts = [(value, dict(value)) for value in held if type(value) is dict]
+        self._dicts = [(value, dict(value)) for value in held if type(value) is dict] + attributes
 
-    def put_back(self) -> None:
-        """Makes them as they were. What has not changed is not touched: Dynamo looks whether it was."""
+    def rewind(self) -> None:
+        """Makes all as it was. What has not changed is not touched: Dynamo looks whether it was.
+
+        Raises:
+            UnsupportedError: as `Snapshot.rewind` does.
+        """
         for value, before in self._lists:
             if [*map(id, value)] != [*map(id, before)]:
                 value[:] = before
-        for attributes, was in self._dicts + self._before:
-            if [*map(id, attributes.values())] != [*map(id, was.values())] or attributes.keys() != was.keys():
-                attributes.clear()
-                attributes.update(was)
+        for named, was in self._dicts:
+            if [*map(id, named.values())] != [*map(id, was.values())] or named.keys() != was.keys():
+                named.clear()
+                named.update(was)
+        self._snapshot.rewind()
 
 
 class _Pickler(pickle.Pickler):

@@ -96,8 +96,9 @@ class Kind:
     def usable(self) -> dict[str, Variant]:
         """Those that are not dropped, the reference always among them then, and what was timed of each."""
         found = self.merged()
-        for name, (forward_s, backward_s) in self.agreement.seconds.items():
-            if name in found and self.is_timed:
+        timed = self.agreement.seconds if self.is_timed else {}
+        for name, (forward_s, backward_s) in timed.items():
+            if name in found:
                 found[name] = replace(found[name], forward_s=forward_s, backward_s=backward_s)
         dropped = self.agreement.dropped
         if not dropped:

@@ -108,16 +108,11 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
             known how long they waited for copies in it. Else what a plan that moves too much waits for would look like
             time for as many copies.
     """
-    waited_s = 0.0 if plan.num_moved == 0 else None
-    known = [
-        (one.forward_s - waited, one.host_s)
-        for one in steps
-        if one.forward_s and (waited := one.waited_s if one.waited_s is not None else waited_s) is not None
-    ]
+    known = [one for one in steps if one.forward_s and (one.waited_s is not None or not plan.num_moved)]
     if not known or trace.device == "cpu":
         return trace
-    forward_s = max(0.0, min(own_s for own_s, _ in known))
-    host_s = min(host for _, host in known)
+    forward_s = min(max(0.0, one.forward_s - (one.waited_s or 0.0)) for one in known)
+    host_s = min(one.host_s for one in known)
     again = replays(trace, plan.placements) or {}
     num_recorded = sum(len(one.ops) for one in again.values())
     own_s = trace.host.own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
