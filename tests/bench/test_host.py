@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def test_a_cause_has_the_time_that_its_calls_into_pytorch_take() -> None:
         causes = causes_of(step)
     assert sum(causes.values()) < 0.5, "the pause is none of them"
     assert causes["hooks"] > 0
+
+
+def test_what_was_left_behind_before_a_step_is_let_go_of_before_its_profile() -> None:
+    class Left:
+        def __init__(self) -> None:
+            self.cycle = self
+
+    left = weakref.ref(Left())
+    is_gone: list[bool] = []
+    assert left() is not None
+    causes_of(lambda: is_gone.append(left() is None))
+    assert is_gone == [True]
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import gc
 import pstats
 import statistics
 from collections import Counter
@@ -207,6 +208,7 @@ def _peak_of(meter: Meter, context: Context, device: torch.device) -> int:
 
 def causes_of(step: Callable[[], object]) -> dict[str, float]:
     """Share of a step's time by cause, by a profile of one: what a function of ours calls in C++ counts as its own."""
+    gc.collect()  # else what earlier Sessions left behind may be let go of, by our code, within this step
     profile = cProfile.Profile()
     profile.enable()
     try:
