@@ -285,7 +285,7 @@ class LateCopies:
         self.tiers.append(tier)
         self.streams.arenas.append(arena)
         tiers = _Tiers(
-            fast=_Fast(),
+            fast=_Fast(has_budget=False),
             budget=Budget(ram=ram, disk=_AWAY_BYTES),
             fast_bytes=ram,
             slow={DISK: tier},

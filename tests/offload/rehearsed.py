@@ -112,6 +112,9 @@ class _Fast:
     def is_idle(self) -> bool:
         return True
 
+    def close(self) -> None:
+        pass
+
     def begin_step(self) -> None:
         self.reset_peak()
 

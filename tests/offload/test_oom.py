@@ -605,7 +605,7 @@ def test_other_errors_are_not_taken_for_out_of_memory() -> None:
 )
 def test_what_was_asked_is_read_from_the_message(words: str, nbytes: int) -> None:
     error = torch.OutOfMemoryError(words)
-    shortage = Shortage.read(error, Cpu(), held_bytes=10, budget_bytes=100)
+    shortage = Shortage.read(error, Cpu(has_budget=False), held_bytes=10, budget_bytes=100)
     assert shortage.asked_bytes == nbytes
     assert (shortage.allocated_bytes, shortage.free_bytes) == (10, 90)
 

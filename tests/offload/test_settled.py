@@ -488,7 +488,7 @@ def test_what_only_something_read_that_has_gone_by_itself_goes_with_it() -> None
     first = Value(4, None)
     second = Value(4, Call(torch.device("cpu"), add, add, (), {}, [first], [], [], None, 0, 0))
     residency = Residency(
-        Cpu(),
+        Cpu(has_budget=False),
         limit_bytes=1024,
         tiers={},
         default_tier=KEEP,

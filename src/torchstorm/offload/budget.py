@@ -154,6 +154,7 @@ class Tiers:
         """Closes every tier."""
         for tier in self.slow.values():
             tier.close()
+        self.fast.close()
 
 
 def build_tiers(
@@ -166,7 +167,7 @@ def build_tiers(
     unlimited: bool,
 ) -> Tiers:
     """Reads the budgets and opens the tiers. Raises as `Session` does."""
-    fast = fast_tier_on(model_device(model))
+    fast = fast_tier_on(model_device(model), has_budget=not unlimited)
     if fast.name != "vram" and vram is not None:
         raise DeviceError(
             f"vram={vram!r} was given, but the model's parameters are on the CPU, where RAM is the fast tier. "

@@ -13,6 +13,7 @@ import torch
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
+from torchstorm.offload.native import memory
 from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import StreamClock, keep_busy
@@ -55,6 +56,9 @@ class FastTier(Protocol):
         Raises:
             UnsupportedError: the device is capturing a CUDA graph.
         """
+
+    def close(self) -> None:
+        """No step begins any more."""
 
     def allocated_bytes(self) -> int:
         """What is allocated; 0 where that is not counted."""
@@ -111,6 +115,9 @@ class Gpu:  # pragma: gpu
             raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
         self.reset_peak()
 
+    def close(self) -> None:
+        """Its memory is PyTorch's."""
+
     def allocated_bytes(self) -> int:
         """As the allocator counts."""
         return allocated_bytes(self.device)
@@ -138,11 +145,18 @@ class Gpu:  # pragma: gpu
 
 
 class Cpu:
-    """The host itself; see `FastTier`."""
+    """The host itself; see `FastTier`.
+
+    Args:
+        has_budget: whether what the process holds is to stay near what it uses; see `native.memory`.
+    """
 
     name = "ram"
     counts_all = is_beside_host = False
     device = torch.device("cpu")
+
+    def __init__(self, *, has_budget: bool) -> None:
+        self._has_budget = has_budget
 
     def clock(self) -> Clock:
         """The host's own."""
@@ -160,6 +174,13 @@ class Cpu:
 
     def begin_step(self) -> None:
         """Peaks are the Session's own."""
+        if self._has_budget:
+            memory.begin_step(self)
+
+    def close(self) -> None:
+        """PyTorch allocates as ever."""
+        if self._has_budget:
+            memory.let_go(self)
 
     def allocated_bytes(self) -> int:
         """Not counted."""
@@ -182,9 +203,15 @@ class Cpu:
 
     def empty(self, nbytes: int, phase: int) -> torch.Tensor:
         """At that phase of a page."""
-        return empty_at_phase(nbytes, phase)
+        own = memory.empty(nbytes) if phase == 0 else None
+        return own if own is not None else empty_at_phase(nbytes, phase)
 
 
-def fast_tier_on(device: torch.device) -> FastTier:
-    """The fast tier that a device is."""
-    return Gpu(device) if device.type == "cuda" else Cpu()
+def fast_tier_on(device: torch.device, *, has_budget: bool) -> FastTier:
+    """The fast tier that a device is.
+
+    Args:
+        device: where the model is.
+        has_budget: whether a Session there has one.
+    """
+    return Gpu(device) if device.type == "cuda" else Cpu(has_budget=has_budget)

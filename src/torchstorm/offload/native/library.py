@@ -75,6 +75,17 @@ class Library(Protocol):
         """From now on, in this thread, the tape is told of what operations write to while a mode is away, or no more.
         Returns whether it is."""
 
+    def own_memory(self, whether: bool, /) -> bool:
+        """A step begins: from now on PyTorch's large tensors on the CPU are in memory of ours, or no more. Returns
+        whether they are."""
+
+    def own_memory_of(self, nbytes: int, /) -> torch.Tensor | None:
+        """Allocates (nbytes,) uint8 there, uninitialized, at the begin of a page; None where PyTorch's own would not be
+        there."""
+
+    def own_memory_figures(self) -> tuple[int, int]:
+        """Bytes of what is allocated there, and of what the system has given for it."""
+
     def use(self, classes: Mapping[str, object]) -> None:
         """Tells it what it makes and reads."""
 
