@@ -22,8 +22,9 @@ from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
 from torchstorm.offload.step.saving import buffers_of
 from torchstorm.offload.step.tracing import Recorder
+from torchstorm.plan.forecast import forecast_s
 from torchstorm.plan.scaled import Known, scaled
-from torchstorm.plan.trace import Trace
+from torchstorm.plan.trace import Trace, taking
 
 SHORT, LONGER, LONG, TOO_LONG = 64, 96, 160, 512
 
@@ -135,6 +136,60 @@ def test_a_longer_step_than_all_before_follows_a_plan_at_once(
             assert session.usage().ram_bytes <= budget
     assert [one is not None for one in foreseen] == [False, False, True, False, False, False]
     assert len(traces) == 2  # of the first two
+
+
+@pytest.mark.parametrize(("share", "num_plans"), [(1e9, 1), (-1.0, 2)], ids=["as forecast", "otherwise"])
+def test_a_longer_step_is_planned_once_if_it_takes_what_was_forecast(
+    share: float, num_plans: int, foreseen: list[Planned | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foresight, "MISS", share)
+    plain, model = llama(), llama()
+    with Session(model, ram=unlimited_bytes(LONG) * 6 // 10) as session:
+        for length in (SHORT, SHORT, LONGER, LONGER):
+            gradients(model, length, session)
+        planner, made = session._shared.planner, list[Planned]()
+        plan = planner.plan
+
+        def noted(*args: Any, **kwargs: Any) -> Planned:
+            made.append(plan(*args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setattr(planner, "plan", noted)
+        for length in (LONG, LONG, LONG):
+            assert all(map(torch.equal, gradients(plain, length, None), gradients(model, length, session))), length
+        in_force = session._shared.plans.in_force
+    assert foreseen[-3] is made[0]
+    assert len(made) == num_plans
+    assert in_force is not None
+    assert in_force.num_measured == 2, "it has been timed"
+
+
+def test_a_foreseen_plan_goes_on_with_the_times_of_its_first_step_unless_these_are_others() -> None:
+    model = llama()
+    with Session(model, ram=unlimited_bytes(SHORT) * 6 // 10) as session:
+        for _ in range(3):
+            gradients(model, SHORT, session)
+        planned, machine = session._shared.plans.in_force, session._shared.planner.machine()
+    assert planned is not None
+    assert planned.plan is not None
+    expected_ms = forecast_s(planned.trace, planned.plan.placements, machine) * 1e3
+    planned.forecast = replace(planned.forecast, step_ms=expected_ms)
+
+    def slower(factor: float) -> Planned | None:
+        moments = taking(planned.trace.moments, (one.compute_s * factor for one in planned.trace.moments))
+        ops = taking(planned.trace.ops, (one.compute_s * factor for one in planned.trace.ops))
+        return foresight.came_true(planned, replace(planned.trace, moments=moments, ops=ops), machine)
+
+    kept = slower(1.05)
+    assert kept is not None
+    assert kept.plan is not None
+    assert kept.plan.placements is planned.plan.placements
+    assert kept.forecast.step_ms == pytest.approx(1.05 * expected_ms)
+    assert kept.plan.forecast == kept.forecast
+    assert kept.num_measured == planned.num_measured + 1
+    assert slower(1.1) is None
+    assert slower(0.9) is None
+    assert foresight.came_true(None, planned.trace, machine) is None
 
 
 def test_a_step_that_no_plan_fits_raises_before_the_model_runs_and_the_session_goes_on(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_no_two_tensors_share_memory_and_all_of_it_is_given_back(sizes: list[tup
 
 def test_what_is_free_beside_the_peak_of_the_last_steps_goes_back_to_the_system(own: Library) -> None:
     holder = Holder()
+    others, _ = own.own_memory_figures()  # of other tests, which may divide chunks of 2 MiB
     many = [large(8) for _ in range(16)]
     assert held_bytes(own) >= 128 * MIB
     many.clear()
@@ -96,13 +97,13 @@ def test_what_is_free_beside_the_peak_of_the_last_steps_goes_back_to_the_system(
     for _ in range(60):
         memory.begin_step(holder)
         large(8)
-    assert held_bytes(own) <= 32 * MIB
+    assert held_bytes(own) <= 32 * MIB + 2 * others
     memory.let_go(holder)
 
 
 def test_sizes_that_change_from_step_to_step_leave_no_more_than_a_part_of_the_peak_behind(own: Library) -> None:
     generator, holder = torch.Generator().manual_seed(0), Holder()
-    most = 0
+    most, others = 0, own.own_memory_figures()[0]
     for _ in range(200):
         memory.begin_step(holder)
         length = int(torch.randint(100, 257, (1,), generator=generator))
@@ -115,7 +116,7 @@ def test_sizes_that_change_from_step_to_step_leave_no_more_than_a_part_of_the_pe
         while saved:
             large(length / 24)
             del saved[-1]
-    assert held_bytes(own) <= 1.25 * most + 16 * MIB
+    assert held_bytes(own) <= 1.25 * most + 16 * MIB + others
 
 
 def test_small_tensors_and_those_of_other_times_are_the_c_librarys() -> None:

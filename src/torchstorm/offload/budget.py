@@ -128,6 +128,14 @@ class Tiers:
         if self.arenas:  # pragma: gpu
             self.arenas[-1].trim(max(0, ram_bytes - self.spare.ram), one_by_one=True)
 
+    def begin_step(self) -> None:
+        """A step begins: peaks count from here, and a little of what `trim` has chosen is unpinned. Raises as the fast
+        tier does."""
+        self.fast.begin_step()
+        self.give_back()
+        for tier in self.slow.values():
+            tier.reset_peak()
+
     def give_back(self) -> None:
         """Unpins a segment of what `trim` has chosen, if the device has nothing to do: CUDA waits until it has not, and
         begins nothing meanwhile. That takes a small share of training's time."""

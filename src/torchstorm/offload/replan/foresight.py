@@ -9,12 +9,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchstorm.errors import BudgetError
+from torchstorm.offload.replan.explain import MISS
 from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
+from torchstorm.plan.forecast import forecast_s
+from torchstorm.plan.machine import Machine
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
+from torchstorm.plan.trace import Trace
 
 _MOST_TRACES = 4  # that a law is told from
 
@@ -74,6 +78,27 @@ def foresee(
     if error is not None and is_sure:
         raise error
     return None
+
+
+def came_true(planned: Planned | None, trace: Trace, machine: Machine) -> Planned | None:
+    """A plan that was foreseen, by the times of the first step that followed it.
+
+    Args:
+        planned: the plan; None for one that was not foreseen.
+        trace: with these times.
+        machine: has the speeds of link and disk.
+
+    Returns:
+        None where such steps are to be planned anew, since they take clearly more or less than was forecast.
+    """
+    if planned is None or planned.plan is None:
+        return None
+    step_ms = forecast_s(trace, planned.plan.placements, machine) * 1e3
+    if abs(step_ms - planned.forecast.step_ms) > MISS * step_ms:
+        return None
+    forecast = replace(planned.forecast, step_ms=step_ms)
+    plan = replace(planned.plan, trace=trace, forecast=forecast)
+    return replace(planned, plan=plan, trace=trace, forecast=forecast, num_measured=planned.num_measured + 1)
 
 
 def known_like(plans: Plans, planned: Planned) -> list[Known]:

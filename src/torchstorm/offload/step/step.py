@@ -16,7 +16,7 @@ from torchstorm.offload.compiled.compile import refuse_compiled_whole
 from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
-from torchstorm.offload.replan.foresight import foresee
+from torchstorm.offload.replan.foresight import came_true, foresee
 from torchstorm.offload.replan.mistaken import correct
 from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.smaller import ask_for_plan, give_up, is_to_be_traced, plan_for
@@ -53,13 +53,10 @@ class Step:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._fast = fast = shared.tiers.fast
-        fast.begin_step()
-        shared.tiers.give_back()
+        shared.tiers.begin_step()
         # Where only what autograd saved counts, nothing is but what the Session has.
         held_bytes = shared.residency.resident_bytes if fast.counts_all else 0
         self._base_bytes = shared.base_bytes = fast.allocated_bytes() - held_bytes
-        for tier in shared.tiers.slow.values():
-            tier.reset_peak()
         shared.take_better()
         tensors = shared.tensors
         tensors.read()
@@ -326,7 +323,9 @@ class Step:
             return None
         blind = planned is None and shared.recompute and self._tape is None
         try:
-            found = planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
+            foreseen = planned if planned is self._foreseen and isinstance(recorder, Pace) else None
+            found = came_true(foreseen, trace, planner.machine())
+            found = found or planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
             blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
         except BudgetError as error:
             if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
