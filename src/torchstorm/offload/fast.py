@@ -179,8 +179,7 @@ class Cpu:
 
     def close(self) -> None:
         """PyTorch allocates as ever."""
-        if self._has_budget:
-            memory.let_go(self)
+        memory.let_go(self)
 
     def allocated_bytes(self) -> int:
         """Not counted."""

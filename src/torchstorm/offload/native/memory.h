@@ -26,8 +26,6 @@ namespace {
 
 class OwnMemory : public c10::Allocator {
   public:
-    static constexpr size_t least = size_t(1) << 20;  // smaller blocks are the C library's
-
     // From now on PyTorch takes large blocks from here, or no more. Returns whether it does. Each call begins a step.
     bool use(bool whether) {
         std::lock_guard<std::mutex> guard(lock_);
@@ -40,8 +38,14 @@ class OwnMemory : public c10::Allocator {
     }
 
     c10::DataPtr allocate(size_t nbytes) override {
+        c10::DataPtr own = allocate_own(nbytes);
+        return own ? std::move(own) : next_->allocate(nbytes);
+    }
+
+    // Nothing for a small block, while it is not used, and where nothing is free.
+    c10::DataPtr allocate_own(size_t nbytes) {
         char *at = nbytes >= least && is_used_ ? take(nbytes) : nullptr;
-        if (at == nullptr) return next_->allocate(nbytes);
+        if (at == nullptr) return {};
         report(at, static_cast<int64_t>(in_pages(nbytes)));
         return {at, at, &OwnMemory::free, c10::Device(c10::DeviceType::CPU)};
     }
@@ -50,8 +54,6 @@ class OwnMemory : public c10::Allocator {
 
     // Libraries within PyTorch let go by this of what others may have allocated.
     c10::DeleterFnPtr raw_deleter() const override { return &OwnMemory::free; }
-
-    bool is_used() const { return is_used_; }
 
     std::pair<size_t, size_t> figures() {
         std::lock_guard<std::mutex> guard(lock_);
@@ -65,7 +67,7 @@ class OwnMemory : public c10::Allocator {
 
   private:
     static constexpr size_t page = 4096, chunk = size_t(2) << 20;  // a huge page
-    static constexpr size_t spare = 8 * chunk;
+    static constexpr size_t least = size_t(1) << 20, spare = 8 * chunk;  // smaller blocks are the C library's
 
     static size_t in_pages(size_t nbytes) { return (nbytes + page - 1) / page * page; }
 
@@ -194,16 +196,15 @@ PyObject *own_memory_figures(PyObject *, PyObject *) {
 // own would not come from here.
 PyObject *own_memory_of(PyObject *, PyObject *number) {
     return guarded([&]() -> PyObject * {
-        const Py_ssize_t nbytes = PyLong_AsSsize_t(number);
-        if (nbytes == -1 && PyErr_Occurred()) return nullptr;
+        const size_t nbytes = PyLong_AsSize_t(number);
+        if (nbytes == static_cast<size_t>(-1) && PyErr_Occurred()) return nullptr;
         OwnMemory &memory = OwnMemory::only();
-        if (!memory.is_used() || nbytes < static_cast<Py_ssize_t>(OwnMemory::least)) Py_RETURN_NONE;
-        c10::DataPtr data = memory.allocate(nbytes);
-        if (reinterpret_cast<uintptr_t>(data.get()) % 4096 != 0) Py_RETURN_NONE;  // nothing was free
+        c10::DataPtr data = memory.allocate_own(nbytes);
+        if (!data) Py_RETURN_NONE;
         c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), &memory, true);
         at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
             std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
-        tensor.unsafeGetTensorImpl()->set_sizes_contiguous({nbytes});
+        tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(nbytes)});
         return THPVariable_Wrap(std::move(tensor));
     });
 }

@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torchstorm.errors import BudgetError
-from torchstorm.offload.replan.explain import MISS
+from torchstorm.offload.replan.explain import MISS, stated
 from torchstorm.offload.replan.planned import Kind, Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
-from torchstorm.plan.forecast import forecast_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
@@ -93,12 +92,10 @@ def came_true(planned: Planned | None, trace: Trace, machine: Machine) -> Planne
     """
     if planned is None or planned.plan is None:
         return None
-    step_ms = forecast_s(trace, planned.plan.placements, machine) * 1e3
-    if abs(step_ms - planned.forecast.step_ms) > MISS * step_ms:
+    plan = stated(replace(planned.plan, trace=trace), machine)
+    if abs(plan.forecast.step_ms - planned.forecast.step_ms) > MISS * plan.forecast.step_ms:
         return None
-    forecast = replace(planned.forecast, step_ms=step_ms)
-    plan = replace(planned.plan, trace=trace, forecast=forecast)
-    return replace(planned, plan=plan, trace=trace, forecast=forecast, num_measured=planned.num_measured + 1)
+    return replace(planned, plan=plan, trace=trace, forecast=plan.forecast, num_measured=planned.num_measured + 1)
 
 
 def known_like(plans: Plans, planned: Planned) -> list[Known]:
