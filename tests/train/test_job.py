@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from torchstorm.errors import BudgetError, CheckpointError, ConfigError, StorageError
+from torchstorm.offload.native import library
 from torchstorm.train import job, loop
 from torchstorm.train.checkpoint import find_checkpoint
 from torchstorm.train.loop import StepInfo
@@ -100,6 +101,29 @@ def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
     assert content["forecast"].keys() == content["measured"].keys() == content["unlimited"].keys()
     assert content["corrected"].keys() == content["forecast"].keys()
     assert "bit-identical" in text_of(console)
+
+
+def test_no_step_that_is_compared_runs_beside_a_compiler(
+    options: dict[str, Any], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {**tight(options, tmp_path, console), "compare": True}
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nsleep 1\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(library, "_building", library._Building())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    beside: list[bool] = []
+    show = Display.step
+
+    def noted(self: Display, info: StepInfo) -> None:
+        beside.append(library.is_building())
+        show(self, info)
+
+    monkeypatch.setattr(Display, "step", noted)
+    assert job.train(asked, console=console).bit_identical is True
+    assert beside == [False] * 12
+    assert text_of(console).count("Builds the C++ of settled steps") == 1
 
 
 def test_a_stop_during_the_comparison_loses_nothing_and_resuming_compares_only(

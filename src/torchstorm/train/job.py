@@ -15,6 +15,8 @@ from rich.console import Console
 from torch import nn
 
 from torchstorm.errors import BudgetError, CheckpointError, ConfigError, OutOfVRAMError, StorageError, TorchstormError
+from torchstorm.offload.native import library
+from torchstorm.offload.native.classes import classes
 from torchstorm.paths import check_output, user_path
 from torchstorm.train.checkpoint import Checkpoint, find_checkpoint, has_checkpoint, save_checkpoint
 from torchstorm.train.config import TrainConfig, resumed_config
@@ -62,6 +64,8 @@ def train(
         if start is not None:
             _check_same_text(start, corpus)
         _print_intro(console, config, corpus, device, start)
+        if config.compare:
+            _build_first(console)
         run = _run_saved(config, corpus, device, console, stop, out, start)
         unlimited, unlimited_error = None, ""
         if config.compare:
@@ -88,6 +92,16 @@ def train(
     if config.json is not None:
         write_json(config.json, result.to_json())
     return result
+
+
+def _build_first(console: Console) -> None:
+    """Waits for the C++ of settled steps, which else is built beside the first run and takes its processor's time."""
+    library.begin(classes)
+    if library.is_building():
+        console.print(
+            "Builds the C++ of settled steps, once for this PyTorch, before the runs that are compared.", soft_wrap=True
+        )
+        library.wait()
 
 
 def _run_saved(

@@ -135,6 +135,12 @@ def begin(classes: Callable[[], Mapping[str, object]]) -> None:
             _building.thread = building
 
 
+def is_building() -> bool:
+    """Whether a compiler is at it, or what it has built is being loaded."""
+    thread = _building.thread
+    return thread is not None and thread.is_alive()
+
+
 def wait() -> str:
     """Waits until the library is there, if anybody has begun it; returns why it is not, or ""."""
     thread = _building.thread
