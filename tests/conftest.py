@@ -49,7 +49,7 @@ QUICK = {
     "kernels/test_mlstm.py::test_any_length_in_any_chunks",
     "kernels/test_mlstm_step.py",
     "kernels/test_norms.py::test_no_worse_than_pytorch[torch",
-    "kernels/test_nvrtc.py",
+    "test_nvrtc.py",
     "kernels/test_softmax.py::test_no_worse_than_pytorch[torch",
     "memory/test_device.py",
     "memory/test_limits.py",

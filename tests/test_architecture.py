@@ -23,7 +23,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Room -> what it may import from this package besides itself: rooms, or single modules of one.
 BASE = {"errors", "sizes", "paths"}
-OFFLOAD = BASE | {"transfer", "storage", "memory", "plan"}
+OFFLOAD = BASE | {"nvrtc", "transfer", "storage", "memory", "plan"}
 TRAIN = OFFLOAD | {"offload", "kernels"}
 ALL = TRAIN | {"models", "train", "report", "bench"}
 MAY_IMPORT = {
@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "memory": BASE | {"transfer", "storage"},
     "plan": BASE | {"memory.tier"},
     "offload": OFFLOAD,
-    "kernels": {"errors"},
+    "nvrtc": {"errors"},
+    "kernels": {"errors", "nvrtc"},
     "models": TRAIN,
     "train": TRAIN | {"models"},
     "report": ALL,

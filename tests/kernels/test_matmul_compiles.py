@@ -15,14 +15,14 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.core")
+from torchstorm import nvrtc
 from torchstorm.errors import KernelError
-from torchstorm.kernels import nvrtc
 from torchstorm.kernels.linear import wgmma as beside_layers
 from torchstorm.kernels.matmul import headers
 from torchstorm.kernels.matmul.batches import batches_of
 from torchstorm.kernels.matmul.launch_cuda import KERNELS, Problem, layout_of, whole_chunks
 from torchstorm.kernels.matmul.wgmma import Config, WgmmaProblem, along_k_of, operand_boxes, why_not
-from torchstorm.kernels.nvrtc import Source, compile_source
+from torchstorm.nvrtc import Source, compile_source
 
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90a": 227 << 10}
 # Threads that a multiprocessor must have room for, in registers: blocks of so many threads.

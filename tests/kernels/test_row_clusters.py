@@ -9,9 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.core")
+from torchstorm import nvrtc
 from torchstorm.errors import ConfigError
-from torchstorm.kernels import nvrtc
-from torchstorm.kernels.nvrtc import compile_source
 from torchstorm.kernels.row_clusters.launch_cuda import (
     OPS,
     Config,
@@ -23,6 +22,7 @@ from torchstorm.kernels.row_clusters.launch_cuda import (
     source,
 )
 from torchstorm.kernels.rows import check_columns, holds
+from torchstorm.nvrtc import compile_source
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SM_SHARED_BYTES, RESERVED_BYTES, MOST_SHARED_BYTES = 228 << 10, 1 << 10, 227 << 10

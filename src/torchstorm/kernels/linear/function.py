@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchstorm import nvrtc
 from torchstorm.errors import ConfigError, DeviceError, ShapeError
-from torchstorm.kernels import nvrtc
 from torchstorm.kernels.dtypes import FLOATS, HALVES, UP_TO_FP32
 from torchstorm.kernels.linear.op import linear_forward
 from torchstorm.kernels.linear.plain import ACTIVATIONS, linear_reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstorm.kernels import nvrtc
+from torchstorm import nvrtc
 from torchstorm.kernels.dtypes import HALVES, UP_TO_FP32
 from torchstorm.kernels.matmul.headers import CUTLASS_NEEDS
 from torchstorm.kernels.variants import Ladder, Variant

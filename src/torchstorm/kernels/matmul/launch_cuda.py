@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchstorm.kernels.matmul.batches import batches_of
 from torchstorm.kernels.matmul.headers import CUTLASS_ADVICE, cutlass_includes, cutlass_version
-from torchstorm.kernels.nvrtc import Source, launch
+from torchstorm.nvrtc import Source, launch
 
 FOLDER = Path(__file__).parent
 ELEMENTS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

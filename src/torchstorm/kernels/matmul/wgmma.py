@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.dtypes import HALVES
+from torchstorm.kernels.hopper import HOPPER
 from torchstorm.kernels.matmul.batches import Batches, batches_of
 from torchstorm.kernels.matmul.launch_cuda import ELEMENTS, FOLDER
-from torchstorm.kernels.nvrtc import HOPPER, Source, TensorMap, is_usable, launch, num_clusters, tensor_map
 from torchstorm.kernels.rows import num_sms
+from torchstorm.nvrtc import Source, TensorMap, is_usable, launch, num_clusters, tensor_map
 
 TILE_M = 128
 TILE_K = 64

@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchstorm import nvrtc
 from torchstorm.errors import ShapeError
-from torchstorm.kernels import nvrtc
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.norms.op import norm_forward
 from torchstorm.kernels.pytorch_fallback import call_pytorch, is_small, prefers_pytorch

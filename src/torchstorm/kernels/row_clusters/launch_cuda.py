@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchstorm.kernels.nvrtc import HOPPER, Source, is_usable, launch, num_clusters
+from torchstorm.kernels.hopper import HOPPER
+from torchstorm.nvrtc import Source, is_usable, launch, num_clusters
 
 OPS = {"softmax": 0, "log_softmax": 1, "layer_norm": 2, "rms_norm": 3}
 """The macro OP by operation."""

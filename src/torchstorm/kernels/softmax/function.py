@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchstorm import nvrtc
 from torchstorm.errors import ShapeError
-from torchstorm.kernels import nvrtc
 from torchstorm.kernels.dtypes import UP_TO_FP32
 from torchstorm.kernels.pytorch_fallback import call_pytorch, is_small, prefers_pytorch
 from torchstorm.kernels.rows import check_rows

@@ -14,7 +14,7 @@ import io
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,12 +24,9 @@ from typing import Any
 import torch
 
 from torchstorm.errors import KernelError
-from torchstorm.kernels.variants import is_installed
 
 NEEDS = ("cuda.core", "cuda.bindings")
 """Modules needed for compilation."""
-HOPPER = Path(__file__).parent / "hopper.cuh"
-"""Shared source for Hopper kernels."""
 
 _OPTIONS = ("-v",)  # of ptxas: registers and spills in the log
 _DIGEST_BYTES = 32
@@ -47,13 +44,15 @@ class Source:
         files: source files, concatenated in order.
         defines: macros and their values.
         shared_bytes: dynamic shared memory per block.
+        code: source that comes after that of the files.
         includes: folders of third-party headers.
         headers: names and versions of these headers, for the cache's hash and for messages.
         advice: remedy if it does not compile with them.
     """
 
     kernel: str
-    files: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
+    code: str = ""
     defines: tuple[tuple[str, int], ...] = ()
     shared_bytes: int = 0
     includes: tuple[Path, ...] = ()
@@ -62,7 +61,12 @@ class Source:
 
     def text(self) -> str:
         """The compiler's input. #line directives make its messages refer to the files."""
-        return "".join(f'#line 1 "{path.name}"\n{path.read_text()}\n' for path in self.files)
+        return "".join(f'#line 1 "{path.name}"\n{path.read_text()}\n' for path in self.files) + self.code
+
+    @property
+    def name(self) -> str:
+        """What messages call the source."""
+        return self.files[-1].name if self.files else f"{self.kernel}.cu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ def compile_source(source: Source, arch: str) -> Compiled:
     """
     core = import_module("cuda.core")
     options = core.ProgramOptions(
-        name=source.files[-1].name,
+        name=source.name,
         arch=arch,
         std="c++17",
         ptxas_options=list(_OPTIONS),
@@ -97,7 +101,7 @@ def compile_source(source: Source, arch: str) -> Compiled:
     except Exception as error:  # cuda-core's exception classes are not public
         found = f", with the headers of {source.headers}. {source.advice}" if source.headers else ""
         raise KernelError(
-            f"{source.kernel} of {source.files[-1].name} with {dict(source.defines)} does not compile for {arch} by "
+            f"{source.kernel} of {source.name} with {dict(source.defines)} does not compile for {arch} by "
             f"NVRTC {compiler_version()}{found}:\n{error}\n{log.getvalue()}"
         ) from error
     return Compiled(cubin=bytes(made.code), log=log.getvalue())
@@ -105,10 +109,9 @@ def compile_source(source: Source, arch: str) -> Compiled:
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether "auto" can use CUDA C++: the modules are installed, and find NVRTC's library."""
-    if not all(map(is_installed, NEEDS)):
-        return False
+    """Whether the modules are installed, and find NVRTC's library."""
     try:
+        import_module("cuda.core")
         compiler_version()
     except Exception:  # the bindings raise various classes if the library is missing
         return False
@@ -178,6 +181,34 @@ def launch(  # pragma: gpu
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         sizes = [ctypes.c_uint(size) for size in (*grid, threads, 1, 1, source.shared_bytes)]
         _call("cuLaunchKernel", function, *sizes, stream, places, None, what=f"{source.kernel}, grid {grid}")
+
+
+def launcher(source: Source, device: torch.device, places: Any) -> Callable[[int, int], None]:  # pragma: gpu
+    """A function that runs a kernel on PyTorch's current stream and does no more: it takes the host a few microseconds.
+
+    Args:
+        source: the kernel; compiled and loaded now.
+        device: a GPU, which is current with its context whenever the function is called.
+        places: a ctypes array of the addresses of the kernel's arguments, which are read at each call.
+
+    Returns:
+        Takes the number of blocks, and of threads in each.
+
+    Raises:
+        KernelError: it does not compile; and from the function, the driver reports an error.
+    """
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+        function = _function(source, index)
+    run = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel  # does not give up Python's lock: having it back takes longer
+    run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch_it(num_blocks: int, threads: int) -> None:
+        if run(function, num_blocks, 1, 1, threads, 1, 1, 0, stream_of(index), places, None):
+            raise KernelError(f"{source.kernel}: cuLaunchKernel failed for {num_blocks} blocks of {threads} threads.")
+
+    return launch_it
 
 
 class _Attribute(ctypes.Structure):

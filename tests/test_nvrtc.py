@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("cuda.core")
+from torchstorm import nvrtc
 from torchstorm.errors import KernelError
-from torchstorm.kernels import nvrtc
-from torchstorm.kernels.nvrtc import Source, arch_of, cache_folder, compile_source, cubin_of
+from torchstorm.nvrtc import Source, arch_of, cache_folder, compile_source, cubin_of
 
 
 @pytest.fixture
@@ -120,5 +120,5 @@ def test_auto_does_without_where_the_compiler_cannot_be_loaded(monkeypatch: pyte
 
     monkeypatch.setattr(nvrtc, "compiler_version", fail)
     assert not nvrtc.is_usable.__wrapped__()
-    monkeypatch.setattr(nvrtc, "is_installed", lambda module: False)
+    monkeypatch.setattr(nvrtc, "import_module", fail)
     assert not nvrtc.is_usable.__wrapped__()
