@@ -14,6 +14,7 @@ import torch
 from torchstorm.errors import UnsupportedError
 from torchstorm.memory.allocated import allocated_bytes, peak_allocated_bytes
 from torchstorm.offload.native import memory
+from torchstorm.offload.recompute import fused
 from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import StreamClock, keep_busy
@@ -110,9 +111,10 @@ class Gpu:  # pragma: gpu
         return torch.cuda.current_stream(self.device).query()
 
     def begin_step(self) -> None:
-        """Refuses to run within a capture: waits for copies would not be in the graph."""
+        """Refuses to run within a capture: waits for copies would not be in the graph. Takes kernels up."""
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError("A step cannot be captured into a CUDA graph, which would lose its waits.")
+        fused.take_over()
         self.reset_peak()
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from torchstorm.errors import StorageError
 from torchstorm.memory.limits import available_ram_bytes, cgroup_limit_bytes, total_ram_bytes
 from torchstorm.offload.measure import LinkSpeed, cpu_name, measure_link
 from torchstorm.offload.native import library
+from torchstorm.offload.recompute import fused
 from torchstorm.paths import user_path
 from torchstorm.report.terminal import installed_version
 from torchstorm.sizes import format_size
@@ -189,7 +190,7 @@ def examine(directory: str | os.PathLike[str] = ".") -> DoctorReport:
         why_no_gpu="" if gpus else _why_no_gpu(),
         ram=_examine_ram(gpus),
         disk=disk,
-        active=(*_active(gpus, disk), library.describe(), *_storage_paths()),
+        active=(*_active(gpus, disk), library.describe(), fused.describe(), *_storage_paths()),
     )
 
 

@@ -46,7 +46,7 @@ NAMES(DECLARE)
 #define SLOTS(X) \
     X(running, has_changed) X(running, inputs) X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) \
     X(running, pace) X(running, recorder) X(running, settled) X(running, table) \
-    X(chain, calls) X(chain, frees) X(chain, inputs) X(chain, passed) X(chain, sources) \
+    X(chain, calls) X(chain, frees) X(chain, fused) X(chain, inputs) X(chain, passed) X(chain, sources) \
     X(value, again) X(value, call) X(value, held) X(value, is_read) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
     X(value, version) X(value, view) X(value, watch) \
     X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, places) X(record, value) \

@@ -113,7 +113,7 @@ bool compute_again(const Way *way, PyObject *saved) {
     Own value(take(saved, saved_value));
     if (value.at == Py_None || Py_TYPE(see(value.at, value_again)) != of.chain) return false;
     Own chain(take(value.at, value_again)), there(checked(PyDict_New()));
-    if (!serves(chain.at, value.at)) return false;
+    if (see(chain.at, chain_fused) != Py_None || !serves(chain.at, value.at)) return false;
     PyObject *sources = see(chain.at, chain_sources), *calls = see(chain.at, chain_calls), *frees = see(chain.at, chain_frees);
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(sources); ++at) {
         Own found(bytes_of(way, PyList_GET_ITEM(sources, at)));

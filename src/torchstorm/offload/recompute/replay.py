@@ -10,16 +10,23 @@ import torch
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload.native.library import library
+from torchstorm.offload.recompute import fused
+from torchstorm.offload.recompute.fused import Noted
+from torchstorm.offload.recompute.geometry import Look
+from torchstorm.offload.recompute.groups import Arrived
 from torchstorm.offload.recompute.repeats import LONG_WAY
 from torchstorm.offload.recompute.tensors import default_generator, tensors_of
 from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
 from torchstorm.offload.step.views import content_of, row_of
 
+_MOST_CHAINS = 4
+
 BytesOf = Callable[[Saved], torch.Tensor | None]
 
 
-def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, torch.Tensor], None]) -> None:
-    """Runs what makes a value, and first what makes its inputs, as far as those are not there.
+def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Arrived) -> None:
+    """Runs what makes a value, and first what makes its inputs, as far as those are not there; pointwise operations in
+    one kernel, where that was found to give the same bits.
 
     What is computed on the way is let go after the last operation that reads it.
 
@@ -32,7 +39,7 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
     Raises:
         UnsupportedError: an operation on the way cannot run again; names it.
     """
-    chain, there = value.again, None
+    chain, there, noted = value.again, None, None
     if chain is not None and chain.serves(value):
         there = _find(chain.sources, bytes_of)
     if chain is None or there is None:
@@ -40,21 +47,54 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Callable[[Saved, 
         calls = _calls_for(value, bytes_of, there)
         if not calls:  # something else that was saved has the same bytes, and is there
             return
-        chain = value.again = Chain(calls, list(there))
-    for call, frees in zip(chain.calls, chain.frees, strict=True):
-        _run_into(there, call, chain.passed, arrived)
-        for one in frees:
-            del there[one]
+        num_before = 0 if chain is None else chain.num_before + 1
+        chain = value.again = Chain(calls, list(there), num_before)
+        # One that is another in each step, as where it reads what the model is given, is considered no more.
+        is_considered = len(calls) > 1 and num_before < _MOST_CHAINS
+        noted = Noted() if is_considered and fused.is_on(calls[-1].device) else None
+    elif chain.fused is not None:
+        if not chain.fused.is_as_planned():
+            chain.fused = None
+        elif chain.fused.fits():
+            _run_fused(chain, there, arrived)
+            return
+    for at in range(len(chain.calls)):
+        _run_at(chain, at, there, arrived, noted)
+    if noted is not None:
+        fused.consider(chain, noted)
+
+
+def _run_fused(chain: Chain, there: dict[Value, torch.Tensor], arrived: Arrived) -> None:
+    """Runs a chain with its pointwise operations in groups."""
+    for part in chain.fused.parts:
+        if isinstance(part, int):
+            _run_at(chain, part, there, arrived)
+        elif not part.run(there, chain, arrived, _unchanged):
+            for at in range(part.begin, part.begin + len(part.calls)):
+                _run_at(chain, at, there, arrived)
+
+
+def _run_at(
+    chain: Chain, at: int, there: dict[Value, torch.Tensor], arrived: Arrived, noted: Noted | None = None
+) -> None:
+    """Runs one operation of a chain, and lets go what none reads that follows."""
+    _run_into(there, chain.calls[at], chain.passed, arrived, noted)
+    for one in chain.frees[at]:
+        del there[one]
 
 
 def _run_into(
     there: dict[Value, torch.Tensor],
     call: Call,
     passed: Collection[Value],
-    arrived: Callable[[Saved, torch.Tensor], None],
+    arrived: Arrived,
+    noted: Noted | None,
 ) -> None:
     """Runs an operation; of what it makes, puts what others read beside what is there."""
-    for reference, content in zip(call.outputs, run(call, there), strict=True):
+    contents = run(call, there)
+    if noted is not None:
+        noted.looks.append(Look.of(contents[0]) if len(contents) == 1 else None)
+    for reference, content in zip(call.outputs, contents, strict=True):
         made = reference()
         if made is None:
             continue
@@ -62,6 +102,8 @@ def _run_into(
             there[made] = content
         # What else the operation makes may be away on another tier; it comes back when its own time has come.
         if made.saved is not None and made.saved.parcel.place is Place.ABSENT:
+            if noted is not None:
+                noted.wanted.add(made)
             arrived(made.saved, content)
 
 

@@ -263,13 +263,21 @@ class Chain:
     Args:
         calls: the operations.
         sources: values that are there before any of them has run.
+        num_before: how many have made the same value before.
+
+    Attributes:
+        fused: how it runs with pointwise operations in one kernel (`recompute.fused`); None where each runs by itself.
+        prepared: the same before its kernels are compiled and compared.
     """
 
-    __slots__ = ("calls", "frees", "inputs", "passed", "sources")
+    __slots__ = ("__weakref__", "calls", "frees", "fused", "inputs", "num_before", "passed", "prepared", "sources")
 
-    def __init__(self, calls: list[Call], sources: list[Value]) -> None:
+    def __init__(self, calls: list[Call], sources: list[Value], num_before: int = 0) -> None:
+        self.num_before = num_before
         self.calls = calls
         self.sources = sources
+        self.fused: Any = None
+        self.prepared: Any = None
         self.inputs = [call.inputs for call in calls]
         last = {one: at for at, call in enumerate(calls) for one in call.inputs}
         self.frees: list[list[Value]] = [[] for _ in calls]  # after each operation, what none reads that follows

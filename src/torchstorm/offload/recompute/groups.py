@@ -1,0 +1,384 @@
+"""Pointwise operations that lie one behind another in a chain, as one kernel runs them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchstorm.offload.recompute import pointwise
+from torchstorm.offload.recompute.compared import Bound, Example, Kernel, kernel_for
+from torchstorm.offload.recompute.geometry import Geometry, Look, aligned
+from torchstorm.offload.recompute.pointwise import Input, Operand, Operation
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
+from torchstorm.offload.step.views import View
+
+Arrived = Callable[[Saved, torch.Tensor], None]
+
+_MOST_INPUTS = 8
+_MOST_LAYOUTS = 4096
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a group runs for certain sizes.
+
+    Attributes:
+        results: how they look.
+        odd: of each input, the bits that its address does not have.
+        shapes: size and strides of those that are leaves, which may be other tensors in each step; None for others.
+        bound: the kernel's arguments.
+    """
+
+    results: tuple[Look, ...]
+    odd: tuple[int, ...]
+    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    bound: Bound
+
+
+def _signature(item: Any) -> Any:
+    """What of an argument decides how a kernel runs."""
+    if isinstance(item, Ref):
+        return item.view
+    if isinstance(item, Leaf):
+        return item.tensor.dtype, item.tensor.shape, item.tensor.stride(), item.tensor.storage_offset()
+    return item
+
+
+def _look_of(call: Call) -> Look | None:
+    """How the result of a call looks in this step; None where its record does not say."""
+    made = call.outputs[0]()
+    view = None if made is None else made.view
+    if made is None or view is None or view.conjugate or view.negative:
+        return None
+    is_whole = made.nbytes == view.dtype.itemsize * math.prod(view.size)
+    return Look(view.dtype, tuple(view.size), view.stride) if is_whole else None
+
+
+class Group:
+    """Operations of a chain that lie one behind another and are pointwise, while they are found and afterwards.
+
+    Attributes:
+        calls: they.
+        members: which operation made which value, while the group is found. (Not later: a value that knows the chain
+            which makes it would be a cycle.)
+        inputs: what they read that none of them makes: the call that reads it first, and its place among the arguments.
+        looks, offsets: of these, as `Geometry.of` takes them.
+        numbers: that they read.
+        operations, templates, results: of each call.
+        outputs: which results are needed afterwards.
+        others: values that are made and not needed.
+        frees: what is let go afterwards.
+        kernel: what runs them.
+        places: of outputs that lie where an input did, which input.
+        begin: the first call's place in the chain.
+        layout: how it runs for the sizes at hand, once the kernel is taken up.
+        seen: the calls' arguments that this is for.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.members: dict[Value, int] = {}
+        self.inputs: list[tuple[Call, int]] = []
+        self.looks: list[Look] = []
+        self.offsets: list[int] = []
+        self.numbers: list[float] = []
+        self.operations: list[Operation] = []
+        self.templates: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.results: list[Look] = []
+        self.outputs: list[int] = []
+        self.others: list[weakref.ref[Value]] = []
+        self.frees: list[Value] = []
+        self.kernel: Kernel | None = None
+        self.places: dict[int, int] = {}
+        self.begin = 0
+        self.layout: Layout | None = None
+        self.seen: list[tuple[Any, ...]] = []
+
+    # -- found
+
+    def take(self, call: Call, look: Look | None) -> bool:
+        """Adds a call if it is pointwise and goes with those before; else leaves all as it is."""
+        if look is None or call.operator.in_place or call.state is not None or call.places != [0]:
+            return False
+        if self.results and (look.size, look.stride) != (self.results[0].size, self.results[0].stride):
+            return False
+        kept = len(self.inputs), len(self.numbers)
+        found = self._operation(call, look)
+        made = call.outputs[0]()
+        if found is None or made is None or len(self.inputs) > _MOST_INPUTS:
+            del self.inputs[kept[0] :], self.looks[kept[0] :], self.offsets[kept[0] :], self.numbers[kept[1] :]
+            return False
+        operation, template = found
+        self.templates.append((call.func, template, dict(call.kwargs)))
+        self.members[made] = len(self.calls)
+        self.calls.append(call)
+        self.operations.append(operation)
+        self.results.append(look)
+        return True
+
+    def _operation(self, call: Call, look: Look) -> tuple[Operation, tuple[Any, ...]] | None:
+        """What a call is to the kernel, and its arguments with an `Operand` for each tensor."""
+        room, name = call.operator.name.split(".")[:2]
+        if room not in ("torch", "aten"):
+            return None
+        numbers = [one for one in call.args if isinstance(one, int | float) and not isinstance(one, bool)]
+        kwargs = dict(call.kwargs)
+        approximate = kwargs.pop("approximate", "none")
+        if kwargs.pop("alpha", 1) != 1 or kwargs.pop("inplace", False):
+            return None
+        swapped = name == "rsub"
+        known = pointwise.formula_of("sub" if swapped else name, tuple(map(float, numbers)), approximate)
+        if known is None:
+            return None
+        name, num_operands = known
+        if kwargs and (name != "convert" or any(isinstance(one, Ref | Leaf) for one in kwargs.values())):
+            return None
+        read: list[Operand] = []
+        template: list[Any] = []
+        for position, item in enumerate(call.args):
+            if position >= num_operands:
+                if isinstance(item, Ref | Leaf | list | tuple):
+                    return None
+                template.append(item)
+                continue
+            if isinstance(item, int | float) and not isinstance(item, bool):
+                read.append(Operand("number", len(self.numbers)))
+                self.numbers.append(float(item))
+                template.append(item)
+                continue
+            operand = self._operand(call, position, look, converts=name == "convert")
+            if operand is None:
+                return None
+            read.append(operand)
+            template.append(operand)
+        if len(read) != num_operands or not any(one.kind != "number" for one in read):
+            return None
+        return Operation(name, tuple(reversed(read) if swapped else read), look.dtype), tuple(template)
+
+    def _operand(self, call: Call, place: int, result: Look, *, converts: bool) -> Operand | None:
+        """What an argument is to the kernel."""
+        item = call.args[place]
+        if isinstance(item, Ref):
+            view = item.view
+            at = self.members.get(item.value)
+            if at is not None:
+                made = self.results[at]
+                natural = View(made.dtype, made.size, made.stride, 0, conjugate=False, negative=False)
+                is_natural = tuple(view.size) == natural.size and view == natural._replace(size=view.size)
+                return Operand("made", at) if is_natural and self._goes(made.dtype, result, converts) else None
+            if view.conjugate or view.negative:
+                return None
+            dtype, size, stride, offset = view.dtype, view.size, view.stride, view.offset_bytes
+        elif isinstance(item, Leaf):
+            tensor = item.tensor
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != call.device:
+                return None
+            if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
+                return None
+            dtype, size, stride = tensor.dtype, tuple(tensor.shape), tensor.stride()
+            offset = int(tensor.storage_offset()) * dtype.itemsize
+        else:
+            return None
+        steps = aligned(size, stride, result.size)
+        if steps is None or min(steps, default=0) < 0 or not self._goes(dtype, result, converts):
+            return None
+        look = Look(dtype, result.size, steps)
+        for at, (other, where) in enumerate(self.inputs):
+            if self._is_same(other.args[where], item) and self.looks[at] == look:
+                return Operand("input", at)
+        self.inputs.append((call, place))
+        self.looks.append(look)
+        self.offsets.append(offset)
+        return Operand("input", len(self.inputs) - 1)
+
+    @staticmethod
+    def _is_same(one: Ref | Leaf, other: Ref | Leaf) -> bool:
+        if isinstance(one, Ref) and isinstance(other, Ref):
+            return one.value is other.value and one.view == other.view
+        return isinstance(one, Leaf) and isinstance(other, Leaf) and one.tensor is other.tensor
+
+    @staticmethod
+    def _goes(dtype: torch.dtype, result: Look, converts: bool) -> bool:
+        """Whether an operand's elements are exact where the operation computes: a wider one would be rounded first."""
+        if dtype not in pointwise.C_TYPES:
+            return False
+        return converts or dtype is result.dtype or result.dtype is torch.float32
+
+    def close(self, chain: Chain, begin: int, wanted: set[Value]) -> bool:
+        """All calls are there, from one place of the chain: says which results are needed, and finds the kernel. False
+        where they do not pay, or would take more memory at once than one after another."""
+        end = begin + len(self.calls)
+        later = {one for call in chain.calls[end:] for one in call.inputs}
+        frees = chain.frees[begin:end]
+        made = list(self.members)
+        self.outputs = [at for at, one in enumerate(made) if one in wanted or one in later]
+        self.others = [weakref.ref(one) for at, one in enumerate(made) if at not in self.outputs]
+        mine = set(made)
+        self.frees = [one for some in frees for one in some if one not in mine]
+        passing = chain.passed - wanted
+        if len(self.calls) < 2 or not self.outputs:
+            return False
+        self._give_places({one for some in frees for one in some if one in passing})
+        if not self._takes_no_more(frees, passing):
+            return False
+        found = self._geometry()
+        if found is None:
+            return False
+        geometry, inputs = found
+        code = pointwise.source_of(
+            tuple(self.operations),
+            inputs,
+            tuple(self.outputs),
+            num_numbers=len(self.numbers),
+            num_dims=len(geometry.sizes),
+            width=geometry.width,
+        )
+        example = Example(
+            calls=tuple(self.templates),
+            results=tuple(self.results),
+            looks=tuple(self.looks),
+            outputs=tuple(self.outputs),
+            numbers=tuple(self.numbers),
+            inputs=inputs,
+            num_dims=len(geometry.sizes),
+            width=geometry.width,
+        )
+        self.begin = begin
+        self.kernel = kernel_for(code, self.calls[0].device, example)
+        self.members.clear()
+        return self.kernel.is_exact is not False
+
+    def _geometry(self) -> tuple[Geometry, tuple[Input, ...]] | None:
+        geometry = Geometry.of(self.results[0], self.looks, self.offsets)
+        if geometry is None:
+            return None
+        inputs = (
+            Input(look.dtype, steps[-1] if steps[-1] in (0, 1) else 2)
+            for look, steps in zip(self.looks, geometry.steps, strict=True)
+        )
+        return geometry, tuple(inputs)
+
+    def _give_places(self, passing: set[Value]) -> None:
+        """Has results lie where an input lies that nothing reads afterwards: each thread reads its elements first."""
+        free = {}
+        for at, ((call, place), look) in enumerate(zip(self.inputs, self.looks, strict=True)):
+            item = call.args[place]
+            nbytes = look.dtype.itemsize * math.prod(look.size)
+            if isinstance(item, Ref) and item.value in passing and item.value.nbytes == nbytes:
+                free[at] = look
+        for number, output in enumerate(self.outputs):
+            result = self.results[output]
+            found = next((at for at, look in free.items() if look == result), None)
+            if found is not None:
+                self.places[number] = found
+                del free[found]
+
+    def _takes_no_more(self, frees: list[list[Value]], passing: set[Value]) -> bool:
+        """Whether all results that are needed, beside all that is read, are no more than there is at once otherwise:
+        of what only passes, an operation's inputs go before the next one."""
+        live = highest = 0
+        for value, some in zip(self.members, frees, strict=True):
+            live += value.nbytes
+            highest = max(highest, live)
+            live -= sum(one.nbytes for one in some if one in passing)
+        made = list(self.members)
+        new = [made[at].nbytes for place, at in enumerate(self.outputs) if place not in self.places]
+        return sum(new) <= highest
+
+    # -- run
+
+    def is_as_planned(self) -> bool:
+        """Whether nothing is needed of what the kernel does not write."""
+        for reference in self.others:
+            value = reference()
+            if value is not None and value.saved is not None and value.saved.parcel.place is Place.ABSENT:
+                return False
+        return True
+
+    def fits(self) -> bool:
+        """Whether the kernel can run for the sizes that this step has, for which it is made ready."""
+        if len(self.seen) == len(self.calls) and all(map(operator.is_, (call.args for call in self.calls), self.seen)):
+            return self.layout is not None
+        assert self.kernel is not None
+        looks = [_look_of(call) for call in self.calls]
+        key = tuple(looks), *(tuple(map(_signature, call.args)) for call in self.calls)
+        layouts = self.kernel.layouts
+        if key not in layouts:  # else another group had the same sizes
+            if len(layouts) >= _MOST_LAYOUTS:
+                layouts.clear()
+            layouts[key] = self._layout(looks)
+        self.layout = layouts[key]
+        self.seen = [call.args for call in self.calls]
+        return self.layout is not None
+
+    def _layout(self, looks: list[Look | None]) -> Layout | None:
+        """None where these sizes want another kernel."""
+        assert self.kernel is not None
+        example, now = self.kernel.example, Group()
+        if not all(now.take(call, look) for call, look in zip(self.calls, looks, strict=True)):
+            return None
+        found = now._geometry()
+        if found is None or tuple(now.operations) != tuple(self.operations):
+            return None
+        geometry, inputs = found
+        if (inputs, len(geometry.sizes), geometry.width) != (example.inputs, example.num_dims, example.width):
+            return None
+        bound = Bound(self.kernel, geometry, len(inputs) + len(self.outputs), now.numbers)
+        odd = [one.dtype.itemsize * geometry.width - 1 if one.inner == 1 else 0 for one in inputs]
+        read = [call.args[place] for call, place in now.inputs]
+        shapes = [(one.tensor.shape, one.tensor.stride()) if isinstance(one, Leaf) else None for one in read]
+        return Layout(tuple(now.results), tuple(odd), tuple(shapes), bound)
+
+    def run(
+        self, there: dict[Value, torch.Tensor], chain: Chain, arrived: Arrived, checked: Callable[[Leaf, Call], Any]
+    ) -> bool:
+        """Runs the kernel, and does with the results what is done where each operation runs by itself. False where an
+        input does not lie as it should, so that nothing has run."""
+        layout = self.layout
+        assert layout is not None
+        addresses: list[ctypes.c_void_p | int | None] = []
+        for (call, place), odd, shape in zip(self.inputs, layout.odd, layout.shapes, strict=True):
+            item = call.args[place]
+            if shape is None:
+                base = there[item.value]
+                row = base.data_ptr() if base.dtype is torch.uint8 else base.untyped_storage().data_ptr()
+                address = row + item.view.offset_bytes
+            else:
+                tensor = checked(item, call)
+                if (tensor.shape, tensor.stride()) != shape:
+                    return False
+                address = tensor.data_ptr()
+            if address & odd:
+                return False
+            addresses.append(address)
+        contents = [self._content(place, there) for place in range(len(self.outputs))]
+        layout.bound.run([*addresses, *(one.data_ptr() for one in contents)])
+        for at, content in zip(self.outputs, contents, strict=True):
+            made = self.calls[at].outputs[0]()
+            if made is None:
+                continue
+            if made in chain.passed:
+                there[made] = content
+            if made.saved is not None and made.saved.parcel.place is Place.ABSENT:
+                arrived(made.saved, content)
+        for one in self.frees:
+            del there[one]
+        return True
+
+    def _content(self, place: int, there: dict[Value, torch.Tensor]) -> torch.Tensor:
+        """Room for a result."""
+        assert self.layout is not None
+        look = self.layout.results[self.outputs[place]]
+        at = self.places.get(place)
+        if at is not None:
+            call, where = self.inputs[at]
+            item = call.args[where]
+            return torch.as_strided(item.view.over(there[item.value]), look.size, look.stride)
+        return torch.empty_strided(look.size, look.stride, dtype=look.dtype, device=self.calls[0].device)
