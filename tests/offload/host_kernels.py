@@ -87,9 +87,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     ran: list[Group] = []
     run, begin_step = Group.run, Cpu.begin_step
 
-    def noted(self: Group, *arguments: Any) -> bool:
+    def noted(self: Group, there: Any) -> Any:
         ran.append(self)
-        return run(self, *arguments)
+        return run(self, there)
 
     def begin(self: Cpu) -> None:
         fused.take_over()

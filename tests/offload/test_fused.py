@@ -29,6 +29,7 @@ from torchstorm.offload.recompute.groups import Group
 from torchstorm.offload.recompute.pointwise import Input, Operand, Operation
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.parcels import Call, Chain, Value
+from torchstorm.plan.recompute import POINTWISE
 
 CPU = torch.device("cpu")
 FLOATS = tuple(pointwise.C_TYPES)
@@ -303,13 +304,13 @@ def test_an_input_at_an_odd_address_runs_one_by_one(monkeypatch: pytest.MonkeyPa
     with Session(model, ram="1GiB") as session:
         for step in range(5):
             run(session, model, step)
-        answers: list[bool] = []
+        answers: list[Any] = []
         run_group = Group.run
 
-        def odd(self: Group, *arguments: Any) -> bool:
+        def odd(self: Group, there: Any) -> Any:
             assert self.layout is not None
             self.layout = dataclasses.replace(self.layout, odd=((1 << 62) - 1,) * len(self.inputs))
-            answers.append(run_group(self, *arguments))
+            answers.append(run_group(self, there))
             return answers[-1]
 
         monkeypatch.setattr(Group, "run", odd)
@@ -348,6 +349,13 @@ def test_nothing_of_a_step_is_held_by_a_cycle(monkeypatch: pytest.MonkeyPatch) -
     finally:
         gc.enable()
     assert num_ran[-1] > 0
+
+
+def test_plans_know_which_operations_are_pointwise() -> None:
+    ours = {*pointwise._OF_ONE, *pointwise._OF_TWO, *pointwise._OTHER_NAMES, "pow", "rsub"}
+    assert ours - {"convert", "cube", "gelu_tanh"} == POINTWISE
+    for name in POINTWISE - {"pow", "rsub"}:
+        assert pointwise.formula_of(name, ()) is not None
 
 
 def test_functions_that_are_not_pointwise_or_not_known_are_not_taken() -> None:

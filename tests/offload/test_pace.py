@@ -205,7 +205,7 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
     plan = plan_of(trace, *[Placement(tier="ram", drop=2, fetch=3)] * 3)
     found = pace.refine(trace, plan, Machine(name="bare"))
     record_s = 35e-6 if library() is None else 20e-6
-    assert found.host == HostCost(record_s=record_s, move_s=120e-6, idle_s=pytest.approx(idle_s))
+    assert found.host == HostCost(record_s=record_s, move_s=120e-6, idle_s=pytest.approx(idle_s), fuses=True)
     assert sum(times(found)[:10]) == pytest.approx(forward_s)
     assert sum(times(found)[10:]) == pytest.approx(5e-3)
 

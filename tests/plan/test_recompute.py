@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -90,3 +91,37 @@ def test_what_a_later_step_needs_must_be_computable_from_what_is_still_held(op_o
     )
     assert can_recompute(trace) == [op_of_input == 0]
     assert (replays(trace, [Placement(tier="recompute")]) is None) == (op_of_input < 0)
+
+
+def test_pointwise_operations_one_behind_another_take_as_long_as_what_one_kernel_reads_and_writes() -> None:
+    product = Op(name="aten.mm.default", compute_s=10e-3, scratch_bytes=0, inputs=(), outputs=(0,))
+    steps = [
+        Op(name="aten.mul.Tensor", compute_s=1e-3, scratch_bytes=0, inputs=(0,), outputs=(1,), number=1),
+        Op(name="torch.to", compute_s=3e-3, scratch_bytes=0, inputs=(1,), outputs=(2,), number=2),
+        Op(name="aten.add.Tensor", compute_s=4e-3, scratch_bytes=0, inputs=(2, 1), outputs=(3,), number=3),
+    ]
+    sizes = [MIB, MIB, 2 * MIB, MIB]
+    storage = SavedStorage(nbytes=MIB, made=1, owned=2, needed=4, freed=5, parcel=0, block="", value=3)
+    kept = SavedStorage(nbytes=MIB, made=0, owned=1, needed=5, freed=6, parcel=1, block="", value=0)
+    storages = (storage, kept)
+    trace = Trace(
+        device="cuda",
+        moments=tuple(
+            Moment(kind="enter", storage=-1, nbytes=0, compute_s=0.0, other_bytes=0, still_bytes=0) for _ in range(6)
+        ),
+        storages=storages,
+        parcels=make_parcels(storages, [MIB, MIB]),
+        base_bytes=0,
+        staging_bytes=0,
+        ops=(product, *steps),
+        values=tuple(Value(nbytes=size, op=at, storage=[1, -1, -1, 0][at]) for at, size in enumerate(sizes)),
+    )
+    alone = Replayer(trace).alone(0)
+    together = Replayer(replace(trace, host=replace(trace.host, fuses=True))).alone(0)
+    assert alone is not None
+    assert together is not None
+    assert (alone.ops, together.ops) == ([1, 2, 3], [1, 2, 3])
+    assert alone.compute_s == pytest.approx(8e-3)
+    # Read and written one by one: 1 + 1, 1 + 2, 3 + 1 MiB; in one kernel: 1 + 1.
+    assert together.compute_s == pytest.approx(8e-3 * 2 / 9)
+    assert together.transient_bytes == alone.transient_bytes

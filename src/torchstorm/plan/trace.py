@@ -127,11 +127,13 @@ class HostCost:
         record_s: seconds per operation that is recorded to run again.
         move_s: seconds per storage that moves; small ones that move together are copied into one buffer one by one.
         idle_s: seconds of that which the device hardly notices, since it is the one that comes late.
+        fuses: whether pointwise operations that run again one behind another do so in one kernel.
     """
 
     record_s: float = 0.0
     move_s: float = 0.0
     idle_s: float = 0.0
+    fuses: bool = False
 
     def own_s(self, *, num_recorded: int, num_moved: int) -> float:
         """Seconds of the host for so many operations and storages, whether the device notices or not."""

@@ -33,10 +33,10 @@ PyObject *first;  // (0,)
 #define NAMES(X) \
     X(_add_output) X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
     X(_finish) X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) \
-    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(capacity_bytes) X(closed) \
-    X(discard) X(drop) X(dtype) X(fetch) X(free) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
-    X(inplace) X(is_about_to_change) X(kind) X(known) X(leaves) X(let_go) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
-    X(num_calls) X(num_used) X(out) X(over) X(pack) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(send) \
+    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(begin) X(calls) X(capacity_bytes) X(closed) \
+    X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
+    X(inplace) X(is_about_to_change) X(is_ready) X(kind) X(known) X(leaves) X(let_go) X(made) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
+    X(num_calls) X(num_used) X(out) X(over) X(pack) X(parts) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) \
     X(settle) X(settle_soon) X(shape) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)

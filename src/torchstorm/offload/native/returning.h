@@ -84,27 +84,60 @@ void arrived(const Way *way, PyObject *saved, PyObject *content, PyObject *wante
     is_back(way, saved, content);
 }
 
-// As `replay._run_into`.
-void run_into(const Way *way, PyObject *there, PyObject *call, PyObject *passed, PyObject *wanted) {
-    PyObject *of_call[] = {call, there};
-    Own contents(checked(again(nullptr, of_call, 2)));
-    if (contents.at == of.long_way) {
-        Own run(PyObject_CallFunctionObjArgs(of.run_again, call, there, nullptr));
-        std::swap(contents.at, run.at);
-        checked(contents.at);
-    }
-    Own outputs(take(call, call_outputs));
-    if (PyList_GET_SIZE(outputs.at) != PyList_GET_SIZE(contents.at)) {
+// As `replay._spread`.
+void spread(const Way *way, PyObject *outputs, PyObject *contents, PyObject *there, PyObject *passed, PyObject *wanted) {
+    if (PyList_GET_SIZE(outputs) != PyList_GET_SIZE(contents)) {
         PyErr_SetString(PyExc_ValueError, "an operation gave other outputs than it was recorded with");
         throw Failed();
     }
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(outputs.at); ++at) {
-        Own made(Py_XNewRef(referent(PyList_GET_ITEM(outputs.at, at))));
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(outputs); ++at) {
+        Own made(Py_XNewRef(referent(PyList_GET_ITEM(outputs, at))));
         if (!made) continue;
-        PyObject *content = PyList_GET_ITEM(contents.at, at);
+        PyObject *content = PyList_GET_ITEM(contents, at);
         if (checked(PySet_Contains(passed, made.at))) checked(PyDict_SetItem(there, made.at, content));
         Own saved(take(made.at, value_saved));
         if (saved.at != Py_None && is_absent(see(saved.at, saved_parcel))) arrived(way, saved.at, content, wanted);
+    }
+}
+
+void let_go_of(PyObject *there, PyObject *done) {
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(done); ++at) checked(PyDict_DelItem(there, PyList_GET_ITEM(done, at)));
+}
+
+// As `replay._run_at`.
+void run_at(const Way *way, PyObject *chain, Py_ssize_t at, PyObject *there, PyObject *wanted) {
+    Own call(Py_NewRef(PyList_GET_ITEM(see(chain, chain_calls), at)));
+    PyObject *of_call[] = {call.at, there};
+    Own contents(checked(again(nullptr, of_call, 2)));
+    if (contents.at == of.long_way) {
+        Own run(PyObject_CallFunctionObjArgs(of.run_again, call.at, there, nullptr));
+        std::swap(contents.at, run.at);
+        checked(contents.at);
+    }
+    Own outputs(take(call.at, call_outputs));
+    spread(way, outputs.at, contents.at, there, see(chain, chain_passed), wanted);
+    let_go_of(there, PyList_GET_ITEM(see(chain, chain_frees), at));
+}
+
+// As `replay._run_fused`.
+void run_fused(const Way *way, PyObject *chain, PyObject *fused, PyObject *there, PyObject *wanted) {
+    Own parts(get(fused, s_parts));
+    for (Py_ssize_t number = 0; number < PyList_GET_SIZE(parts.at); ++number) {
+        PyObject *part = PyList_GET_ITEM(parts.at, number);
+        if (PyLong_Check(part)) {
+            run_at(way, chain, as_int(part), there, wanted);
+            continue;
+        }
+        Own contents(checked(PyObject_CallMethodOneArg(part, s_run, there)));
+        if (contents.at == Py_None) {
+            Own calls(get(part, s_calls));
+            const int64_t begin = get_int(part, s_begin), num = PyList_GET_SIZE(calls.at);
+            for (int64_t at = begin; at < begin + num; ++at) run_at(way, chain, at, there, wanted);
+            continue;
+        }
+        Own made(get(part, s_made)), frees(get(part, s_frees));
+        spread(way, made.at, contents.at, there, see(chain, chain_passed), wanted);
+        let_go_of(there, frees.at);
     }
 }
 
@@ -112,19 +145,22 @@ void run_into(const Way *way, PyObject *there, PyObject *call, PyObject *passed,
 bool compute_again(const Way *way, PyObject *saved) {
     Own value(take(saved, saved_value));
     if (value.at == Py_None || Py_TYPE(see(value.at, value_again)) != of.chain) return false;
-    Own chain(take(value.at, value_again)), there(checked(PyDict_New()));
-    if (see(chain.at, chain_fused) != Py_None || !serves(chain.at, value.at)) return false;
-    PyObject *sources = see(chain.at, chain_sources), *calls = see(chain.at, chain_calls), *frees = see(chain.at, chain_frees);
+    Own chain(take(value.at, value_again)), fused(take(chain.at, chain_fused)), there(checked(PyDict_New()));
+    if (!serves(chain.at, value.at)) return false;
+    if (fused.at != Py_None) {
+        Own is_ready(checked(PyObject_CallMethodNoArgs(fused.at, s_is_ready)));
+        if (is_ready.at != Py_True) return false;
+    }
+    PyObject *sources = see(chain.at, chain_sources), *calls = see(chain.at, chain_calls);
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(sources); ++at) {
         Own found(bytes_of(way, PyList_GET_ITEM(sources, at)));
         if (!found) return false;
         checked(PyDict_SetItem(there.at, PyList_GET_ITEM(sources, at), found.at));
     }
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(calls); ++at) {
-        run_into(way, there.at, PyList_GET_ITEM(calls, at), see(chain.at, chain_passed), saved);
-        PyObject *done = PyList_GET_ITEM(frees, at);
-        for (Py_ssize_t place = 0; place < PyList_GET_SIZE(done); ++place)
-            checked(PyDict_DelItem(there.at, PyList_GET_ITEM(done, place)));
+    if (fused.at != Py_None) {
+        run_fused(way, chain.at, fused.at, there.at, saved);
+    } else {
+        for (Py_ssize_t at = 0; at < PyList_GET_SIZE(calls); ++at) run_at(way, chain.at, at, there.at, saved);
     }
     return true;
 }

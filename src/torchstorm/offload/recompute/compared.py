@@ -94,15 +94,15 @@ def prepare(source: nvrtc.Source, device: torch.device, places: Any) -> Callable
     return nvrtc.launcher(source, device, places)
 
 
-_kernels: dict[tuple[str, torch.device], Kernel] = {}
+_kernels: dict[tuple[str, tuple[str, ...], torch.device], Kernel] = {}
 
 
-def kernel_for(code: str, device: torch.device, example: Example) -> Kernel:
-    """The kernel of this source, which is compiled beside training if it is new."""
-    found = _kernels.get((code, device))
+def kernel_for(code: str, names: tuple[str, ...], example: Example, device: torch.device) -> Kernel:
+    """The kernel of this source for operations of these names, which is compiled beside training if it is new."""
+    found = _kernels.get((code, names, device))
     if found is None:
         source = nvrtc.Source(kernel=pointwise.KERNEL, code=code)
-        found = _kernels[code, device] = Kernel(source, device, example)
+        found = _kernels[code, names, device] = Kernel(source, device, example)
         threading.Thread(target=compile_one, args=(found,), name="torchstorm-pointwise", daemon=True).start()
     return found
 

@@ -43,9 +43,14 @@ def describe() -> str:
     return f"pointwise operations that run again on a GPU: in one kernel, by NVRTC {nvrtc.compiler_version()}"
 
 
+def is_there() -> bool:
+    """Whether a GPU's chains are considered: where NVRTC is there, unless TORCHSTORM_FUSED=0."""
+    return os.environ.get("TORCHSTORM_FUSED") != "0" and nvrtc.is_usable()
+
+
 def is_on(device: torch.device) -> bool:
-    """Whether chains on a device are considered: on a GPU, where NVRTC is there, unless TORCHSTORM_FUSED=0."""
-    return device.type == "cuda" and os.environ.get("TORCHSTORM_FUSED") != "0" and nvrtc.is_usable()
+    """Whether chains on a device are considered."""
+    return device.type == "cuda" and is_there()
 
 
 class Fused:
@@ -64,9 +69,9 @@ class Fused:
         """Whether it makes all that is needed now."""
         return all(group.is_as_planned() for group in self.groups)
 
-    def fits(self) -> bool:
-        """Whether its kernels can run for the sizes at hand."""
-        return all(group.fits() for group in self.groups)
+    def is_ready(self) -> bool:
+        """The same, and whether its kernels can run for the sizes at hand."""
+        return self.is_as_planned() and all(group.fits() for group in self.groups)
 
 
 _waiting: list[weakref.ref[Chain]] = []

@@ -6,20 +6,18 @@ import ctypes
 import math
 import operator
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchstorm.errors import UnsupportedError
 from torchstorm.offload.recompute import pointwise
 from torchstorm.offload.recompute.compared import Bound, Example, Kernel, kernel_for
 from torchstorm.offload.recompute.geometry import Geometry, Look, aligned
 from torchstorm.offload.recompute.pointwise import Input, Operand, Operation
-from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Value
 from torchstorm.offload.step.views import View
-
-Arrived = Callable[[Saved, torch.Tensor], None]
 
 _MOST_INPUTS = 8
 _MOST_LAYOUTS = 4096
@@ -40,6 +38,23 @@ class Layout:
     odd: tuple[int, ...]
     shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
     bound: Bound
+
+
+def unchanged(leaf: Leaf, call: Call) -> torch.Tensor:
+    """The tensor that an operation has read, and reads again."""
+    tensor = leaf.tensor
+    if not tensor.is_inference() and tensor._version != leaf.version:
+        raise UnsupportedError(
+            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} has "
+            f"changed since (version {leaf.version}, now {tensor._version}): change weights and inputs after the step, "
+            "not within its backward."
+        )
+    if leaf.address and tensor.untyped_storage()._cdata != leaf.address:
+        raise UnsupportedError(
+            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} was "
+            "given other memory since (as by `.data =`): do so after the step."
+        )
+    return tensor
 
 
 def _signature(item: Any) -> Any:
@@ -74,6 +89,7 @@ class Group:
         operations, templates, results: of each call.
         outputs: which results are needed afterwards.
         others: values that are made and not needed.
+        made: the values of these.
         frees: what is let go afterwards.
         kernel: what runs them.
         places: of outputs that lie where an input did, which input.
@@ -94,6 +110,7 @@ class Group:
         self.results: list[Look] = []
         self.outputs: list[int] = []
         self.others: list[weakref.ref[Value]] = []
+        self.made: list[weakref.ref[Value]] = []
         self.frees: list[Value] = []
         self.kernel: Kernel | None = None
         self.places: dict[int, int] = {}
@@ -219,6 +236,7 @@ class Group:
         frees = chain.frees[begin:end]
         made = list(self.members)
         self.outputs = [at for at, one in enumerate(made) if one in wanted or one in later]
+        self.made = [self.calls[at].outputs[0] for at in self.outputs]
         self.others = [weakref.ref(one) for at, one in enumerate(made) if at not in self.outputs]
         mine = set(made)
         self.frees = [one for some in frees for one in some if one not in mine]
@@ -251,7 +269,7 @@ class Group:
             width=geometry.width,
         )
         self.begin = begin
-        self.kernel = kernel_for(code, self.calls[0].device, example)
+        self.kernel = kernel_for(code, tuple(call.operator.name for call in self.calls), example, self.calls[0].device)
         self.members.clear()
         return self.kernel.is_exact is not False
 
@@ -266,12 +284,16 @@ class Group:
         return geometry, tuple(inputs)
 
     def _give_places(self, passing: set[Value]) -> None:
-        """Has results lie where an input lies that nothing reads afterwards: each thread reads its elements first."""
+        """Has results lie where an input lies that nothing reads afterwards, and that is read as a whole alone: each
+        thread reads its elements first."""
         free = {}
+        read = [item.value for call, place in self.inputs if isinstance(item := call.args[place], Ref)]
         for at, ((call, place), look) in enumerate(zip(self.inputs, self.looks, strict=True)):
             item = call.args[place]
             nbytes = look.dtype.itemsize * math.prod(look.size)
-            if isinstance(item, Ref) and item.value in passing and item.value.nbytes == nbytes:
+            if not isinstance(item, Ref) or item.value not in passing:
+                continue
+            if item.value.nbytes == nbytes and read.count(item.value) == 1:
                 free[at] = look
         for number, output in enumerate(self.outputs):
             result = self.results[output]
@@ -295,10 +317,14 @@ class Group:
     # -- run
 
     def is_as_planned(self) -> bool:
-        """Whether nothing is needed of what the kernel does not write."""
+        """Whether nothing is needed of what the kernel does not write, or writes over."""
         for reference in self.others:
             value = reference()
             if value is not None and value.saved is not None and value.saved.parcel.place is Place.ABSENT:
+                return False
+        for at in self.places.values():
+            call, place = self.inputs[at]
+            if call.args[place].value.saved is not None:
                 return False
         return True
 
@@ -336,11 +362,18 @@ class Group:
         shapes = [(one.tensor.shape, one.tensor.stride()) if isinstance(one, Leaf) else None for one in read]
         return Layout(tuple(now.results), tuple(odd), tuple(shapes), bound)
 
-    def run(
-        self, there: dict[Value, torch.Tensor], chain: Chain, arrived: Arrived, checked: Callable[[Leaf, Call], Any]
-    ) -> bool:
-        """Runs the kernel, and does with the results what is done where each operation runs by itself. False where an
-        input does not lie as it should, so that nothing has run."""
+    def run(self, there: dict[Value, torch.Tensor]) -> list[torch.Tensor] | None:
+        """Runs the kernel.
+
+        Args:
+            there: what `View.over` takes, for each value that it reads.
+
+        Returns:
+            The like for each of `made`; None where an input does not lie as it should, so that nothing has run.
+
+        Raises:
+            UnsupportedError: a weight or an input changed since, in a way that autograd does not see.
+        """
         layout = self.layout
         assert layout is not None
         addresses: list[ctypes.c_void_p | int | None] = []
@@ -351,26 +384,16 @@ class Group:
                 row = base.data_ptr() if base.dtype is torch.uint8 else base.untyped_storage().data_ptr()
                 address = row + item.view.offset_bytes
             else:
-                tensor = checked(item, call)
+                tensor = unchanged(item, call)
                 if (tensor.shape, tensor.stride()) != shape:
-                    return False
+                    return None
                 address = tensor.data_ptr()
             if address & odd:
-                return False
+                return None
             addresses.append(address)
         contents = [self._content(place, there) for place in range(len(self.outputs))]
         layout.bound.run([*addresses, *(one.data_ptr() for one in contents)])
-        for at, content in zip(self.outputs, contents, strict=True):
-            made = self.calls[at].outputs[0]()
-            if made is None:
-                continue
-            if made in chain.passed:
-                there[made] = content
-            if made.saved is not None and made.saved.parcel.place is Place.ABSENT:
-                arrived(made.saved, content)
-        for one in self.frees:
-            del there[one]
-        return True
+        return contents
 
     def _content(self, place: int, there: dict[Value, torch.Tensor]) -> torch.Tensor:
         """Room for a result."""

@@ -3,7 +3,8 @@ operations that will be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute import fused
 from torchstorm.offload.recompute.fused import Noted
 from torchstorm.offload.recompute.geometry import Look
-from torchstorm.offload.recompute.groups import Arrived
+from torchstorm.offload.recompute.groups import unchanged
 from torchstorm.offload.recompute.repeats import LONG_WAY
 from torchstorm.offload.recompute.tensors import default_generator, tensors_of
 from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
@@ -22,6 +23,7 @@ from torchstorm.offload.step.views import content_of, row_of
 _MOST_CHAINS = 4
 
 BytesOf = Callable[[Saved], torch.Tensor | None]
+Arrived = Callable[[Saved, torch.Tensor], None]
 
 
 def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Arrived) -> None:
@@ -53,11 +55,11 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Arrived) -> None:
         is_considered = len(calls) > 1 and num_before < _MOST_CHAINS
         noted = Noted() if is_considered and fused.is_on(calls[-1].device) else None
     elif chain.fused is not None:
-        if not chain.fused.is_as_planned():
-            chain.fused = None
-        elif chain.fused.fits():
+        if chain.fused.is_ready():
             _run_fused(chain, there, arrived)
             return
+        if not chain.fused.is_as_planned():
+            chain.fused = None
     for at in range(len(chain.calls)):
         _run_at(chain, at, there, arrived, noted)
     if noted is not None:
@@ -67,11 +69,14 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Arrived) -> None:
 def _run_fused(chain: Chain, there: dict[Value, torch.Tensor], arrived: Arrived) -> None:
     """Runs a chain with its pointwise operations in groups."""
     for part in chain.fused.parts:
-        if isinstance(part, int):
-            _run_at(chain, part, there, arrived)
-        elif not part.run(there, chain, arrived, _unchanged):
-            for at in range(part.begin, part.begin + len(part.calls)):
-                _run_at(chain, at, there, arrived)
+        contents = None if isinstance(part, int) else part.run(there)
+        if contents is not None:
+            _spread(part.made, contents, there, chain.passed, arrived)
+            for one in part.frees:
+                del there[one]
+            continue
+        for at in (part,) if isinstance(part, int) else range(part.begin, part.begin + len(part.calls)):
+            _run_at(chain, at, there, arrived)
 
 
 def _run_at(
@@ -94,17 +99,31 @@ def _run_into(
     contents = run(call, there)
     if noted is not None:
         noted.looks.append(Look.of(contents[0]) if len(contents) == 1 else None)
-    for reference, content in zip(call.outputs, contents, strict=True):
+        noted.wanted |= {one for reference in call.outputs if (one := reference()) is not None and _is_absent(one)}
+    _spread(call.outputs, contents, there, passed, arrived)
+
+
+def _spread(
+    outputs: Sequence[weakref.ref[Value]],
+    contents: Sequence[torch.Tensor],
+    there: dict[Value, torch.Tensor],
+    passed: Collection[Value],
+    arrived: Arrived,
+) -> None:
+    """Takes charge of what operations have made."""
+    for reference, content in zip(outputs, contents, strict=True):
         made = reference()
         if made is None:
             continue
         if made in passed:
             there[made] = content
         # What else the operation makes may be away on another tier; it comes back when its own time has come.
-        if made.saved is not None and made.saved.parcel.place is Place.ABSENT:
-            if noted is not None:
-                noted.wanted.add(made)
+        if made.saved is not None and _is_absent(made):
             arrived(made.saved, content)
+
+
+def _is_absent(value: Value) -> bool:
+    return value.saved is not None and value.saved.parcel.place is Place.ABSENT
 
 
 def _find(sources: list[Value], bytes_of: BytesOf) -> dict[Value, torch.Tensor] | None:
@@ -231,24 +250,7 @@ def _argument(item: Any, call: Call, there: Mapping[Value, torch.Tensor]) -> Any
     if isinstance(item, Ref):
         return item.view.over(there[item.value])
     if isinstance(item, Leaf):
-        return _unchanged(item, call)
+        return unchanged(item, call)
     if isinstance(item, list | tuple):
         return type(item)([_argument(one, call, there) for one in item])
     return item
-
-
-def _unchanged(leaf: Leaf, call: Call) -> torch.Tensor:
-    """The tensor that an operation has read, and reads again."""
-    tensor = leaf.tensor
-    if not tensor.is_inference() and tensor._version != leaf.version:
-        raise UnsupportedError(
-            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} has "
-            f"changed since (version {leaf.version}, now {tensor._version}): change weights and inputs after the step, "
-            "not within its backward."
-        )
-    if leaf.address and tensor.untyped_storage()._cdata != leaf.address:
-        raise UnsupportedError(
-            f"{call.operator.name} should run again in backward, but an argument of shape {tuple(tensor.shape)} was "
-            "given other memory since (as by `.data =`): do so after the step."
-        )
-    return tensor

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.native.library import library
+from torchstorm.offload.recompute import fused
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.clock import is_reached, seconds_between
 from torchstorm.offload.step.parcels import Call
@@ -47,7 +48,8 @@ _Point = tuple[int, object, object, float]
 
 def host_cost() -> HostCost:
     """What following a plan takes the host of a GPU, of which nobody knows yet how much it has to spare."""
-    return HostCost(record_s=_RECORD_S if library() is None else _RECORD_IN_CPP_S, move_s=_MOVE_S)
+    record_s = _RECORD_S if library() is None else _RECORD_IN_CPP_S
+    return HostCost(record_s=record_s, move_s=_MOVE_S, fuses=fused.is_there())
 
 
 class Pace:
