@@ -103,7 +103,7 @@ def test_any_layout_is_walked_through(found: list[Look], dtype: torch.dtype, las
     example = Example(
         calls=(
             (torch.add, (FIRST, SECOND), {}),
-            (getattr(torch, last), (Operand("made", 0), 1.5), {}),
+            (getattr(torch, last), (Operand("made", 0), Operand("number", 0)), {}),
             (torch.Tensor.to, (Operand("made", 1), dtype), {}),
         ),
         results=tuple(dataclasses.replace(result, dtype=one) for one in (dtype, dtype, dtype)),
@@ -121,6 +121,7 @@ def test_any_layout_is_walked_through(found: list[Look], dtype: torch.dtype, las
     )
     with pytest.MonkeyPatch.context() as patch:
         host_kernels.use(patch)
+        patch.setattr(compared, "_INEXACT", (2.5,))  # on a CPU, PyTorch rounds a number to bfloat16
         assert is_exact(kernel_of(example, *operations)), geometry
 
 
@@ -198,9 +199,10 @@ def run(
     seed: int,
     between: Callable[[], None] = lambda: None,
     length: int = 16,
+    size: tuple[int, ...] | None = None,
 ) -> list[Any]:
     model.zero_grad()
-    x = torch.randn(32, length, 64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(size or (32, length, 64), generator=torch.Generator().manual_seed(seed))
     with session.step() if session else torch.enable_grad():
         loss = model(x).square().mean()
         between()
@@ -256,6 +258,76 @@ def test_a_weight_that_changes_before_backward_is_refused(monkeypatch: pytest.Mo
 
         with pytest.raises((UnsupportedError, RuntimeError), match=r"changed since|modified by an inplace operation"):
             run(session, model, 7, change)
+
+
+class Between(nn.Module):
+    """Layers with something pointwise between two products, made of an error function that is not saved."""
+
+    def __init__(self, middle: Callable[[Between, torch.Tensor, torch.Tensor, int], torch.Tensor], width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(3))
+        self.products = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.others = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(2))
+        self.whole = nn.ParameterList(nn.Parameter(torch.randn(8, width, width)) for _ in range(3))
+        self.register_buffer("wide", torch.randn(width))
+        self.register_buffer("narrow", torch.randn(width).bfloat16())
+        self.middle, self.step = middle, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (weight, product) in enumerate(zip(self.weights, self.products, strict=True)):
+            x = product(self.middle(self, torch.erf(product(x)), weight, number)) + x
+        return x
+
+
+MIDDLES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "read in another order": lambda s, h, w, k: w * (h.neg() + h.transpose(1, 2)),
+    "read once a row": lambda s, h, w, k: w * (h.neg() - h[..., :1]),
+    "one weight that becomes two": lambda s, h, w, k: w * ((h + s.others[0]) + s.others[int(s.step > 5)]).neg(),
+    "a buffer of another dtype": lambda s, h, w, k: w * (h * (s.wide if s.step < 6 else s.narrow)).neg(),
+    "alpha by its place": lambda s, h, w, k: w * torch.rsub(h.neg(), 1.0, **({} if k != 1 else {"alpha": 2.0})),
+    "zeros of either sign": lambda s, h, w, k: s.whole[k] * (h.abs() * (0.0 if k % 2 == 0 else -0.0)),
+    "whole numbers that float32 rounds": lambda s, h, w, k: (
+        w * (h * (3 if k != 1 else 2**60 + 2**36 + 1) * (1.0 if k != 1 else 1e-18)).neg()
+    ),
+    "a function of all": lambda s, h, w, k: w * ((h + 1.5).neg() * 0.1 - h.square()),
+}
+
+
+@pytest.mark.parametrize(("period", "kept"), [(3, 1), (4, 2), (5, 1), (5, 3)])
+@pytest.mark.parametrize("name", MIDDLES)
+def test_what_lies_or_reads_otherwise_in_a_later_step_or_layer(
+    name: str, period: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_kernels.use(monkeypatch)
+    force_recompute(monkeypatch, lambda number: number % period != kept)
+    torch.manual_seed(0)
+    model = Between(MIDDLES[name], 64)
+    with Session(model, ram="1GiB") as session:
+        for step in range(12):
+            model.step = step
+            found, expected = (run(one, model, step, size=(8, 64, 64)) for one in (session, None))
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other)
+                assert torch.equal(one.signbit(), other.signbit())
+
+
+def test_a_step_of_a_single_element_follows_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernels.use(monkeypatch)
+    force_recompute(monkeypatch, lambda number: number % 5 != 1)
+    torch.manual_seed(0)
+    model = Between(lambda s, h, w, k: w * (h * 0.5).neg(), 1)
+    with Session(model, ram="1GiB") as session:
+        for step in range(9):
+            found, expected = (run(one, model, step, size=(8192 if step < 6 else 1, 1)) for one in (session, None))
+            assert all(map(torch.equal, found, expected))
+
+
+def test_a_comparison_takes_little_memory_however_far_apart_an_input_lies() -> None:
+    # Every other element of a part of a packed tensor.
+    look = Look(torch.bfloat16, (8, 1024, 32, 64), (1024 * 2304, 2304, 128, 2))
+    found = compared._like(look, compared._small(look))
+    assert compared._span(found) <= compared._MOST_COMPARED
+    assert found.stride[-1] == 2
 
 
 @pytest.mark.parametrize("what", ["not exact", "does not compile"])

@@ -66,14 +66,9 @@ def kernel_of(name: str, dtype: torch.dtype, stride: tuple[int, ...]) -> Kernel:
     known = pointwise.formula_of(func.__name__, numbers, kwargs.get("approximate", "none"))
     assert known is not None
     name, num_operands = known
-    operands = []
-    used: list[float] = []
-    for one in args[:num_operands]:
-        if isinstance(one, Operand):
-            operands.append(one)
-        else:
-            operands.append(Operand("number", len(used)))
-            used.append(float(one))
+    used = [float(one) for one in args[:num_operands] if not isinstance(one, Operand)]
+    operands = [one if isinstance(one, Operand) else Operand("number", 0) for one in args[:num_operands]]
+    args = (*operands, *args[num_operands:])
     inputs = tuple(Input(dtype, step[-1] if step[-1] in (0, 1) else 2) for step in geometry.steps)
     code = pointwise.source_of(
         (Operation(name, tuple(operands), result.dtype),),

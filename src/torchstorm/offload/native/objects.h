@@ -36,7 +36,7 @@ PyObject *first;  // (0,)
     X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(begin) X(calls) X(capacity_bytes) X(closed) \
     X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
     X(inplace) X(is_about_to_change) X(is_ready) X(kind) X(known) X(leaves) X(let_go) X(made) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
-    X(num_calls) X(num_used) X(out) X(over) X(pack) X(parts) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) \
+    X(num_calls) X(num_used) X(out) X(over) X(pack) X(parts) X(passed) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) \
     X(settle) X(settle_soon) X(shape) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)

@@ -135,8 +135,8 @@ void run_fused(const Way *way, PyObject *chain, PyObject *fused, PyObject *there
             for (int64_t at = begin; at < begin + num; ++at) run_at(way, chain, at, there, wanted);
             continue;
         }
-        Own made(get(part, s_made)), frees(get(part, s_frees));
-        spread(way, made.at, contents.at, there, see(chain, chain_passed), wanted);
+        Own made(get(part, s_made)), passed(get(part, s_passed)), frees(get(part, s_frees));
+        spread(way, made.at, contents.at, there, passed.at, wanted);
         let_go_of(there, frees.at);
     }
 }

@@ -59,11 +59,13 @@ class Fused:
     Attributes:
         parts: what runs, in order: a group, or the place of a call in the chain.
         groups: those that are groups.
+        num_missed: how often they could not run.
     """
 
     def __init__(self, parts: list[Group | int]) -> None:
         self.parts = parts
         self.groups = [one for one in parts if isinstance(one, Group)]
+        self.num_missed = 0
 
     def is_as_planned(self) -> bool:
         """Whether it makes all that is needed now."""

@@ -71,6 +71,8 @@ class Geometry:
                 merged[-1] = merged[-1][0] * size, column
             else:
                 merged.append((size, column))
+        if not merged:
+            return None
         farthest = [sum((size - 1) * column[at] for size, column in merged) for at in range(len(looks) + 1)]
         if len(merged) > _MOST_DIMS or max(farthest) >= _MOST_ELEMENTS or merged[-1][1][0] != 1:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
+import struct
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torchstorm.offload.step.views import View
 
 _MOST_INPUTS = 8
 _MOST_LAYOUTS = 4096
+_EXACT = 2**53  # whole numbers beyond it are rounded twice on their way to float32
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,13 @@ class Layout:
     Attributes:
         results: how they look.
         odd: of each input, the bits that its address does not have.
-        shapes: size and strides of those that are leaves, which may be other tensors in each step; None for others.
+        natures: all but the bytes of those that are leaves, which may be other tensors in each step; None for others.
         bound: the kernel's arguments.
     """
 
     results: tuple[Look, ...]
     odd: tuple[int, ...]
-    shapes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    natures: tuple[tuple[Any, ...] | None, ...]
     bound: Bound
 
 
@@ -57,13 +59,34 @@ def unchanged(leaf: Leaf, call: Call) -> torch.Tensor:
     return tensor
 
 
-def _signature(item: Any) -> Any:
-    """What of an argument decides how a kernel runs."""
-    if isinstance(item, Ref):
-        return item.view
-    if isinstance(item, Leaf):
-        return item.tensor.dtype, item.tensor.shape, item.tensor.stride(), item.tensor.storage_offset()
-    return item
+def _is_same(one: Ref | Leaf, other: Ref | Leaf) -> bool:
+    """Whether two arguments are one, in each step: a leaf may be another tensor in another step."""
+    return isinstance(one, Ref) and isinstance(other, Ref) and one.value is other.value and one.view == other.view
+
+
+def _key_of(calls: list[Call], looks: list[Look | None]) -> tuple[Any, ...]:
+    """What of operations, beside what they are, decides how a kernel runs them."""
+    known: dict[Value, int] = {}
+    parts: list[Any] = list(looks)
+    for call in calls:
+        for item in call.args:
+            if isinstance(item, Ref):
+                parts.append((item.view, known.setdefault(item.value, len(known))))
+            elif isinstance(item, Leaf):
+                tensor = item.tensor
+                parts.append((_nature(tensor), tensor.storage_offset()))
+            else:
+                parts.append(struct.pack("d", item) if isinstance(item, float) else item)
+        parts.append(tuple(call.kwargs.items()))
+        made = call.outputs[0]()
+        if made is not None:
+            known[made] = len(known)
+    return tuple(parts)
+
+
+def _nature(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its bytes."""
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg(), tensor.is_conj()
 
 
 def _look_of(call: Call) -> Look | None:
@@ -72,7 +95,8 @@ def _look_of(call: Call) -> Look | None:
     view = None if made is None else made.view
     if made is None or view is None or view.conjugate or view.negative:
         return None
-    is_whole = made.nbytes == view.dtype.itemsize * math.prod(view.size)
+    num = math.prod(view.size)
+    is_whole = num > 1 and made.nbytes == view.dtype.itemsize * num
     return Look(view.dtype, tuple(view.size), view.stride) if is_whole else None
 
 
@@ -90,6 +114,7 @@ class Group:
         outputs: which results are needed afterwards.
         others: values that are made and not needed.
         made: the values of these.
+        passed: those of them that others read afterwards.
         frees: what is let go afterwards.
         kernel: what runs them.
         places: of outputs that lie where an input did, which input.
@@ -111,6 +136,7 @@ class Group:
         self.outputs: list[int] = []
         self.others: list[weakref.ref[Value]] = []
         self.made: list[weakref.ref[Value]] = []
+        self.passed: set[Value] = set()
         self.frees: list[Value] = []
         self.kernel: Kernel | None = None
         self.places: dict[int, int] = {}
@@ -155,6 +181,9 @@ class Group:
         if known is None:
             return None
         name, num_operands = known
+        is_said = len(call.args) == num_operands + (call.operator.name.split(".")[1] == "pow")
+        if (not is_said and name != "convert") or any(float(one) != one or abs(one) > _EXACT for one in numbers):
+            return None
         if kwargs and (name != "convert" or any(isinstance(one, Ref | Leaf) for one in kwargs.values())):
             return None
         read: list[Operand] = []
@@ -168,7 +197,7 @@ class Group:
             if isinstance(item, int | float) and not isinstance(item, bool):
                 read.append(Operand("number", len(self.numbers)))
                 self.numbers.append(float(item))
-                template.append(item)
+                template.append(read[-1])
                 continue
             operand = self._operand(call, position, look, converts=name == "convert")
             if operand is None:
@@ -208,18 +237,12 @@ class Group:
             return None
         look = Look(dtype, result.size, steps)
         for at, (other, where) in enumerate(self.inputs):
-            if self._is_same(other.args[where], item) and self.looks[at] == look:
+            if self.looks[at] == look and _is_same(other.args[where], item):
                 return Operand("input", at)
         self.inputs.append((call, place))
         self.looks.append(look)
         self.offsets.append(offset)
         return Operand("input", len(self.inputs) - 1)
-
-    @staticmethod
-    def _is_same(one: Ref | Leaf, other: Ref | Leaf) -> bool:
-        if isinstance(one, Ref) and isinstance(other, Ref):
-            return one.value is other.value and one.view == other.view
-        return isinstance(one, Leaf) and isinstance(other, Leaf) and one.tensor is other.tensor
 
     @staticmethod
     def _goes(dtype: torch.dtype, result: Look, converts: bool) -> bool:
@@ -239,6 +262,7 @@ class Group:
         self.made = [self.calls[at].outputs[0] for at in self.outputs]
         self.others = [weakref.ref(one) for at, one in enumerate(made) if at not in self.outputs]
         mine = set(made)
+        self.passed = mine & later
         self.frees = [one for some in frees for one in some if one not in mine]
         passing = chain.passed - wanted
         if len(self.calls) < 2 or not self.outputs:
@@ -334,7 +358,7 @@ class Group:
             return self.layout is not None
         assert self.kernel is not None
         looks = [_look_of(call) for call in self.calls]
-        key = tuple(looks), *(tuple(map(_signature, call.args)) for call in self.calls)
+        key = _key_of(self.calls, looks)
         layouts = self.kernel.layouts
         if key not in layouts:  # else another group had the same sizes
             if len(layouts) >= _MOST_LAYOUTS:
@@ -358,9 +382,11 @@ class Group:
             return None
         bound = Bound(self.kernel, geometry, len(inputs) + len(self.outputs), now.numbers)
         odd = [one.dtype.itemsize * geometry.width - 1 if one.inner == 1 else 0 for one in inputs]
+        if any(now.looks[at] != now.results[self.outputs[number]] for number, at in self.places.items()):
+            return None
         read = [call.args[place] for call, place in now.inputs]
-        shapes = [(one.tensor.shape, one.tensor.stride()) if isinstance(one, Leaf) else None for one in read]
-        return Layout(tuple(now.results), tuple(odd), tuple(shapes), bound)
+        natures = [_nature(one.tensor) if isinstance(one, Leaf) else None for one in read]
+        return Layout(tuple(now.results), tuple(odd), tuple(natures), bound)
 
     def run(self, there: dict[Value, torch.Tensor]) -> list[torch.Tensor] | None:
         """Runs the kernel.
@@ -377,15 +403,15 @@ class Group:
         layout = self.layout
         assert layout is not None
         addresses: list[ctypes.c_void_p | int | None] = []
-        for (call, place), odd, shape in zip(self.inputs, layout.odd, layout.shapes, strict=True):
+        for (call, place), odd, nature in zip(self.inputs, layout.odd, layout.natures, strict=True):
             item = call.args[place]
-            if shape is None:
+            if nature is None:
                 base = there[item.value]
                 row = base.data_ptr() if base.dtype is torch.uint8 else base.untyped_storage().data_ptr()
                 address = row + item.view.offset_bytes
             else:
                 tensor = unchanged(item, call)
-                if (tensor.shape, tensor.stride()) != shape:
+                if _nature(tensor) != nature:
                     return None
                 address = tensor.data_ptr()
             if address & odd:

@@ -20,7 +20,7 @@ from torchstorm.offload.recompute.tensors import default_generator, tensors_of
 from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
 from torchstorm.offload.step.views import content_of, row_of
 
-_MOST_CHAINS = 4
+_MOST_CHAINS, _MOST_MISSED = 4, 16
 
 BytesOf = Callable[[Saved], torch.Tensor | None]
 Arrived = Callable[[Saved, torch.Tensor], None]
@@ -58,7 +58,8 @@ def compute_again(value: Value, *, bytes_of: BytesOf, arrived: Arrived) -> None:
         if chain.fused.is_ready():
             _run_fused(chain, there, arrived)
             return
-        if not chain.fused.is_as_planned():
+        chain.fused.num_missed += 1
+        if chain.fused.num_missed > _MOST_MISSED or not chain.fused.is_as_planned():
             chain.fused = None
     for at in range(len(chain.calls)):
         _run_at(chain, at, there, arrived, noted)
@@ -71,7 +72,7 @@ def _run_fused(chain: Chain, there: dict[Value, torch.Tensor], arrived: Arrived)
     for part in chain.fused.parts:
         contents = None if isinstance(part, int) else part.run(there)
         if contents is not None:
-            _spread(part.made, contents, there, chain.passed, arrived)
+            _spread(part.made, contents, there, part.passed, arrived)
             for one in part.frees:
                 del there[one]
             continue
