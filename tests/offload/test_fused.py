@@ -284,7 +284,13 @@ MIDDLES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor
     "read once a row": lambda s, h, w, k: w * (h.neg() - h[..., :1]),
     "one weight that becomes two": lambda s, h, w, k: w * ((h + s.others[0]) + s.others[int(s.step > 5)]).neg(),
     "a buffer of another dtype": lambda s, h, w, k: w * (h * (s.wide if s.step < 6 else s.narrow)).neg(),
-    "alpha by its place": lambda s, h, w, k: w * torch.rsub(h.neg(), 1.0, **({} if k != 1 else {"alpha": 2.0})),
+    "arguments that change places": lambda s, h, w, k: (
+        w * (torch.sub(h, s.wide) if s.step < 6 else torch.sub(s.wide, h)).neg() * 3
+    ),
+    "an input that is repeated later": lambda s, h, w, k: (
+        w * torch.mul(h.neg(), s.whole[0] if s.step < 6 else s.wide).neg()
+    ),
+    "alpha by its place": lambda s, h, w, k: w * torch.rsub(h.neg(), 1.0, *(() if k != 1 else (2.0,))),
     "zeros of either sign": lambda s, h, w, k: s.whole[k] * (h.abs() * (0.0 if k % 2 == 0 else -0.0)),
     "whole numbers that float32 rounds": lambda s, h, w, k: (
         w * (h * (3 if k != 1 else 2**60 + 2**36 + 1) * (1.0 if k != 1 else 1e-18)).neg()

@@ -17,6 +17,7 @@ from torchstorm import nvrtc
 from torchstorm.offload.recompute.compared import is_exact
 from torchstorm.offload.recompute.geometry import Look
 from torchstorm.offload.recompute.groups import Group
+from torchstorm.offload.recompute.rows import Row
 from torchstorm.offload.step.parcels import Chain, Value
 
 
@@ -85,10 +86,11 @@ def consider(chain: Chain, noted: Noted) -> None:
     parts: list[Group | int] = []
     at = 0
     while at < len(chain.calls):
-        group, end = Group(), at
-        while end < len(chain.calls) and group.take(chain.calls[end], noted.looks[end]):
+        row, end = Row(), at
+        while end < len(chain.calls) and row.take(chain.calls[end], noted.looks[end]):
             end += 1
-        if group.close(chain, at, noted.wanted):
+        group = Group(row, chain, at, noted.wanted) if end > at + 1 else None
+        if group is not None and group.kernel is not None and group.kernel.is_exact is not False:
             parts.append(group)
             at = end
         else:
