@@ -16,6 +16,7 @@ _STEPS = (
 _SIDE_BY_SIDE = (*_STEPS, "bench/side_by_side.py")
 _KERNELS = (
     "errors.py",
+    "nvrtc.py",
     "kernels",
     "transfer/engine.py",
     "offload/step/clock.py",

@@ -16,7 +16,9 @@ PACKAGE = Path(__file__).parents[1]
 _SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h")
 _HASH_DIGITS = 12
 
-TRAINING = ("errors.py", "sizes.py", "transfer", "storage", "memory", "plan", "offload", "kernels", "models")
+TRAINING = (
+    *("errors.py", "sizes.py", "nvrtc.py", "transfer", "storage", "memory", "plan", "offload", "kernels", "models"),
+)
 """What the time and the memory of a training step depend on, below the package's folder."""
 
 
