@@ -200,15 +200,21 @@ def launcher(source: Source, device: torch.device, places: Any) -> Callable[[int
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
         function = _function(source, index)
-    run = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel  # does not give up Python's lock: having it back takes longer
-    run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
-    stream_of = torch._C._cuda_getCurrentRawStream
+    run, stream_of = _launch_at_once(), torch._C._cuda_getCurrentRawStream
 
     def launch_it(num_blocks: int, threads: int) -> None:
         if run(function, num_blocks, 1, 1, threads, 1, 1, 0, stream_of(index), places, None):
             raise KernelError(f"{source.kernel}: cuLaunchKernel failed for {num_blocks} blocks of {threads} threads.")
 
     return launch_it
+
+
+@functools.cache
+def _launch_at_once() -> Any:  # pragma: gpu
+    """cuLaunchKernel, without giving up Python's lock: having it back takes longer."""
+    run = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
+    run.argtypes = (ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
+    return run
 
 
 class _Attribute(ctypes.Structure):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +192,15 @@ class Norms(nn.Module):
         return x
 
 
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """Chains on the CPU run by kernels, and plans compute most of what is saved again. The groups that have run."""
+    found = host_kernels.use(monkeypatch)
+    force_recompute(monkeypatch, lambda number: number % 5 != 1)
+    torch.manual_seed(0)
+    return found
+
+
 def run(
     session: Session | None,
     model: nn.Module,
@@ -210,25 +218,18 @@ def run(
     return [one.grad.clone() for one in model.parameters() if one.grad is not None]
 
 
-def test_a_number_that_changes_between_steps_is_not_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    given_ = itertools.chain([0.5] * 15, [0.5, 0.25, 0.5] * 10)
-    torch.manual_seed(0)
+def test_a_number_that_changes_between_steps_is_not_that_of_the_kernel(ran: list[Group]) -> None:
     model = Norms()
     temperatures: list[float] = []
     model.temperature = lambda: temperatures[-1]
     with Session(model, ram="1GiB") as session:
-        for step in range(9):
-            temperatures.append(next(itertools.islice(given_, 3 * step, None)) if step < 5 else 0.5 + step)
+        for step, temperature in enumerate([0.5, 0.5, 0.5, 0.5, 0.25, 5.5, 6.5, 7.5, 8.5]):
+            temperatures.append(temperature)
             assert all(map(torch.equal, run(session, model, step), run(None, model, step)))
     assert ran
 
 
-def test_each_length_is_walked_through_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    torch.manual_seed(0)
+def test_each_length_is_walked_through_as_it_is(ran: list[Group]) -> None:
     model = Norms()
     lengths: set[int] = set()
     with Session(model, ram="1GiB") as session:
@@ -242,10 +243,7 @@ def test_each_length_is_walked_through_as_it_is(monkeypatch: pytest.MonkeyPatch)
     assert len(lengths) > 3
 
 
-def test_a_weight_that_changes_before_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    torch.manual_seed(0)
+def test_a_weight_that_changes_before_backward_is_refused(ran: list[Group]) -> None:
     model = Norms()
     with Session(model, ram="1GiB") as session:
         for step in range(6):
@@ -317,10 +315,8 @@ def test_what_lies_or_reads_otherwise_in_a_later_step_or_layer(
                 assert torch.equal(one.signbit(), other.signbit())
 
 
-def test_a_step_of_a_single_element_follows_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    torch.manual_seed(0)
+@pytest.mark.usefixtures("ran")
+def test_a_step_of_a_single_element_follows_larger_ones() -> None:
     model = Between(lambda s, h, w, k: w * (h * 0.5).neg(), 1)
     with Session(model, ram="1GiB") as session:
         for step in range(9):
@@ -337,9 +333,9 @@ def test_a_comparison_takes_little_memory_however_far_apart_an_input_lies() -> N
 
 
 @pytest.mark.parametrize("what", ["not exact", "does not compile"])
-def test_without_a_kernel_that_gives_equal_bits_pytorchs_own_run(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
+def test_without_a_kernel_that_gives_equal_bits_pytorchs_own_run(
+    what: str, ran: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if what == "not exact":
         monkeypatch.setitem(pointwise._OF_TWO, "add", "__fsub_rn({0}, {1})")
         monkeypatch.setitem(pointwise._OF_TWO, "mul", "__fadd_rn({0}, {1})")
@@ -358,10 +354,9 @@ def test_without_a_kernel_that_gives_equal_bits_pytorchs_own_run(what: str, monk
     assert compared._kernels
 
 
-def test_what_is_needed_beyond_a_groups_results_runs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    torch.manual_seed(0)
+def test_what_is_needed_beyond_a_groups_results_runs_one_by_one(
+    ran: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Norms()
     with Session(model, ram="1GiB") as session:
         for step in range(5):
@@ -374,10 +369,8 @@ def test_what_is_needed_beyond_a_groups_results_runs_one_by_one(monkeypatch: pyt
         assert not ran
 
 
+@pytest.mark.usefixtures("ran")
 def test_an_input_at_an_odd_address_runs_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-    torch.manual_seed(0)
     model = Norms()
     with Session(model, ram="1GiB") as session:
         for step in range(5):
@@ -397,10 +390,7 @@ def test_an_input_at_an_odd_address_runs_one_by_one(monkeypatch: pytest.MonkeyPa
         assert not any(answers)
 
 
-def test_nothing_of_a_step_is_held_by_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = host_kernels.use(monkeypatch)
-    force_recompute(monkeypatch, lambda number: number % 5 != 1)
-
+def test_nothing_of_a_step_is_held_by_a_cycle(ran: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     num_ran: list[int] = []
 
     def left_over() -> int:

@@ -451,7 +451,7 @@ def test_a_settled_step_describes_nothing_anew_and_looks_for_no_operations(
 
     noted(Repeats, "_describe_anew")
     noted(replay, "_calls_for")
-    noted(replay, "_run_into")
+    noted(replay, "_run_at")
     with computing_again(tmp_path, model, share) as session:
         for seed in range(9):
             found.clear()
@@ -459,7 +459,7 @@ def test_a_settled_step_describes_nothing_anew_and_looks_for_no_operations(
             assert all(map(torch.equal, expected, gradients(model, seed, TINY, session)))
     assert found.count("_describe_anew") <= 1
     assert found.count("_calls_for") <= 1
-    assert "_run_into" in found or library.library() is not None
+    assert "_run_at" in found or library.library() is not None
 
 
 def test_a_settled_step_of_another_size_looks_for_no_operations_and_needs_python_for_none(

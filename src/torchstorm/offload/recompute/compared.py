@@ -79,7 +79,7 @@ class Bound:
 
     def __init__(self, kernel: Kernel, geometry: Geometry, num_pointers: int, numbers: Sequence[float]) -> None:
         self.addresses = (ctypes.c_void_p * num_pointers)()
-        whole = [geometry.num, *geometry.kernel_sizes, *(step for steps in geometry.steps for step in steps)]
+        whole = [geometry.num, *geometry.sizes, *(step for steps in geometry.steps for step in steps)]
         others: list[Any] = [*map(ctypes.c_uint, whole), *map(ctypes.c_float, numbers)]
         at, size = ctypes.addressof(self.addresses), ctypes.sizeof(ctypes.c_void_p)
         places = [at + index * size for index in range(num_pointers)] + [ctypes.addressof(one) for one in others]

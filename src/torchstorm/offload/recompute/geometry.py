@@ -48,11 +48,6 @@ class Geometry:
     steps: tuple[tuple[int, ...], ...]
     width: int
 
-    @property
-    def kernel_sizes(self) -> tuple[int, ...]:
-        """What the kernel is told of them."""
-        return self.sizes if len(self.sizes) > 1 else ()
-
     @staticmethod
     def of(result: Look, looks: Sequence[Look], offsets: Sequence[int]) -> Geometry | None:
         """None where there are too many dimensions or elements.

@@ -16,7 +16,7 @@ from torchstorm.offload.recompute import pointwise
 from torchstorm.offload.recompute.compared import Bound, Example, Kernel, kernel_for
 from torchstorm.offload.recompute.geometry import Look
 from torchstorm.offload.recompute.rows import Row, key_of, look_of, nature_of
-from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Value
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Ref, Value
 
 _MOST_LAYOUTS = 4096
 
@@ -79,8 +79,7 @@ class Group:
         others: values that are made and not needed.
         frees: what is let go afterwards.
         places: of outputs that lie where an input did, which input.
-        takes_no_more: whether that is no more memory at once than the operations take one after another.
-        kernel: what runs them; None where none can.
+        kernel: what runs them; None where none can, or would take more memory at once than they do one by one.
         layout: how it runs for the sizes at hand, once the kernel is taken up.
         seen: the calls' arguments that this is for.
     """
@@ -101,8 +100,8 @@ class Group:
         self.frees = [one for some in frees for one in some if one not in row.members]
         passing = chain.passed - wanted
         self.places = self._places(row, {one for some in frees for one in some if one in passing})
-        self.takes_no_more = self._takes_no_more(made, frees, passing)
-        self.kernel = self._kernel(row) if self.outputs and self.takes_no_more else None
+        is_usable = bool(self.outputs) and self._takes_no_more(made, frees, passing)
+        self.kernel = self._kernel(row) if is_usable else None
 
     def _kernel(self, row: Row) -> Kernel | None:
         found = row.geometry()
@@ -164,7 +163,7 @@ class Group:
         """Whether nothing is needed of what the kernel does not write, or writes over."""
         for reference in self.others:
             value = reference()
-            if value is not None and value.saved is not None and value.saved.parcel.place is Place.ABSENT:
+            if value is not None and value.absent is not None:
                 return False
         for at in self.places.values():
             call, place = self.inputs[at]

@@ -159,9 +159,8 @@ def source_of(
 
     A result may lie where an input lies, element by element.
 
-    Its arguments, in order: the addresses of the inputs and of the outputs, the number of elements (u32), with more
-    than one dimension their sizes (u32, the outermost first), each input's distances along the dimensions (u32), and
-    the numbers (float).
+    Its arguments, in order: the addresses of the inputs and of the outputs, the number of elements (u32), the
+    dimensions' sizes (u32, the outermost first), each input's distances along them (u32), and the numbers (float).
 
     Args:
         operations: in order; each reads inputs, numbers and results of earlier ones.
@@ -174,7 +173,7 @@ def source_of(
     dims = range(num_dims)
     parameters = [f"const {C_TYPES[one.dtype]} *in{at}" for at, one in enumerate(inputs)]
     parameters += [f"{C_TYPES[operations[one].dtype]} *out{at}" for at, one in enumerate(outputs)]
-    parameters += ["u32 num", *(f"u32 size{dim}" for dim in dims if num_dims > 1)]
+    parameters += ["u32 num", *(f"u32 size{dim}" for dim in dims)]
     parameters += [f"u32 step{at}_{dim}" for at in range(len(inputs)) for dim in dims]
     parameters += [f"float number{at}" for at in range(num_numbers)]
     lines = [
@@ -199,8 +198,6 @@ def source_of(
 
 
 def _coordinates(num_dims: int) -> list[str]:
-    if num_dims == 1:
-        return ["const u32 at0 = first;"]
     lines = ["u32 rest = first;"]
     for dim in reversed(range(1, num_dims)):
         lines += [f"const u32 at{dim} = rest % size{dim};", f"rest /= size{dim};"]

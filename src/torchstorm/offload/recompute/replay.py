@@ -17,7 +17,7 @@ from torchstorm.offload.recompute.geometry import Look
 from torchstorm.offload.recompute.groups import unchanged
 from torchstorm.offload.recompute.repeats import LONG_WAY
 from torchstorm.offload.recompute.tensors import default_generator, tensors_of
-from torchstorm.offload.step.parcels import Call, Chain, Leaf, Place, Ref, Saved, Value
+from torchstorm.offload.step.parcels import Call, Chain, Leaf, Ref, Saved, Value
 from torchstorm.offload.step.views import content_of, row_of
 
 _MOST_CHAINS, _MOST_MISSED = 4, 16
@@ -83,25 +83,17 @@ def _run_fused(chain: Chain, there: dict[Value, torch.Tensor], arrived: Arrived)
 def _run_at(
     chain: Chain, at: int, there: dict[Value, torch.Tensor], arrived: Arrived, noted: Noted | None = None
 ) -> None:
-    """Runs one operation of a chain, and lets go what none reads that follows."""
-    _run_into(there, chain.calls[at], chain.passed, arrived, noted)
-    for one in chain.frees[at]:
-        del there[one]
-
-
-def _run_into(
-    there: dict[Value, torch.Tensor],
-    call: Call,
-    passed: Collection[Value],
-    arrived: Arrived,
-    noted: Noted | None,
-) -> None:
-    """Runs an operation; of what it makes, puts what others read beside what is there."""
+    """Runs one operation of a chain; of what it makes, puts what others read beside what is there, and lets go what
+    none reads that follows."""
+    call = chain.calls[at]
     contents = run(call, there)
     if noted is not None:
         noted.looks.append(Look.of(contents[0]) if len(contents) == 1 else None)
-        noted.wanted |= {one for reference in call.outputs if (one := reference()) is not None and _is_absent(one)}
-    _spread(call.outputs, contents, there, passed, arrived)
+        made = (reference() for reference in call.outputs)
+        noted.wanted |= {one for one in made if one is not None and one.absent is not None}
+    _spread(call.outputs, contents, there, chain.passed, arrived)
+    for one in chain.frees[at]:
+        del there[one]
 
 
 def _spread(
@@ -119,12 +111,8 @@ def _spread(
         if made in passed:
             there[made] = content
         # What else the operation makes may be away on another tier; it comes back when its own time has come.
-        if made.saved is not None and _is_absent(made):
-            arrived(made.saved, content)
-
-
-def _is_absent(value: Value) -> bool:
-    return value.saved is not None and value.saved.parcel.place is Place.ABSENT
+        if (saved := made.absent) is not None:
+            arrived(saved, content)
 
 
 def _find(sources: list[Value], bytes_of: BytesOf) -> dict[Value, torch.Tensor] | None:

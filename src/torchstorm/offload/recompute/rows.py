@@ -63,7 +63,7 @@ class Row:
 
     def _operation(self, call: Call, look: Look) -> tuple[Operation, tuple[Any, ...]] | None:
         """What a call is to the kernel, and its arguments with an `Operand` for each tensor."""
-        room, name = call.operator.name.split(".")[:2]
+        room, base = call.operator.name.split(".")[:2]
         if room not in ("torch", "aten"):
             return None
         numbers = [one for one in call.args if isinstance(one, int | float) and not isinstance(one, bool)]
@@ -71,12 +71,12 @@ class Row:
         approximate = kwargs.pop("approximate", "none")
         if kwargs.pop("alpha", 1) != 1 or kwargs.pop("inplace", False):
             return None
-        swapped = name == "rsub"
-        known = pointwise.formula_of("sub" if swapped else name, tuple(map(float, numbers)), approximate)
+        swapped = base == "rsub"
+        known = pointwise.formula_of("sub" if swapped else base, tuple(map(float, numbers)), approximate)
         if known is None:
             return None
         name, num_operands = known
-        is_said = len(call.args) == num_operands + (call.operator.name.split(".")[1] == "pow")
+        is_said = len(call.args) == num_operands + (base == "pow")
         if (not is_said and name != "convert") or any(float(one) != one or abs(one) > _EXACT for one in numbers):
             return None
         if kwargs and (name != "convert" or any(isinstance(one, Ref | Leaf) for one in kwargs.values())):

@@ -194,6 +194,12 @@ class Value:
         self.saved_before: Saved | None = None
         self.again: Chain | None = None
 
+    @property
+    def absent(self) -> Saved | None:
+        """The record of its bytes saved by autograd, where they are nowhere now; else None."""
+        saved = self.saved
+        return saved if saved is not None and saved.parcel.place is Place.ABSENT else None
+
     def renew(self, storage: torch.UntypedStorage, version: int, before: Value | None) -> None:
         """A later step makes it again, in another storage, in which lay what was there before."""
         self.watch = weak_reference(storage) if before is None else before.watch
@@ -311,7 +317,6 @@ def bytes_in_a_buffer(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-@functools.cache
 @functools.cache
 def label_of(block: str) -> str:
     """What messages call a tensor that a module has saved."""
