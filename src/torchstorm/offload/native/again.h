@@ -4,11 +4,14 @@
 
 #include "objects.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 namespace {
@@ -74,12 +77,48 @@ PyObject *argument(PyObject *item, PyObject *there) {
     return PyList_CheckExact(item) ? all.give() : checked(PyList_AsTuple(all.at));
 }
 
+// While it is there, a device's generator draws from a state; afterwards from its own again. As `replay._call` has it.
+struct DrawsFrom {
+    at::Generator generator;
+    at::Tensor before;
+    DrawsFrom(const at::Device &device, PyObject *state) : generator(at::globalContext().defaultGenerator(device)) {
+        const std::scoped_lock<std::mutex> lock(generator.mutex());
+        before = generator.get_state();
+        generator.set_state(THPVariable_Unpack(state));
+    }
+    ~DrawsFrom() {
+        const std::scoped_lock<std::mutex> lock(generator.mutex());
+        generator.set_state(before);
+    }
+};
+
+// As `operators.product`; nullptr without an error for other arguments.
+PyObject *product(PyObject *args) {
+    Py_ssize_t num = PyTuple_GET_SIZE(args);
+    if (num < 2 || num > 3) return nullptr;
+    if (num == 3 && PyTuple_GET_ITEM(args, 2) == Py_None) num = 2;
+    for (Py_ssize_t at = 0; at < num; ++at)
+        if (!is_plain_type(PyTuple_GET_ITEM(args, at))) return nullptr;
+    const at::Tensor &given = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0)), &weight = THPVariable_Unpack(PyTuple_GET_ITEM(args, 1));
+    const at::Tensor rows = given.view({-1, given.size(-1)});
+    if (num == 2) return checked(THPVariable_Wrap(at::mm(rows, weight.t())));
+    return checked(THPVariable_Wrap(at::addmm(THPVariable_Unpack(PyTuple_GET_ITEM(args, 2)), rows, weight.t())));
+}
+
+// As `tensors.tensors_of`.
+PyObject *tensors_of(PyObject *out) {
+    if (Py_TYPE(out) == of.tensor) return alone(out);
+    bool are_plain = PyTuple_CheckExact(out);
+    for (Py_ssize_t at = 0; are_plain && at < PyTuple_GET_SIZE(out); ++at) are_plain = Py_TYPE(PyTuple_GET_ITEM(out, at)) == of.tensor;
+    return checked(are_plain ? PySequence_List(out) : PyObject_CallOneArg(of.tensors_of, out));
+}
+
 // again(call, there): what holds each output's bytes, in a list; `LONG_WAY` where `replay.run` must run it.
 PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
     return guarded([&]() -> PyObject * {
         PyObject *call = given[0], *there = given[1], *operation = see(call, call_operator);
         const auto otherwise = [] { return Py_NewRef(of.long_way); };
-        if (see(operation, operation_in_place) != Py_False || see(call, call_state) != Py_None) return otherwise();
+        if (see(operation, operation_in_place) != Py_False) return otherwise();
         if (!PyDict_CheckExact(there) || at::autocast::is_autocast_enabled(at::kCPU) ||
             at::autocast::is_autocast_enabled(at::kCUDA))
             return otherwise();
@@ -94,16 +133,22 @@ PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
                 checked(PyDict_SetItem(kwargs.at, name, value.at));
             }
         }
+        PyObject *state = see(call, call_state), *device = see(call, call_device), *func = see(call, call_func);
+        if (state != Py_None && (find(named, s_generator) != nullptr || !THPDevice_Check(device))) return otherwise();
         Own out;
         {
+            std::optional<DrawsFrom> draws;
+            if (state != Py_None) draws.emplace(reinterpret_cast<THPDevice *>(device)->device, state);
             // With gradients on, which some operations look at, but below autograd: `replay._call`.
             at::AutoGradMode with_gradients(true);
             at::AutoDispatchBelowAutograd below;
-            out.at = checked(PyObject_Call(see(call, call_func), args.at, kwargs.at));
+            if (func == of.product && !kwargs) out.at = product(args.at);
+            if (!out) out.at = checked(PyObject_Call(func, args.at, kwargs.at));
         }
         Own places(take(call, call_places));
         const Py_ssize_t num = PyList_GET_SIZE(places.at);
-        Own tensors(checked(PyObject_CallOneArg(of.tensors_of, out.at))), found(checked(PyList_New(num)));
+        Own tensors(tensors_of(out.at));
+        Own found(checked(PyList_New(num)));
         for (Py_ssize_t at = 0; at < num; ++at) {
             const int64_t place = as_int(PyList_GET_ITEM(places.at, at));
             if (place >= PyList_GET_SIZE(tensors.at)) return otherwise();

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext
 
 from torchstorm.memory.host import HostHandle, HostTier
 from torchstorm.offload.recompute import replay, watched
 from torchstorm.offload.recompute.described import NOTHING, Unfinished, is_given_again
-from torchstorm.offload.recompute.operators import Operator
+from torchstorm.offload.recompute.operators import Operator, product
 from torchstorm.offload.recompute.repeats import CHOICES, LONG_WAY, Record
 from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.hooks import SavedTensors
@@ -21,7 +20,7 @@ from torchstorm.offload.step.packed import Placeholder, Untouched, is_own_thread
 from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value, label_of
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
-from torchstorm.offload.step.views import View, content_of
+from torchstorm.offload.step.views import View, WeakStorage, content_of
 from torchstorm.transfer.engine import CudaCopy, Engine, Queue
 from torchstorm.transfer.pinned import PinnedArena, Slot
 from torchstorm.transfer.runtime import Event, Events, Runtime
@@ -48,7 +47,7 @@ def classes() -> Mapping[str, object]:
         "saved_tensors": SavedTensors,
         "chain": Chain,
         "parcel": Parcel,
-        "weak": StorageWeakRef,
+        "weak": WeakStorage,
         "leaf": Leaf,
         "device_context": DeviceContext,
         "watched_calls": watched.WatchedCalls,
@@ -68,6 +67,7 @@ def classes() -> Mapping[str, object]:
         "is_given_again": is_given_again,
         "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,
+        "product": product,
         "label_of": label_of,
         "apply": torch.autograd.Function.apply.__code__,
         "is_own_thread": is_own_thread,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moving.h"
+#include "records.h"
 
 namespace {
 
@@ -62,14 +63,91 @@ PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, Py
     return storage.give();
 }
 
-// As `Tape.value_to_save`, through which it goes where that may have to name something.
+// Whether a function runs whose results autograd may save: where `Tape.value_to_save` looks for their place.
+bool is_in_a_function(PyObject *unfinished, int64_t nbytes) {
+    if (unfinished == Py_None) return false;
+    return nbytes >= of.tiny_bytes || PyTuple_GET_ITEM(unfinished, 4) == Py_True;
+}
+
+// As `Tape._name`, of what the last step met as storage of the same number; nullptr without an error for anything else.
+PyObject *named_again(const Way *way, const at::Tensor &tensor, PyObject *known, PyObject *address, PyObject *ordinal) {
+    if (way->repeats == Py_None) return nullptr;
+    Own sources(get(way->repeats, s_sources));
+    Own value(Py_XNewRef(find(sources.at, ordinal)));
+    if (!value || see(value.at, value_watch) != Py_None || see(value.at, value_call) != Py_None) return nullptr;
+    renew(value.at, tensor, find(known, address));
+    checked(PyDict_SetItem(known, address, value.at));
+    return value.give();
+}
+
+// As `Tape._add_output`.
+PyObject *add_output(PyObject *call, const at::Tensor &tensor, PyObject *known, PyObject *address, PyObject *place) {
+    PyObject *before = find(known, address);
+    Own value(allocate(of.value));
+    put_int(value.at, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
+    put_int(value.at, value_version, version_of(tensor));
+    put_shared(value.at, value_call, call);
+    put(value.at, value_watch, before == nullptr ? watch_of(tensor) : take(before, value_watch));
+    put_shared(value.at, value_is_read, Py_False);
+    for (const Py_ssize_t none : {value_saved, value_held, value_lost, value_out, value_root, value_view, value_saved_before, value_again})
+        put_shared(value.at, none, Py_None);
+    checked(PyDict_SetItem(known, address, value.at));
+    Own weak(weak_reference(value.at));
+    checked(PyList_Append(see(call, call_outputs), weak.at));
+    checked(PyList_Append(see(call, call_places), place));
+    return value.give();
+}
+
+// The bytes of what the function that runs is about to return, as the tape names them; nullptr without an error where
+// that is no result of it.
+PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tensor) {
+    Own place(PyIter_Next(PyTuple_GET_ITEM(unfinished, 2)));
+    if (!place) {
+        if (PyErr_Occurred()) throw Failed();
+        return nullptr;
+    }
+    PyObject *again = PyTuple_GET_ITEM(unfinished, 3);
+    Own known(get(way->tape, s_known)), address(address_of(tensor));
+    if (as_int(place.at) || again == Py_None)
+        return add_output(PyTuple_GET_ITEM(unfinished, 0), tensor, known.at, address.at, place.at);
+    renew(again, tensor, find(known.at, address.at));
+    checked(PyDict_SetItem(known.at, address.at, again));
+    return Py_NewRef(again);
+}
+
+// As `Tape.value_to_save`, through which it goes for what has to be named anew.
 PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, PyObject *address, int64_t ordinal) {
     Own known(get(way->tape, s_known)), within(get(way->tape, s_within));
     PyObject *found = find(known.at, address);
     if (found != nullptr && within.at == Py_None && see_int(found, value_version) == version_of(tensor))
         return Py_NewRef(found);
-    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor))), number(an_int(ordinal));
+    Own number(an_int(ordinal)), unfinished(get(way->tape, s_unfinished)), wanted(get(way->tape, s_wanted)), idle(get(way->tape, s_idle));
+    const bool is_known = found != nullptr && see_int(found, value_version) == version_of(tensor);
+    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor)));
+    if (!is_known && wanted.at != Py_None && idle.at == Py_False) {
+        const bool is_in = is_in_a_function(unfinished.at, static_cast<int64_t>(tensor.storage().nbytes()));
+        PyObject *arguments = is_in ? PyTuple_GET_ITEM(unfinished.at, 1) : nullptr;
+        const bool is_source = !is_in || is_among(tensor, arguments, false);
+        PyObject *named = is_source ? named_again(way, tensor, known.at, address, number.at) : nullptr;
+        if (named != nullptr) return named;
+        if (is_in && !is_among(tensor, arguments, true)) {
+            named = name_made(way, unfinished.at, tensor);
+            if (named != nullptr) return named;
+            return checked(PyObject_CallMethodObjArgs(way->tape, s__name, storage.at, version.at, number.at, nullptr));
+        }
+    }
     return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
+}
+
+// As `KeptStorage.hold`.
+void hold(const Way *way, PyObject *storage, PyObject *value, PyObject *alias, int64_t version) {
+    put_shared(storage, kept_storage_value, value);
+    put_shared(storage, kept_storage_owner, way->owner);
+    Own held(checked(PyTuple_New(2)));
+    PyTuple_SET_ITEM(held.at, 0, Py_NewRef(alias));
+    PyTuple_SET_ITEM(held.at, 1, an_int(version));
+    put_shared(storage, kept_storage__held, held.at);
+    put_shared(value, value_held, held.at);
 }
 
 // As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
@@ -106,8 +184,7 @@ PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Ten
     }
     put_int(way->progress, running_moment, moment);
     if (one.is_read && value && value.at != Py_None) {
-        PyObject *alias = see(kept.at, kept_tensor);
-        Own done(checked(PyObject_CallMethodObjArgs(storage.at, s_hold, value.at, alias, way->owner, nullptr)));
+        hold(way, storage.at, value.at, see(kept.at, kept_tensor), version_of(tensor));
     }
     finish(way, settled, one, moment);
     return kept.give();

@@ -204,6 +204,25 @@ bool is_own_thread() {
     return known;
 }
 
+// As `SavedTensors.settle_soon`.
+PyObject *settle_soon(PyObject *owner) {
+    const auto otherwise = [&] { return PyObject_CallMethodNoArgs(owner, s_settle_soon); };
+    if (Py_TYPE(owner) != of.saved_tensors || is_own_thread()) return otherwise();
+    Own run(get(owner, s__run)), settled(take(run.at, running_settled)), holder;
+    Way *way = way_of(settled.at, holder);
+    if (way == nullptr) return otherwise();
+    do {
+        Holding holding(way, owner);
+        if (!holding.take(false)) Py_RETURN_NONE;  // who has it settles
+        settle_kept(way);
+        const bool is_more = size_at(holding.let_go.at, s__dropped) ||
+            size_of(see(way->kept, kept_tensors_awaited)) > get_int(holding.let_go.at, s__num_awaited);
+        holding.release();
+        if (is_more) return otherwise();
+    } while (size_of(see(way->kept, kept_tensors_released)));
+    Py_RETURN_NONE;
+}
+
 // In place of `Placeholder.drop`.
 PyObject *placeholder_dropped(PyObject *placeholder, PyObject *) {
     return guarded([&]() -> PyObject * {
@@ -238,7 +257,7 @@ PyObject *placeholder_dropped(PyObject *placeholder, PyObject *) {
             holding.release();
             if (is_done) Py_RETURN_NONE;
         }
-        return PyObject_CallMethodNoArgs(owner.at, s_settle_soon);
+        return settle_soon(owner.at);
     });
 }
 
@@ -250,7 +269,7 @@ PyObject *kept_dropped(PyObject *kept, PyObject *) {
         Own done(checked(PyObject_CallMethodOneArg(see(kept, kept__released), s_append, storage)));
         Own owner(take(storage, kept_storage_owner));
         if (owner.at == Py_None) Py_RETURN_NONE;
-        return PyObject_CallMethodNoArgs(owner.at, s_settle_soon);
+        return settle_soon(owner.at);
     });
 }
 
@@ -262,6 +281,7 @@ PyObject *event_dropped(PyObject *event, PyObject *) {
     });
 }
 
+PyMethodDef weak_dropped_method = {"__del__", weak_dropped, METH_NOARGS, nullptr};
 PyMethodDef event_dropped_method = {"__del__", event_dropped, METH_NOARGS, nullptr};
 PyMethodDef placeholder_dropped_method = {"__del__", placeholder_dropped, METH_NOARGS, nullptr};
 PyMethodDef kept_dropped_method = {"__del__", kept_dropped, METH_NOARGS, nullptr};

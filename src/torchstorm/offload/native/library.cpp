@@ -21,7 +21,7 @@ Py_ssize_t place_of(PyTypeObject *type, const char *name) {
     return reinterpret_cast<PyMemberDescrObject *>(found.at)->d_member->offset;
 }
 
-// use(classes, functions): Python's own, by the names in `Classes`.
+// use(classes, functions): Python's own, by the names in `TYPES`, `OBJECTS` and `NUMBERS`.
 PyObject *use(PyObject *, PyObject *args) {
     return guarded([&]() -> PyObject * {
         PyObject *found;
@@ -35,41 +35,22 @@ PyObject *use(PyObject *, PyObject *args) {
             }
             return Py_NewRef(item);
         };
-#define TYPE(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
-        TYPE(tensor) TYPE(parameter) TYPE(kept) TYPE(kept_storage) TYPE(placeholder) TYPE(untouched) TYPE(view) TYPE(ref)
-        TYPE(unfinished) TYPE(running) TYPE(value) TYPE(record) TYPE(call) TYPE(operation) TYPE(saved) TYPE(parcel)
-        TYPE(weak) TYPE(leaf) TYPE(getter) TYPE(saved_tensors) TYPE(chain) TYPE(device_context) TYPE(watched_calls) TYPE(residency) TYPE(kept_tensors)
-        TYPE(saved_storages) TYPE(host_tier) TYPE(host_handle) TYPE(arena) TYPE(slot) TYPE(engine) TYPE(queue) TYPE(cuda_copy)
-        TYPE(event) TYPE(events) TYPE(runtime)
-#undef TYPE
-        of.is_given_again = named("is_given_again");
-        of.free_weak = named("free_weak");
-        of.long_way = named("long_way");
-        of.choices = named("choices");
-        of.uint8 = named("uint8");
-        of.content_of = named("content_of");
-        of.tensors_of = named("tensors_of");
-        of.apply = named("apply");
-        of.run_again = named("run_again");
-        of.label_of = named("label_of");
-        of.is_own_thread = named("is_own_thread");
-        of.known_functions = named("known_functions");
-        of.get_to_know = named("get_to_know");
-        of.is_plain = named("is_plain");
-        of.compiler = named("compiler");
-        of.forward_ad = named("forward_ad");
-        of.torch_function = named("torch_function");
-        of.no_block = named("no_block");
-        of.num_names = as_int(named("num_names"));
-        of.num_counts = as_int(named("num_counts"));
-        of.num_places = as_int(named("num_places"));
-        of.tiny_bytes = as_int(named("tiny_bytes"));
+#define FIND(name) of.name = reinterpret_cast<PyTypeObject *>(named(#name));
+        TYPES(FIND)
+#undef FIND
+#define FIND(name) of.name = named(#name);
+        OBJECTS(FIND)
+#undef FIND
+#define FIND(name) of.name = as_int(named(#name));
+        NUMBERS(FIND)
+#undef FIND
 #define PLACE(type, name) type##_##name = place_of(of.type, #name);
         SLOTS(PLACE)
 #undef PLACE
         set_finalizer(of.placeholder, &placeholder_dropped_method);
         set_finalizer(of.kept, &kept_dropped_method);
         set_finalizer(of.event, &event_dropped_method);
+        set_finalizer(of.weak, &weak_dropped_method);
         Py_RETURN_NONE;
     });
 }

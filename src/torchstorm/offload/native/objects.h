@@ -18,39 +18,51 @@
 
 namespace {
 
+// Of Python's own, by the names in `classes.py`.
+#define TYPES(X) \
+    X(tensor) X(parameter) X(kept) X(kept_storage) X(placeholder) X(untouched) X(view) X(ref) X(unfinished) \
+    X(running) X(value) X(record) X(call) X(operation) X(saved) X(saved_tensors) X(parcel) X(chain) X(weak) X(leaf) \
+    X(getter) X(device_context) X(watched_calls) X(residency) X(kept_tensors) X(saved_storages) X(host_tier) \
+    X(host_handle) X(arena) X(slot) X(engine) X(queue) X(cuda_copy) X(event) X(events) X(runtime)
+#define OBJECTS(X) \
+    X(is_given_again) X(free_weak) X(long_way) X(nothing) X(choices) X(uint8) X(content_of) X(tensors_of) \
+    X(no_block) X(is_own_thread) X(apply) X(run_again) X(product) X(label_of) X(known_functions) X(get_to_know) X(is_plain) \
+    X(compiler) X(forward_ad) X(torch_function)
+#define NUMBERS(X) X(num_names) X(num_counts) X(num_places) X(tiny_bytes)
 struct Classes {
-    PyTypeObject *tensor, *parameter, *kept, *kept_storage, *placeholder, *untouched, *view, *ref, *unfinished;
-    PyTypeObject *running, *value, *record, *call, *operation, *saved, *saved_tensors, *parcel, *chain, *weak, *leaf, *getter, *device_context, *watched_calls;
-    PyTypeObject *residency, *kept_tensors, *saved_storages;
-    PyTypeObject *host_tier, *host_handle, *arena, *slot, *engine, *queue, *cuda_copy, *event, *events, *runtime;
-    PyObject *is_given_again, *free_weak, *long_way, *nothing, *choices, *uint8, *content_of, *tensors_of, *no_block;
-    PyObject *is_own_thread, *apply, *run_again, *label_of;
-    PyObject *known_functions, *get_to_know, *is_plain, *compiler, *forward_ad, *torch_function;
-    int64_t num_names, num_counts, num_places, tiny_bytes;
+#define DECLARE(name) PyTypeObject *name;
+    TYPES(DECLARE)
+#undef DECLARE
+#define DECLARE(name) PyObject *name;
+    OBJECTS(DECLARE)
+#undef DECLARE
+#define DECLARE(name) int64_t name;
+    NUMBERS(DECLARE)
+#undef DECLARE
 } of;
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_add_output) X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
+    X(_arrived) X(_awaited) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
     X(_finish) X(_forget_unless_new) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) \
-    X(_modules) X(_notice) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(begin) X(calls) X(capacity_bytes) X(closed) \
-    X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) X(get_state) X(has_changed) X(hold) X(idle) \
+    X(_modules) X(_name) X(_notice) X(_num_awaited) X(_parameters) X(_records) X(_run) X(_save_made) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(begin) X(calls) X(capacity_bytes) X(closed) \
+    X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) X(get_state) X(has_changed) X(idle) \
     X(inplace) X(is_about_to_change) X(is_ready) X(kind) X(known) X(leaves) X(let_go) X(made) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
     X(num_calls) X(num_used) X(out) X(over) X(pack) X(parts) X(passed) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) \
-    X(settle) X(settle_soon) X(shape) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
+    X(settle) X(settle_soon) X(shape) X(sources) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)
 #undef DECLARE
 
 // Attributes of classes with `__slots__`: where they lie in an object.
 #define SLOTS(X) \
-    X(running, has_changed) X(running, inputs) X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) \
+    X(running, fixed) X(running, has_changed) X(running, inputs) X(running, moment) X(running, num_saved) X(running, numbered) X(running, open) \
     X(running, pace) X(running, recorder) X(running, settled) X(running, table) \
     X(chain, calls) X(chain, frees) X(chain, fused) X(chain, inputs) X(chain, passed) X(chain, sources) \
-    X(value, again) X(value, call) X(value, held) X(value, is_read) X(value, lost) X(value, nbytes) X(value, out) X(value, saved) X(value, saved_before) \
+    X(value, again) X(value, call) X(value, held) X(value, is_read) X(value, lost) X(value, nbytes) X(value, out) X(value, root) X(value, saved) X(value, saved_before) \
     X(value, version) X(value, view) X(value, watch) \
     X(record, call) X(record, chosen) X(record, func) X(record, given) X(record, names) X(record, places) X(record, value) \
-    X(call, args) X(call, func) X(call, inputs) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
+    X(call, args) X(call, device) X(call, func) X(call, inputs) X(call, kwargs) X(call, number) X(call, operator) X(call, order) X(call, outputs) X(call, places) X(call, state) \
     X(leaf, address) X(leaf, tensor) X(leaf, version) \
     X(operation, draws) X(operation, in_place) X(operation, name) X(operation, saves) \
     X(saved, address) X(saved, base) X(saved, base_version) X(saved, block) X(saved, counter) X(saved, fingerprint) \
@@ -159,6 +171,12 @@ PyObject *find(PyObject *dict, PyObject *key) {  // borrowed; nullptr for none
     return found;
 }
 
+PyObject *alone(PyObject *item) {  // [item]
+    PyObject *list = checked(PyList_New(1));
+    PyList_SET_ITEM(list, 0, Py_NewRef(item));
+    return list;
+}
+
 // dict.setdefault(key, []).append(item)
 void append_at(PyObject *dict, PyObject *key, PyObject *item) {
     PyObject *there = find(dict, key);
@@ -166,9 +184,8 @@ void append_at(PyObject *dict, PyObject *key, PyObject *item) {
         checked(PyList_Append(there, item));
         return;
     }
-    Own alone(checked(PyList_New(1)));
-    PyList_SET_ITEM(alone.at, 0, Py_NewRef(item));
-    checked(PyDict_SetItem(dict, key, alone.at));
+    Own list(alone(item));
+    checked(PyDict_SetItem(dict, key, list.at));
 }
 
 Py_ssize_t size_of(PyObject *object) { return checked(static_cast<int>(PyObject_Size(object))); }
@@ -196,7 +213,7 @@ c10::StorageImpl *storage_of(const at::Tensor &tensor) { return tensor.storage()
 
 PyObject *address_of(const at::Tensor &tensor) { return checked(PyLong_FromVoidPtr(storage_of(tensor))); }
 
-// What `views.weak_reference` returns, a StorageWeakRef.
+// What `views.weak_reference` returns.
 PyObject *watch_of(const at::Tensor &tensor) {
     Own watch(allocate(of.weak));
     put_shared(watch.at, weak__free_weak_ref, of.free_weak);
@@ -205,6 +222,13 @@ PyObject *watch_of(const at::Tensor &tensor) {
     c10::raw::weak_intrusive_ptr::incref(storage);
     put(watch.at, weak_cdata, address);
     return watch.give();
+}
+
+// In place of its `__del__`.
+PyObject *weak_dropped(PyObject *watch, PyObject *) {
+    PyObject *address = slot(watch, weak_cdata);
+    if (address != nullptr) c10::raw::weak_intrusive_ptr::decref(static_cast<c10::StorageImpl *>(PyLong_AsVoidPtr(address)));
+    Py_RETURN_NONE;
 }
 
 bool is_at(PyObject *watch, const at::Tensor &tensor) {
@@ -222,6 +246,9 @@ bool has_bytes(const at::Tensor &tensor) {
 bool is_of_numbers(const at::Tensor &tensor) {
     return !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor();
 }
+
+// As `views.root_of`.
+const at::TensorBase &root_of(const at::Tensor &tensor) { return tensor.is_view() ? tensor._base() : tensor; }
 
 bool is_of_parameter(PyObject *object, const at::Tensor &tensor) {
     if (!tensor.is_view()) return Py_TYPE(object) == of.parameter;

@@ -4,6 +4,10 @@
 
 #include "objects.h"
 
+#include <ATen/Context.h>
+
+#include <mutex>
+
 namespace {
 
 enum Answer { no, yes, unknown };
@@ -22,7 +26,14 @@ Answer is_made_outside(PyObject *tape, const at::Tensor &tensor, PyObject *addre
     Own device(get(tape, s__device));
     if (!THPDevice_Check(device.at)) return unknown;
     if (reinterpret_cast<THPDevice *>(device.at)->device != tensor.device()) return yes;
-    Own is_leaf(get(tape, s__is_leaf)), said(checked(PyObject_CallOneArg(is_leaf.at, address)));
+    Own is_leaf(get(tape, s__is_leaf));
+    PyObject *owner = PyMethod_Check(is_leaf.at) ? PyMethod_GET_SELF(is_leaf.at) : nullptr;
+    if (owner != nullptr && Py_TYPE(owner) == of.saved_tensors) {  // as `SavedTensors.is_leaf`
+        Own run(get(owner, s__run));
+        const bool is_fixed = checked(PySet_Contains(see(run.at, running_fixed), address));
+        return is_fixed || find(see(run.at, running_inputs), address) != nullptr ? yes : no;
+    }
+    Own said(checked(PyObject_CallOneArg(is_leaf.at, address)));
     return said.at == Py_True ? yes : no;
 }
 
@@ -161,15 +172,16 @@ void describe_anew(PyObject *record, PyObject *call, PyObject *given) {
     put(call, call_kwargs, kwargs.give());
 }
 
-// Whether a tensor lies in the storage of one among what a function is given, or in one that is not known.
-bool is_among(const at::Tensor &tensor, PyObject *items) {
+// Whether a tensor lies in the storage of one among what a function is given; `otherwise` where one's is not known.
+bool is_among(const at::Tensor &tensor, PyObject *items, bool otherwise = true) {
+    if (!PyList_Check(items) && !PyTuple_Check(items)) return otherwise;
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(items); ++at) {
         PyObject *item = PySequence_Fast_GET_ITEM(items, at);
         if (PyList_Check(item) || PyTuple_Check(item)) {
-            if (is_among(tensor, item)) return true;
+            if (is_among(tensor, item, otherwise)) return true;
         } else if (THPVariable_Check(item)) {
             const at::Tensor &given = THPVariable_Unpack(item);
-            if (!has_bytes(given) || storage_of(given) == storage_of(tensor)) return true;
+            if (has_bytes(given) ? storage_of(given) == storage_of(tensor) : otherwise) return true;
         }
     }
     return false;
@@ -190,6 +202,18 @@ PyObject *everything(PyObject *record, PyObject *args, PyObject *kwargs) {
         PyTuple_SET_ITEM(all.at, num + at, Py_NewRef(value));
     }
     return all.give();
+}
+
+// The state of what an operation draws from.
+PyObject *state_before(PyObject *tape, PyObject *kwargs) {
+    Own device(get(tape, s__device));
+    if (THPDevice_Check(device.at) && (kwargs == nullptr || find(kwargs, s_generator) == nullptr)) {
+        at::Generator source = at::globalContext().defaultGenerator(reinterpret_cast<THPDevice *>(device.at)->device);
+        const std::scoped_lock<std::mutex> lock(source.mutex());
+        return checked(THPVariable_Wrap(source.get_state()));
+    }
+    Own source(checked(PyObject_CallMethodOneArg(tape, s_generator, kwargs == nullptr ? Py_None : kwargs)));
+    return checked(PyObject_CallMethodNoArgs(source.at, s_get_state));
 }
 
 // run(repeats, tape, number, func, args, kwargs): what the function returns; `LONG_WAY` where `Repeats.run` must run it.
@@ -223,8 +247,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
             put(call.at, call_places, places.give());
         }
         if (see(operation, operation_draws) != Py_False) {
-            Own source(checked(PyObject_CallMethodOneArg(tape, s_generator, kwargs == nullptr ? Py_None : kwargs)));
-            put(call.at, call_state, PyObject_CallMethodNoArgs(source.at, s_get_state));
+            put(call.at, call_state, state_before(tape, kwargs));
         }
         const int64_t order = get_int(tape, s_num_calls);
         put_int(call.at, call_order, order);
@@ -259,6 +282,8 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
             checked(PyDict_SetItem(known.at, address.at, value.at));
         }
         put(value.at, value_out, weak_reference(out.at));
+        Own root(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(out.at));
+        put(value.at, value_root, weak_reference(root.at));
         PyObject *view = see(value.at, value_view);
         if (view == Py_None || !looks_so(view, tensor)) put(value.at, value_view, view_of(out.at, tensor));
         return out.give();

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "keeping.h"
-#include "records.h"
 
 namespace {
 
@@ -17,16 +16,16 @@ bool is_made_by(PyObject *call, const Moment &one) {
     return strncmp(text, "torch.", 6) == 0;
 }
 
-// As `Repeats.returned`: the bytes of a tensor that a call has returned in this step; nullptr for any other. Borrowed.
+// As `Repeats.returned`: the bytes of what a call has returned in this step, or of a view of the same; nullptr for any
+// other. Borrowed.
 PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) {
     Own records(get(way->repeats, s__records));
     PyObject *record = find(records.at, one.maker);
     PyObject *value = record == nullptr ? Py_None : see(record, record_value);
     if (value == Py_None) return nullptr;
-    PyObject *made = referent(see(value, value_out)), *call = see(value, value_call);
-    if (made == nullptr || call == Py_None) return nullptr;
-    const at::Tensor &whole = THPVariable_Unpack(made);
-    if (!whole.is_same(tensor) && !(tensor.is_view() && tensor._base().is_same(whole))) return nullptr;
+    PyObject *root = referent(see(value, value_root)), *call = see(value, value_call);
+    if (root == nullptr || call == Py_None) return nullptr;
+    if (!root_of(tensor).is_same(THPVariable_Unpack(root))) return nullptr;
     if (version_of(tensor) != see_int(value, value_version) || !is_at(see(value, value_watch), tensor)) return nullptr;
     return is_made_by(call, one) ? value : nullptr;
 }
@@ -57,7 +56,7 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     put_int(saved.at, saved_ordinal, one.made_ordinal);
     checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
     put_shared(saved.at, saved_value, value);
-    put_shared(saved.at, saved_origin, see(value, value_out));
+    put_shared(saved.at, saved_origin, see(value, value_root));
     put_shared(value, value_saved, saved.at);
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
     append_at(at.at, address, saved.at);
@@ -76,26 +75,6 @@ bool is_being_made(const Way *way, const Moment &one, PyObject *unfinished, cons
     Own known(get(way->tape, s_known)), address(address_of(tensor));
     PyObject *found = find(known.at, address.at);
     return found == nullptr || see_int(found, value_version) != version_of(tensor);
-}
-
-// The bytes of such a tensor, as the tape names them; nullptr without an error where it is another result.
-PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tensor) {
-    Own place(PyIter_Next(PyTuple_GET_ITEM(unfinished, 2)));
-    if (!place) {
-        if (PyErr_Occurred()) throw Failed();
-        return nullptr;
-    }
-    if (as_int(place.at)) {
-        Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor)));
-        PyObject *call = PyTuple_GET_ITEM(unfinished, 0);
-        return checked(PyObject_CallMethodObjArgs(
-            way->tape, s__add_output, call, storage.at, version.at, place.at, nullptr));
-    }
-    PyObject *value = PyTuple_GET_ITEM(unfinished, 3);
-    Own known(get(way->tape, s_known)), address(address_of(tensor));
-    renew(value, tensor, find(known.at, address.at));
-    checked(PyDict_SetItem(known.at, address.at, value));
-    return Py_NewRef(value);
 }
 
 PyObject *new_placeholder(const Way *way, PyObject *saved, PyObject *view) {  // takes the view over
@@ -160,7 +139,7 @@ PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::
     if (see_int(saved.at, saved_ordinal) != one.ordinal || see_int(saved.at, saved_version) != version_of(tensor)) return nullptr;
     if (root == Py_None || !equal(see(saved.at, saved_address), address)) return nullptr;
     PyObject *whole = referent(root);
-    if (whole == nullptr || !(tensor.is_view() ? tensor._base() : tensor).is_same(THPVariable_Unpack(whole))) return nullptr;
+    if (whole == nullptr || !root_of(tensor).is_same(THPVariable_Unpack(whole))) return nullptr;
     const bool may_still_stay = see(parcel, parcel_hold) != Py_None && see(parcel, parcel_handle) == Py_None;
     if (see(parcel, parcel_shared) == Py_True || may_still_stay) return nullptr;
     begin(way, settled, one, moment);

@@ -122,11 +122,12 @@ def _product_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Again | None:
     if rows.dim() not in (2, 3) or weight.dim() != 2 or not rows.is_contiguous() or not rows.numel():
         return None
     if bias is None:
-        return _product, _PRODUCT
-    return (_product, _SUM_AND_PRODUCT) if bias.dim() == 1 else None
+        return product, _PRODUCT
+    return (product, _SUM_AND_PRODUCT) if bias.dim() == 1 else None
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `linear` gives for rows (..., features) that lie one behind another, with the rows in one dimension."""
     rows = rows.view(-1, rows.shape[-1])
     return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
 

@@ -33,7 +33,7 @@ from torchstorm.offload.recompute.described import (
 )
 from torchstorm.offload.recompute.tensors import collect, has_bytes, is_among, plain_arguments, tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value, is_made_by
-from torchstorm.offload.step.views import View, version_counter
+from torchstorm.offload.step.views import View, root_of, version_counter
 from torchstorm.offload.torch_private import attention_backend
 
 NOT_REPEATED, LONG_WAY = object(), object()  # see `Repeats.run`, and `Library.run`
@@ -95,21 +95,21 @@ class Repeats:
             return
         self._is_clean = True
         for value in self._passing:
-            value.held = value.call = value.out = value.watch = value.again = None
+            value.held = value.call = value.out = value.root = value.watch = value.again = None
         self._passing.clear()
         for leaf in self._leaves:
             leaf.tensor = NOTHING
         self._leaves.clear()
         for record in self._records.values():
             if record.value is not None:
-                record.value.out = None
+                record.value.out = record.value.root = None
             for value in record.call.inputs:
                 if value.call is None:
-                    value.held = value.out = value.watch = None  # where it lies in the next step is seen there
+                    value.held = value.out = value.root = value.watch = None  # where it lies is seen in the next step
             for leaf in record.passing:
                 leaf.tensor = NOTHING
         for value in self.sources.values():
-            value.held = value.out = value.watch = None
+            value.held = value.out = value.root = value.watch = None
 
     def source(self, ordinal: int) -> Value | None:
         """What autograd saved as storage of a number, if no record makes it, and it was not met in this step so far."""
@@ -117,8 +117,8 @@ class Repeats:
         return value if value is not None and value.watch is None and value.call is None else None
 
     def returned(self, tensor: torch.Tensor, maker: tuple[int, str]) -> Value | None:
-        """The bytes of a tensor that a call has returned in this step, or of a view of it; None for any other tensor,
-        or where they were changed.
+        """The bytes of a tensor that a call has returned in this step, or of a view of the same; None for any other
+        tensor, or where they were changed.
 
         Args:
             tensor: any one.
@@ -126,10 +126,10 @@ class Repeats:
         """
         record = self._records.get(maker[0])
         value = record.value if record is not None else None
-        if value is None or value.out is None or value.call is None:
+        if value is None or value.root is None or value.call is None:
             return None
-        out = value.out()
-        if out is None or (out is not tensor and tensor._base is not out) or tensor._version != value.version:
+        root = value.root()
+        if root is None or (root is not tensor and tensor._base is not root) or tensor._version != value.version:
             return None
         return value if lies_in(tensor, value) and is_made_by(value.call, maker) else None
 
@@ -204,7 +204,7 @@ class Repeats:
                 return out
             value.renew(storage, version, known)
             tape.known[address] = value
-        value.out = weakref.ref(out)
+        value.out, value.root = weakref.ref(out), root_of(out)
         if others is not None or value.view is None or out.shape != value.view.size:  # nonzero's depends on numbers
             view = View.of(out)
             if view != value.view:
@@ -304,7 +304,7 @@ class Repeats:
         for place, reference in zip(call.places, call.outputs, strict=True):
             value = reference()
             if place == 0 and value is not None and type(out) is torch.Tensor:
-                value.out, value.view = weakref.ref(out), View.of(out)
+                value.out, value.root, value.view = weakref.ref(out), root_of(out), View.of(out)
                 return value
         return None
 

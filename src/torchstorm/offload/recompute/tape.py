@@ -161,7 +161,7 @@ class Tape(TorchDispatchMode):
     def note_resized(self, storage: torch.UntypedStorage) -> None:
         """A storage is about to lose its bytes: records that use a tiny one get a copy, others cannot run again."""
         if (known := self.known.pop(storage._cdata, None)) is not None:
-            known.out = None
+            known.out = known.root = None
         for leaf in self.leaves.pop(storage._cdata, ()):
             if storage.nbytes() < TINY_BYTES:
                 _keep_a_copy(leaf)

@@ -170,6 +170,7 @@ class Value:
         watch: keeps the storage's address from being used again for another one.
         version: autograd's version counter when they were there.
         out: the tensor that a function returned with them, as long as nothing changes it; None where none is known.
+        root: what that is a view of, as a product with a bias is, or itself.
         view: how that looks at the storage.
         saved_before: the record of the same in an earlier step, of which nothing is left.
         again: what made it when it was last computed again.
@@ -177,7 +178,7 @@ class Value:
 
     __slots__ = (
         *("__weakref__", "again", "call", "held", "is_read", "lost", "nbytes", "out", "saved"),
-        *("saved_before", "version", "view", "watch"),
+        *("root", "saved_before", "version", "view", "watch"),
     )
 
     def __init__(self, nbytes: int, call: Call | None, watch: StorageWeakRef | None = None, version: int = 0) -> None:
@@ -190,6 +191,7 @@ class Value:
         self.lost: Callable[[], TorchstormError] | None = None
         self.is_read = False
         self.out: weakref.ref[torch.Tensor] | None = None
+        self.root: weakref.ref[torch.Tensor] | None = None
         self.view: View | None = None
         self.saved_before: Saved | None = None
         self.again: Chain | None = None

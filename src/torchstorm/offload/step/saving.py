@@ -247,7 +247,7 @@ class Saver:
             saved.fingerprint = None  # of what that step let go
         parcel.number, saved.ordinal = number, ordinal
         run.numbered[number] = parcel
-        saved.value, saved.origin, value.saved, value.saved_before = value, value.out, saved, saved
+        saved.value, saved.origin, value.saved, value.saved_before = value, value.root, saved, saved
         parcel.members.add(saved)
         self._residency.known.add(saved, address)
         return saved

@@ -77,9 +77,15 @@ def row_of(content: torch.Tensor) -> torch.Tensor:
     return content if content.dtype is torch.uint8 else flat_bytes(content.untyped_storage())
 
 
-def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+class WeakStorage(StorageWeakRef):
+    """PyTorch's, of our own type: C++, where that is there, lets go of each without Python's `__del__`."""
+
+    __slots__ = ()
+
+
+def weak_reference(storage: torch.UntypedStorage) -> WeakStorage:
     """Tells later whether the storage is gone, and keeps its address from being used again until then."""
-    return StorageWeakRef(storage)
+    return WeakStorage(storage)  # type: ignore[no-untyped-call]
 
 
 def has_expired(watch: StorageWeakRef) -> bool:
