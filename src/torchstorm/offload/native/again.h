@@ -105,14 +105,6 @@ PyObject *product(PyObject *args) {
     return checked(THPVariable_Wrap(at::addmm(THPVariable_Unpack(PyTuple_GET_ITEM(args, 2)), rows, weight.t())));
 }
 
-// As `tensors.tensors_of`.
-PyObject *tensors_of(PyObject *out) {
-    if (Py_TYPE(out) == of.tensor) return alone(out);
-    bool are_plain = PyTuple_CheckExact(out);
-    for (Py_ssize_t at = 0; are_plain && at < PyTuple_GET_SIZE(out); ++at) are_plain = Py_TYPE(PyTuple_GET_ITEM(out, at)) == of.tensor;
-    return checked(are_plain ? PySequence_List(out) : PyObject_CallOneArg(of.tensors_of, out));
-}
-
 // again(call, there): what holds each output's bytes, in a list; `LONG_WAY` where `replay.run` must run it.
 PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
     return guarded([&]() -> PyObject * {

@@ -163,6 +163,11 @@ void settle_kept(const Way *way) {
     }
 }
 
+// Whether `LetGo.settle` has more to do than `KeptTensors.settle`.
+bool has_more(const Way *way, PyObject *let_go) {
+    return size_at(let_go, s__dropped) || size_of(see(way->kept, kept_tensors_awaited)) > get_int(let_go, s__num_awaited);
+}
+
 // Whether there is nothing to settle, beside what stays and was let go, and nothing that would be looked for.
 bool is_quiet(const Way *way, PyObject *let_go) {
     if (size_at(let_go, s__dropped) || see(way->progress, running_recorder) != Py_None) return false;
@@ -215,8 +220,7 @@ PyObject *settle_soon(PyObject *owner) {
         Holding holding(way, owner);
         if (!holding.take(false)) Py_RETURN_NONE;  // who has it settles
         settle_kept(way);
-        const bool is_more = size_at(holding.let_go.at, s__dropped) ||
-            size_of(see(way->kept, kept_tensors_awaited)) > get_int(holding.let_go.at, s__num_awaited);
+        const bool is_more = has_more(way, holding.let_go.at);
         holding.release();
         if (is_more) return otherwise();
     } while (size_of(see(way->kept, kept_tensors_released)));

@@ -247,6 +247,14 @@ bool is_of_numbers(const at::Tensor &tensor) {
     return !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor();
 }
 
+// As `tensors.tensors_of`.
+PyObject *tensors_of(PyObject *out) {
+    if (Py_TYPE(out) == of.tensor) return alone(out);
+    bool are_plain = PyTuple_CheckExact(out);
+    for (Py_ssize_t at = 0; are_plain && at < PyTuple_GET_SIZE(out); ++at) are_plain = Py_TYPE(PyTuple_GET_ITEM(out, at)) == of.tensor;
+    return checked(are_plain ? PySequence_List(out) : PyObject_CallOneArg(of.tensors_of, out));
+}
+
 // As `views.root_of`.
 const at::TensorBase &root_of(const at::Tensor &tensor) { return tensor.is_view() ? tensor._base() : tensor; }
 

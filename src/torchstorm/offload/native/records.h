@@ -229,7 +229,6 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         if (!all || PyTuple_GET_SIZE(before.at) != PyTuple_GET_SIZE(all.at)) return otherwise();
         Own call(take(record.at, record_call)), value(take(record.at, record_value));
         PyObject *operation = see(call.at, call_operator), *chosen = see(record.at, record_chosen);
-        if (value.at == Py_None) return otherwise();
         Own now(described_now(tape, before.at, all.at));
         if (!now) return otherwise();
         const bool differs = now.at != before.at;
@@ -239,7 +238,10 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         }
         if (differs) describe_anew(record.at, call.at, now.at);
         PyObject *saves = see(operation, operation_saves);
-        if (!equal(saves, first)) {
+        if (value.at == Py_None) {  // it has made nothing so far
+            put(call.at, call_outputs, PyList_New(0));
+            put(call.at, call_places, PyList_New(0));
+        } else if (!equal(saves, first)) {
             Own outputs(checked(PyList_New(1))), places(checked(PyList_New(1)));
             PyList_SET_ITEM(outputs.at, 0, weak_reference(value.at));
             PyList_SET_ITEM(places.at, 0, an_int(0));
@@ -272,8 +274,15 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         const at::Tensor &tensor = THPVariable_Unpack(out.at);
         Own address(address_of(tensor)), known(get(tape, s_known));
         PyObject *found = find(known.at, address.at);
+        const bool was_there = found != nullptr && see_int(found, value_version) == version_of(tensor);
+        if (value.at == Py_None) {
+            if (!was_there) {
+                Own made(alone(out.at)), arguments(tensors_of(all.at));
+                Own done(checked(PyObject_CallMethodObjArgs(tape, s_made, call.at, made.at, arguments.at, nullptr)));
+            }
+            return out.give();
+        }
         if (found != value.at) {
-            const bool was_there = found != nullptr && see_int(found, value_version) == version_of(tensor);
             if (was_there || (differs && is_among(tensor, all.at))) {
                 Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record.at)));
                 return out.give();
