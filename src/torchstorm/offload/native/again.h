@@ -126,7 +126,7 @@ PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
             }
         }
         PyObject *state = see(call, call_state), *device = see(call, call_device), *func = see(call, call_func);
-        if (state != Py_None && (find(named, s_generator) != nullptr || !THPDevice_Check(device))) return otherwise();
+        if (state != Py_None && (find(named, s_generator) != nullptr || !has_default_generator(device))) return otherwise();
         Own out;
         {
             std::optional<DrawsFrom> draws;

@@ -247,6 +247,11 @@ bool is_of_numbers(const at::Tensor &tensor) {
     return !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor();
 }
 
+// Whether `tensors.default_generator` is PyTorch's own of that device.
+bool has_default_generator(PyObject *device) {
+    return THPDevice_Check(device) && (reinterpret_cast<THPDevice *>(device)->device.is_cpu() || reinterpret_cast<THPDevice *>(device)->device.is_cuda());
+}
+
 // As `tensors.tensors_of`.
 PyObject *tensors_of(PyObject *out) {
     if (Py_TYPE(out) == of.tensor) return alone(out);

@@ -207,7 +207,8 @@ PyObject *everything(PyObject *record, PyObject *args, PyObject *kwargs) {
 // The state of what an operation draws from.
 PyObject *state_before(PyObject *tape, PyObject *kwargs) {
     Own device(get(tape, s__device));
-    if (THPDevice_Check(device.at) && (kwargs == nullptr || find(kwargs, s_generator) == nullptr)) {
+    const bool is_given = kwargs != nullptr && find(kwargs, s_generator) != nullptr;
+    if (has_default_generator(device.at) && !is_given) {
         at::Generator source = at::globalContext().defaultGenerator(reinterpret_cast<THPDevice *>(device.at)->device);
         const std::scoped_lock<std::mutex> lock(source.mutex());
         return checked(THPVariable_Wrap(source.get_state()));
