@@ -73,7 +73,7 @@ class Calls:
         self.numbers = frozenset(numbers)
         self.names = frozenset(number % NAMES for number in numbers)
         self.moments = frozenset(map(_moment_of_call, numbers))
-        self.present: frozenset[int] | None = None
+        self.present: frozenset[int] | None = None if self.numbers else frozenset()
 
     def learn(self, within: Collection[int], end: int) -> None:
         """A step has shown where the mode can become active.
@@ -330,3 +330,6 @@ def _is_writing(func: Any) -> bool:
 def _is_to_write(kwargs: dict[str, Any]) -> bool:
     """Whether what a function is given says that it changes a tensor."""
     return "out" in kwargs or bool(kwargs.get("inplace")) or kwargs.get("max_norm") is not None
+
+
+NO_CALLS = Calls(())

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchstorm.offload.recompute.probe import TracingProbe
 from torchstorm.offload.recompute.tape import Tape
-from torchstorm.offload.recompute.watched import Calls, WatchedCalls
+from torchstorm.offload.recompute.watched import NO_CALLS, Calls, WatchedCalls
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.parcels import Call, Parcel, Value, is_made_by
 from torchstorm.offload.step.policy import Count, Policy
@@ -182,6 +182,8 @@ class Running:
                 self.probe = tape.probe = TracingProbe(residency.fast, aside=recorder.aside, room_bytes=room_bytes)
         elif self.table is None or not (self.table.recorded or self.table.may_change):
             tape.clear()
+            if self.watched is not None:
+                self.watched.record_within(NO_CALLS)
         else:
             if self.pace is not None:
                 self.pace.calls, tape.mark = tape.calls, self.pace.mark
