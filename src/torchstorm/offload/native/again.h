@@ -4,13 +4,11 @@
 
 #include "objects.h"
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -77,11 +75,11 @@ PyObject *argument(PyObject *item, PyObject *there) {
     return PyList_CheckExact(item) ? all.give() : checked(PyList_AsTuple(all.at));
 }
 
-// While it is there, a device's generator draws from a state; afterwards from its own again. As `replay._call` has it.
+// While it is there, a generator draws from a state; afterwards from its own again. As `replay._call` has it.
 struct DrawsFrom {
     at::Generator generator;
     at::Tensor before;
-    DrawsFrom(const at::Device &device, PyObject *state) : generator(at::globalContext().defaultGenerator(device)) {
+    DrawsFrom(const at::Generator &source, PyObject *state) : generator(source) {
         const std::scoped_lock<std::mutex> lock(generator.mutex());
         before = generator.get_state();
         generator.set_state(THPVariable_Unpack(state));
@@ -125,12 +123,13 @@ PyObject *again(PyObject *, PyObject *const *given, Py_ssize_t) {
                 checked(PyDict_SetItem(kwargs.at, name, value.at));
             }
         }
-        PyObject *state = see(call, call_state), *device = see(call, call_device), *func = see(call, call_func);
-        if (state != Py_None && (find(named, s_generator) != nullptr || !has_default_generator(device))) return otherwise();
+        PyObject *state = see(call, call_state), *func = see(call, call_func);
+        const at::Generator generator = state == Py_None ? at::Generator() : generator_of(see(call, call_device), named);
+        if (state != Py_None && !generator.defined()) return otherwise();
         Own out;
         {
             std::optional<DrawsFrom> draws;
-            if (state != Py_None) draws.emplace(reinterpret_cast<THPDevice *>(device)->device, state);
+            if (generator.defined()) draws.emplace(generator, state);
             // With gradients on, which some operations look at, but below autograd: `replay._call`.
             at::AutoGradMode with_gradients(true);
             at::AutoDispatchBelowAutograd below;

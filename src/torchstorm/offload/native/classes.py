@@ -65,7 +65,6 @@ def classes() -> Mapping[str, object]:
         "events": Events,
         "runtime": Runtime,
         "is_given_again": is_given_again,
-        "free_weak": torch.Storage._free_weak_ref,  # type: ignore[attr-defined]
         "run_again": replay.run,
         "product": product,
         "label_of": label_of,

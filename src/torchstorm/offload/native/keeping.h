@@ -65,7 +65,7 @@ PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, Py
 
 // Whether a function runs whose results autograd may save: where `Tape.value_to_save` looks for their place.
 bool is_in_a_function(PyObject *unfinished, int64_t nbytes) {
-    if (unfinished == Py_None) return false;
+    if (Py_TYPE(unfinished) != of.unfinished) return false;
     return nbytes >= of.tiny_bytes || PyTuple_GET_ITEM(unfinished, 4) == Py_True;
 }
 
@@ -119,24 +119,24 @@ PyObject *name_made(const Way *way, PyObject *unfinished, const at::Tensor &tens
 PyObject *notice(const Way *way, PyObject *settled, const at::Tensor &tensor, PyObject *address, int64_t ordinal) {
     Own known(get(way->tape, s_known)), within(get(way->tape, s_within));
     PyObject *found = find(known.at, address);
-    if (found != nullptr && within.at == Py_None && see_int(found, value_version) == version_of(tensor))
-        return Py_NewRef(found);
+    const bool is_known = is_as_known(found, tensor);
+    if (is_known && within.at == Py_None) return Py_NewRef(found);
     Own number(an_int(ordinal)), unfinished(get(way->tape, s_unfinished)), wanted(get(way->tape, s_wanted)), idle(get(way->tape, s_idle));
-    const bool is_known = found != nullptr && see_int(found, value_version) == version_of(tensor);
-    Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor)));
+    const auto by_python = [&](PyObject *object, PyObject *method) {
+        Own storage(checked(THPStorage_Wrap(tensor.storage()))), version(an_int(version_of(tensor)));
+        return checked(PyObject_CallMethodObjArgs(object, method, storage.at, version.at, number.at, nullptr));
+    };
     if (!is_known && wanted.at != Py_None && idle.at == Py_False) {
         const bool is_in = is_in_a_function(unfinished.at, static_cast<int64_t>(tensor.storage().nbytes()));
-        PyObject *arguments = is_in ? PyTuple_GET_ITEM(unfinished.at, 1) : nullptr;
-        const bool is_source = !is_in || is_among(tensor, arguments, false);
-        PyObject *named = is_source ? named_again(way, tensor, known.at, address, number.at) : nullptr;
-        if (named != nullptr) return named;
-        if (is_in && !is_among(tensor, arguments, true)) {
-            named = name_made(way, unfinished.at, tensor);
-            if (named != nullptr) return named;
-            return checked(PyObject_CallMethodObjArgs(way->tape, s__name, storage.at, version.at, number.at, nullptr));
+        const Answer is_given = is_in ? is_among(tensor, PyTuple_GET_ITEM(unfinished.at, 1)) : yes;
+        if (is_given == no) {
+            PyObject *made = name_made(way, unfinished.at, tensor);
+            return made != nullptr ? made : by_python(way->tape, s__name);
         }
+        PyObject *named = is_given == yes ? named_again(way, tensor, known.at, address, number.at) : nullptr;
+        if (named != nullptr) return named;
     }
-    return checked(PyObject_CallMethodObjArgs(settled, s__notice, storage.at, version.at, number.at, nullptr));
+    return by_python(settled, s__notice);
 }
 
 // As `KeptStorage.hold`.

@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <ATen/Context.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
@@ -14,6 +15,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <utility>
 
 namespace {
@@ -25,7 +27,7 @@ namespace {
     X(getter) X(device_context) X(watched_calls) X(residency) X(kept_tensors) X(saved_storages) X(host_tier) \
     X(host_handle) X(arena) X(slot) X(engine) X(queue) X(cuda_copy) X(event) X(events) X(runtime)
 #define OBJECTS(X) \
-    X(is_given_again) X(free_weak) X(long_way) X(nothing) X(choices) X(uint8) X(content_of) X(tensors_of) \
+    X(is_given_again) X(long_way) X(nothing) X(choices) X(uint8) X(content_of) X(tensors_of) \
     X(no_block) X(is_own_thread) X(apply) X(run_again) X(product) X(label_of) X(known_functions) X(get_to_know) X(is_plain) \
     X(compiler) X(forward_ad) X(torch_function)
 #define NUMBERS(X) X(num_names) X(num_counts) X(num_places) X(tiny_bytes)
@@ -79,7 +81,7 @@ NAMES(DECLARE)
     X(placeholder, _owner) X(placeholder, saved) X(placeholder, view) X(untouched, tensor) X(untouched, version) \
     X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) X(residency, waits) \
     X(kept_tensors, by_address) X(kept_tensors, by_ordinal) X(kept_tensors, released) X(kept_tensors, awaited) X(kept_tensors, in_parts) X(saved_storages, _at) \
-    X(weak, _free_weak_ref) X(weak, cdata) \
+    X(weak, cdata) \
     X(host_tier, _check) X(host_tier, _closed) X(host_tier, _engine) X(host_tier, arena) X(host_tier, spec) \
     X(host_handle, checksum) X(host_handle, label) X(host_handle, nbytes) X(host_handle, reads) X(host_handle, slot) X(host_handle, written) \
     X(arena, _spare) X(arena, lock) X(arena, peak_bytes) X(arena, used_bytes) X(slot, after) X(slot, extents) X(slot, pieces) \
@@ -216,7 +218,6 @@ PyObject *address_of(const at::Tensor &tensor) { return checked(PyLong_FromVoidP
 // What `views.weak_reference` returns.
 PyObject *watch_of(const at::Tensor &tensor) {
     Own watch(allocate(of.weak));
-    put_shared(watch.at, weak__free_weak_ref, of.free_weak);
     c10::StorageImpl *storage = storage_of(tensor);
     PyObject *address = checked(PyLong_FromVoidPtr(storage));
     c10::raw::weak_intrusive_ptr::incref(storage);
@@ -247,9 +248,11 @@ bool is_of_numbers(const at::Tensor &tensor) {
     return !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor();
 }
 
-// Whether `tensors.default_generator` is PyTorch's own of that device.
-bool has_default_generator(PyObject *device) {
-    return THPDevice_Check(device) && (reinterpret_cast<THPDevice *>(device)->device.is_cpu() || reinterpret_cast<THPDevice *>(device)->device.is_cuda());
+// What an operation draws from, as `Tape.generator` has it; undefined where that must be asked.
+at::Generator generator_of(PyObject *device, PyObject *kwargs) {
+    if (!THPDevice_Check(device) || (kwargs != nullptr && find(kwargs, s_generator) != nullptr)) return {};
+    const at::Device &is = reinterpret_cast<THPDevice *>(device)->device;
+    return is.is_cpu() || is.is_cuda() ? at::globalContext().defaultGenerator(is) : at::Generator();
 }
 
 // As `tensors.tensors_of`.
@@ -260,8 +263,14 @@ PyObject *tensors_of(PyObject *out) {
     return checked(are_plain ? PySequence_List(out) : PyObject_CallOneArg(of.tensors_of, out));
 }
 
-// As `views.root_of`.
+// What a tensor is a view of, or itself.
 const at::TensorBase &root_of(const at::Tensor &tensor) { return tensor.is_view() ? tensor._base() : tensor; }
+
+// As `views.root_of`, of a tensor and its object.
+PyObject *weak_root_of(PyObject *object, const at::Tensor &tensor) {
+    Own root(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(object));
+    return weak_reference(root.at);
+}
 
 bool is_of_parameter(PyObject *object, const at::Tensor &tensor) {
     if (!tensor.is_view()) return Py_TYPE(object) == of.parameter;

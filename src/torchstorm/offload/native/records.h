@@ -4,10 +4,6 @@
 
 #include "objects.h"
 
-#include <ATen/Context.h>
-
-#include <mutex>
-
 namespace {
 
 enum Answer { no, yes, unknown };
@@ -18,6 +14,11 @@ void renew(PyObject *value, const at::Tensor &tensor, PyObject *before) {
     put_int(value, value_version, version_of(tensor));
     put_int(value, value_nbytes, static_cast<int64_t>(tensor.storage().nbytes()));
     for (const Py_ssize_t place : {value_saved, value_held, value_lost}) put_shared(value, place, Py_None);
+}
+
+// Whether a tensor's bytes are those that a storage is known for, as `Tape.value_of` asks; of nullptr they are not.
+bool is_as_known(PyObject *found, const at::Tensor &tensor) {
+    return found != nullptr && see_int(found, value_version) == version_of(tensor);
 }
 
 // As `Tape.is_made_outside`.
@@ -172,19 +173,24 @@ void describe_anew(PyObject *record, PyObject *call, PyObject *given) {
     put(call, call_kwargs, kwargs.give());
 }
 
-// Whether a tensor lies in the storage of one among what a function is given; `otherwise` where one's is not known.
-bool is_among(const at::Tensor &tensor, PyObject *items, bool otherwise = true) {
-    if (!PyList_Check(items) && !PyTuple_Check(items)) return otherwise;
+// Whether a tensor lies in the storage of one among what a function is given; unknown where one's is not known.
+Answer is_among(const at::Tensor &tensor, PyObject *items) {
+    if (!PyList_Check(items) && !PyTuple_Check(items)) return unknown;
+    Answer answer = no;
     for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(items); ++at) {
         PyObject *item = PySequence_Fast_GET_ITEM(items, at);
+        Answer one = no;
         if (PyList_Check(item) || PyTuple_Check(item)) {
-            if (is_among(tensor, item, otherwise)) return true;
+            one = is_among(tensor, item);
         } else if (THPVariable_Check(item)) {
             const at::Tensor &given = THPVariable_Unpack(item);
-            if (has_bytes(given) ? storage_of(given) == storage_of(tensor) : otherwise) return true;
+            if (!has_bytes(given)) one = unknown;
+            else if (storage_of(given) == storage_of(tensor)) one = yes;
         }
+        if (one == yes) return yes;
+        if (one == unknown) answer = unknown;
     }
-    return false;
+    return answer;
 }
 
 // What a function is given, by name last; nullptr without an error where a record has other names.
@@ -207,11 +213,9 @@ PyObject *everything(PyObject *record, PyObject *args, PyObject *kwargs) {
 // The state of what an operation draws from.
 PyObject *state_before(PyObject *tape, PyObject *kwargs) {
     Own device(get(tape, s__device));
-    const bool is_given = kwargs != nullptr && find(kwargs, s_generator) != nullptr;
-    if (has_default_generator(device.at) && !is_given) {
-        at::Generator source = at::globalContext().defaultGenerator(reinterpret_cast<THPDevice *>(device.at)->device);
-        const std::scoped_lock<std::mutex> lock(source.mutex());
-        return checked(THPVariable_Wrap(source.get_state()));
+    if (at::Generator found = generator_of(device.at, kwargs); found.defined()) {
+        const std::scoped_lock<std::mutex> lock(found.mutex());
+        return checked(THPVariable_Wrap(found.get_state()));
     }
     Own source(checked(PyObject_CallMethodOneArg(tape, s_generator, kwargs == nullptr ? Py_None : kwargs)));
     return checked(PyObject_CallMethodNoArgs(source.at, s_get_state));
@@ -275,7 +279,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
         const at::Tensor &tensor = THPVariable_Unpack(out.at);
         Own address(address_of(tensor)), known(get(tape, s_known));
         PyObject *found = find(known.at, address.at);
-        const bool was_there = found != nullptr && see_int(found, value_version) == version_of(tensor);
+        const bool was_there = is_as_known(found, tensor);
         if (value.at == Py_None) {
             if (!was_there) {
                 Own made(alone(out.at)), arguments(tensors_of(all.at));
@@ -284,7 +288,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
             return out.give();
         }
         if (found != value.at) {
-            if (was_there || (differs && is_among(tensor, all.at))) {
+            if (was_there || (differs && is_among(tensor, all.at) != no)) {
                 Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record.at)));
                 return out.give();
             }
@@ -292,8 +296,7 @@ PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
             checked(PyDict_SetItem(known.at, address.at, value.at));
         }
         put(value.at, value_out, weak_reference(out.at));
-        Own root(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(out.at));
-        put(value.at, value_root, weak_reference(root.at));
+        put(value.at, value_root, weak_root_of(out.at, tensor));
         PyObject *view = see(value.at, value_view);
         if (view == Py_None || !looks_so(view, tensor)) put(value.at, value_view, view_of(out.at, tensor));
         return out.give();

@@ -66,15 +66,13 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
 // Whether a tensor is a result of the call that runs, which autograd saves before it is returned, and that call the one
 // that the plan has make it: where `Tape.value_to_save` asks for the place among the results.
 bool is_being_made(const Way *way, const Moment &one, PyObject *unfinished, const at::Tensor &tensor) {
-    if (Py_TYPE(unfinished) != of.unfinished || PyTuple_GET_ITEM(unfinished, 3) == Py_None) return false;
+    if (!is_in_a_function(unfinished, static_cast<int64_t>(tensor.storage().nbytes()))) return false;
+    if (PyTuple_GET_ITEM(unfinished, 3) == Py_None) return false;
     if (!is_of_numbers(tensor) || !is_made_by(PyTuple_GET_ITEM(unfinished, 0), one)) return false;
     PyObject *arguments = PyTuple_GET_ITEM(unfinished, 1);
-    const bool is_observed = PyTuple_GET_ITEM(unfinished, 4) == Py_True;
-    if (!is_observed && static_cast<int64_t>(tensor.storage().nbytes()) < of.tiny_bytes) return false;
-    if (!PyTuple_CheckExact(arguments) || is_among(tensor, arguments)) return false;
+    if (!PyTuple_CheckExact(arguments) || is_among(tensor, arguments) != no) return false;
     Own known(get(way->tape, s_known)), address(address_of(tensor));
-    PyObject *found = find(known.at, address.at);
-    return found == nullptr || see_int(found, value_version) != version_of(tensor);
+    return !is_as_known(find(known.at, address.at), tensor);
 }
 
 PyObject *new_placeholder(const Way *way, PyObject *saved, PyObject *view) {  // takes the view over
@@ -200,8 +198,7 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
         put_shared(value.at, value_saved, saved.at);
         put_shared(value.at, value_held, Py_None);
     }
-    Own whole(tensor.is_view() ? checked(THPVariable_Wrap(tensor._base())) : Py_NewRef(object));
-    put(saved.at, saved_root, weak_reference(whole.at));
+    put(saved.at, saved_root, weak_root_of(object, tensor));
     checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
     Own at(saved_at(way));
     append_at(at.at, address, saved.at);

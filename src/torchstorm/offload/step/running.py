@@ -182,8 +182,7 @@ class Running:
                 self.probe = tape.probe = TracingProbe(residency.fast, aside=recorder.aside, room_bytes=room_bytes)
         elif self.table is None or not (self.table.recorded or self.table.may_change):
             tape.clear()
-            if self.watched is not None:
-                self.watched.record_within(NO_CALLS)
+            self.record_only((), NO_CALLS)
         else:
             if self.pace is not None:
                 self.pace.calls, tape.mark = tape.calls, self.pace.mark
