@@ -45,18 +45,33 @@ WIDTH, ROWS, NUM_LAYERS = 64, 512, 8
 LAYER_BYTES = 4 * WIDTH * ROWS
 
 
+class Tanh(torch.autograd.Function):
+    """As a compiled graph does it, one function saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient * (1 - x.tanh() ** 2)
+
+
 class Chain(nn.Module):
     """`middle` runs between its halves, on what these have made."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.activate: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
         self.middle: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
         self.num_again = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x).tanh()
+            x = self.activate(layer(x))
             if number == NUM_LAYERS // 2:
                 x = self.middle(x)
                 for _ in range(self.num_again):
@@ -96,8 +111,11 @@ def settle(model: Chain, session: Session, num_steps: int = 5) -> None:
     model.zero_grad()
 
 
-def settled(way: str, folder: Path) -> tuple[Chain, Session]:
+def settled(
+    way: str, folder: Path, activate: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+) -> tuple[Chain, Session]:
     model = chain()
+    model.activate = activate
     session = session_on(model, way, folder)
     settle(model, session)
     return model, session
@@ -136,11 +154,12 @@ def test_what_stays_in_a_settled_step_takes_the_short_way(
         assert session.usage().disk_bytes > 0
 
 
+@pytest.mark.parametrize("activate", [torch.tanh, Tanh.apply], ids=["operator", "function"])
 def test_python_does_no_more_of_a_settled_step_than_to_begin_copies_and_end_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    activate: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not what is saved, nor what comes back, wherever it was; nor what is let go."""
-    model, session = settled("tight", tmp_path)
+    model, session = settled("tight", tmp_path, activate)
     called = Counter[str]()
 
     def count(owner: type, name: str) -> None:

@@ -18,6 +18,7 @@ struct Moment {
     // What is computed again or moves, where that is saved.
     PyObject *maker = nullptr, *name = nullptr, *parcel = nullptr, *left_block = nullptr;  // borrowed likewise
     PyObject *tier = nullptr;  // to which it moves, alone; nullptr for all else
+    bool is_saved_again = false;
     int64_t made_ordinal = 0, made_bytes = 0;
 };
 
@@ -50,7 +51,7 @@ void read_numbers(std::vector<PyObject *> &numbers, PyObject *of_moments, PyObje
 
 void read_moments(
     Moments *self, PyObject *signatures, PyObject *stayers, PyObject *made, PyObject *leaving, PyObject *busy,
-    PyObject *drops, PyObject *fetches, int64_t turn, PyObject *unpack) {
+    PyObject *saved_again, PyObject *drops, PyObject *fetches, int64_t turn, PyObject *unpack) {
     const Py_ssize_t num = PyList_Size(signatures);
     if (num < 0) throw Failed();
     self->all = new std::vector<Moment>(static_cast<size_t>(num));
@@ -86,6 +87,7 @@ void read_moments(
         if (one.kind != Moment::leaves) continue;
         PyObject *left = find(leaving, PyTuple_GET_ITEM(signature, 1));
         if (left == nullptr) continue;
+        one.is_saved_again = checked(PySet_Contains(saved_again, PyTuple_GET_ITEM(signature, 1)));
         one.parcel = PyTuple_GET_ITEM(left, 0);
         one.left_block = PyTuple_GET_ITEM(left, 4);
         if (one.maker == nullptr && PyTuple_GET_ITEM(left, 2) == Py_False) one.tier = PyTuple_GET_ITEM(left, 1);
@@ -93,17 +95,17 @@ void read_moments(
 }
 
 PyObject *moments_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *signatures, *stayers, *made, *leaving, *busy, *drops, *fetches, *unpack;
+    PyObject *signatures, *stayers, *made, *leaving, *busy, *saved_again, *drops, *fetches, *unpack;
     Py_ssize_t turn;
     if (!PyArg_ParseTuple(
-            args, "O!O!O!O!O!O!O!nO", &PyList_Type, &signatures, &PyList_Type, &stayers, &PyDict_Type, &made, &PyDict_Type,
-            &leaving, &PySet_Type, &busy, &PyDict_Type, &drops, &PyDict_Type, &fetches, &turn, &unpack))
+            args, "O!O!O!O!O!O!O!O!nO", &PyList_Type, &signatures, &PyList_Type, &stayers, &PyDict_Type, &made, &PyDict_Type,
+            &leaving, &PySet_Type, &busy, &PySet_Type, &saved_again, &PyDict_Type, &drops, &PyDict_Type, &fetches, &turn, &unpack))
         return nullptr;
     Moments *self = reinterpret_cast<Moments *>(type->tp_alloc(type, 0));
     if (self == nullptr) return nullptr;
     self->sources = Py_NewRef(args);
     try {
-        read_moments(self, signatures, stayers, made, leaving, busy, drops, fetches, turn, unpack);
+        read_moments(self, signatures, stayers, made, leaving, busy, saved_again, drops, fetches, turn, unpack);
     } catch (const Failed &) {
         Py_DECREF(self);
         return nullptr;

@@ -224,7 +224,7 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     if (find(by_address.at, address) != nullptr || is_input(way, address)) return nullptr;
     if (!is_its_own(way, object, tensor)) return nullptr;
     if (is_small_part(tensor, nbytes)) return nullptr;
-    if (is_saved_by_a_function()) return nullptr;
+    if (one.is_saved_again && is_saved_by_a_function()) return nullptr;
     begin(way, settled, one, moment);
     Own saved(save_to_move(way, settled, one, object, tensor, address));
     put_int(way->progress, running_num_saved, one.ordinal + 1);

@@ -127,7 +127,7 @@ class Table:
     def moments_for(self, found: Library) -> object:
         """The same for the C++."""
         if self._native is None:
-            lists = self.signatures, self.stayers, self.made, self.leaving, self.busy
+            lists = self.signatures, self.stayers, self.made, self.leaving, self.busy, self.saved_again
             self._native = found.Moments(*lists, dict(self._plan.drops), dict(self._plan.fetches), self.turn, UNPACK)
         return self._native
 
