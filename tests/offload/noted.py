@@ -59,7 +59,8 @@ def note_repeats(patch: pytest.MonkeyPatch, note: Callable[[Any, bool], None]) -
             instead = found.watch(mode, tape, *rest)
             return instead if instead is None else _NotedWatch(instead, tape, note)
 
-        return SimpleNamespace(watch=watch, see_writes=found.see_writes)
+        # Without operators, which stand in for the functions that are noted.
+        return SimpleNamespace(watch=watch, see_writes=found.see_writes, Operators=lambda _: None)
 
     patch.setattr(Repeats, "run", noted)
     patch.setattr(watched, "library", by_library)

@@ -18,6 +18,9 @@
 
 namespace {
 
+struct Entry;
+struct Operators;
+
 // In place of `WatchedCalls.__torch_function__` of one mode: it has the same attributes, which Dynamo asks for.
 struct Watch {
     PyObject_HEAD
@@ -26,6 +29,9 @@ struct Watch {
     PyObject *present;                    // moments after which the mode has to be there; None as long as that is not known
     PyObject *within;                     // moments that have come within functions that may call others
     PyObject *moment;                     // after which the counted calls come
+    PyObject *operators;                  // which the recorded functions call; nullptr where that is not to be learnt
+    Entry *runs;                          // what was learnt of the function that runs
+    int64_t now;                          // the latest moment
     vectorcallfunc call;
     bool has_seen;  // a call
     bool is_asked;  // to go
@@ -36,6 +42,7 @@ using Modes = at::impl::PythonTorchFunctionTLS;
 // Above autograd and autocast. PyTorch itself uses the key in tests alone.
 constexpr c10::DispatchKey writing = c10::DispatchKey::TESTING_ONLY_GenericMode;
 thread_local Watch *away = nullptr;  // whose mode would be the first of this thread's; owned
+thread_local Watch *seeing = nullptr;  // of the step that this thread runs, where operators are learnt; owned
 
 bool is_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -228,11 +235,17 @@ void see_what_comes(Watch *self, PyObject *func, int64_t before) {
     }
 }
 
+void count_missed(Operators *self, int64_t now);
+
 // leave(): the mode stays, or is there again as soon as backward is over. Returns the moments that have come within functions that may call others.
 PyObject *watch_leave(PyObject *object, PyObject *) {
     return guarded([&]() -> PyObject * {
         Watch *self = reinterpret_cast<Watch *>(object);
         self->is_over = true;
+        if (seeing == self) {
+            Own owned(reinterpret_cast<PyObject *>(std::exchange(seeing, nullptr)));
+            count_missed(reinterpret_cast<Operators *>(self->operators), self->now);
+        }
         if (away != nullptr && away->mode == self->mode) {
             away->is_over = true;
             come_back();

@@ -94,10 +94,11 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
 
 // What a hook returns, whose moment has come.
 PyObject *having_come(PyObject *result) {
-    if (away == nullptr || result == nullptr) return result;
+    if ((away == nullptr && seeing == nullptr) || result == nullptr) return result;
     return guarded([&]() -> PyObject * {
         Own owned(result);
-        come_back_if_due();
+        if (seeing != nullptr) seeing->now = see_int(seeing->progress, running_moment);
+        if (away != nullptr) come_back_if_due();
         return owned.give();
     });
 }

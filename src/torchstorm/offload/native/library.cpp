@@ -127,6 +127,10 @@ PyType_Slot way_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(way_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(way_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void *>(way_traverse)}, {Py_tp_clear, reinterpret_cast<void *>(way_clear)},
     {0, nullptr}};
+PyMethodDef operators_methods[] = {{"covered", operators_covered, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot operators_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(operators_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(operators_dealloc)},
+    {Py_tp_methods, operators_methods}, {0, nullptr}};
 PyType_Slot watch_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void *>(watch_dealloc)}, {Py_tp_traverse, reinterpret_cast<void *>(watch_traverse)},
     {Py_tp_clear, reinterpret_cast<void *>(watch_clear)}, {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
@@ -134,6 +138,7 @@ PyType_Slot watch_slots[] = {
 constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
 PyType_Spec moments_spec = {"torchstorm_native.Moments", sizeof(Moments), 0, flags, moments_slots};
 PyType_Spec way_spec = {"torchstorm_native.Way", sizeof(Way), 0, flags, way_slots};
+PyType_Spec operators_spec = {"torchstorm_native.Operators", sizeof(Operators), 0, Py_TPFLAGS_DEFAULT, operators_slots};
 PyType_Spec watch_spec = {
     "torchstorm_native.Watch", sizeof(Watch), 0, flags | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, watch_slots};
 
@@ -149,9 +154,11 @@ PyMODINIT_FUNC PyInit_torchstorm_native(void) {
     moments_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&moments_spec));
     way_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&way_spec));
     watch_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&watch_spec));
-    if (watch_type == nullptr || first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
+    operators_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&operators_spec));
+    if (watch_type == nullptr || operators_type == nullptr || first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
     if (PyModule_AddObjectRef(module, "Moments", reinterpret_cast<PyObject *>(moments_type)) < 0 ||
-        PyModule_AddObjectRef(module, "Way", reinterpret_cast<PyObject *>(way_type)) < 0)
+        PyModule_AddObjectRef(module, "Way", reinterpret_cast<PyObject *>(way_type)) < 0 ||
+        PyModule_AddObjectRef(module, "Operators", reinterpret_cast<PyObject *>(operators_type)) < 0)
         return nullptr;
     return module;
 }

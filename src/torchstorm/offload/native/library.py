@@ -28,7 +28,16 @@ import torch
 
 _NAME = "torchstorm_native"
 _HERE = Path(__file__).parent
+# PyTorch is built with NDEBUG: without it, some of its classes have more in them.
+_OPTIONS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-w")
 _NO_COMPILER = "there is no C++ compiler (g++, c++, clang++, or what CXX names)"
+
+
+class KnownOperators(Protocol):
+    """What is known of the operators that recorded functions call."""
+
+    def covered(self) -> list[int] | None:
+        """The moments all of whose recorded calls are seen as operators; None if these are as they were last said."""
 
 
 class Library(Protocol):
@@ -36,6 +45,7 @@ class Library(Protocol):
 
     Moments: Callable[..., object]
     Way: Callable[..., object]
+    Operators: Callable[[Set[int]], KnownOperators]
 
     def look(self, *tensors: list[Any]) -> int | None:
         """A number that is another one where a model's tensors, in lists, are; None where it does not know them."""
@@ -66,10 +76,11 @@ class Library(Protocol):
         names: Set[int],
         moments: Set[int],
         present: Set[int] | None,
+        operators: KnownOperators | None,
     ) -> Any:
         """In place of `WatchedCalls.__torch_function__`; None where it does not know the progress. The mode leaves the
-        stack after moments that are not among the `present` ones. Where those are not known, its `leave` returns the
-        moments that have come within functions which may call others."""
+        stack after moments that are not among the `present` ones; the `operators` stand in for it there. Where those
+        moments are not known, its `leave` returns the ones that have come within functions which may call others."""
 
     def see_writes(self, whether: bool, /) -> bool:
         """From now on, in this thread, the tape is told of what operations write to while a mode is away, or no more.
@@ -188,6 +199,7 @@ def _path() -> Path:
     key = hashlib.sha256()
     for one in _sources():
         key.update(one.name.encode() + b"\0" + one.read_bytes())
+    key.update("\0".join(_OPTIONS).encode())
     versions = torch.__version__, str(torch.version.git_version), sys.implementation.cache_tag, platform.machine()
     key.update("\0".join(versions).encode())
     return folder() / key.hexdigest()[:24] / f"{_NAME}.so"
@@ -198,7 +210,7 @@ def _command(compiler: str, out: Path) -> list[str]:
     includes = [at / "include", at / "include" / "torch" / "csrc" / "api" / "include"]
     return [
         *([nice, "-n", "10"] if (nice := shutil.which("nice")) else []),
-        *(compiler, "-std=c++20", "-O2", "-shared", "-fPIC", "-w"),
+        *(compiler, *_OPTIONS),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{one}" for one in (*includes, sysconfig.get_paths()["include"])),
         *(str(one) for one in _sources() if one.suffix == ".cpp"),

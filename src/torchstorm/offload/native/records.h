@@ -221,85 +221,100 @@ PyObject *state_before(PyObject *tape, PyObject *kwargs) {
     return checked(PyObject_CallMethodNoArgs(source.at, s_get_state));
 }
 
+// A function is recorded as it was the last time while `call` runs it, and what that returns is returned; `LONG_WAY` where it
+// must be recorded anew, and did not run. `all` is what it is given, and `choice` asks what it would choose.
+template <class Choice, class Call>
+PyObject *run_record(PyObject *repeats, PyObject *tape, PyObject *record, PyObject *all, PyObject *kwargs, Choice choice, Call run_it) {
+    const auto otherwise = [] { return Py_NewRef(of.long_way); };
+    Own before(take(record, record_given));
+    if (PyTuple_GET_SIZE(before.at) != PyTuple_GET_SIZE(all)) return otherwise();
+    Own call(take(record, record_call)), value(take(record, record_value));
+    PyObject *operation = see(call.at, call_operator), *chosen = see(record, record_chosen);
+    Own now(described_now(tape, before.at, all));
+    if (!now) return otherwise();
+    const bool differs = now.at != before.at;
+    if (chosen != Py_None) {
+        Own is(choice());
+        if (!equal(chosen, is.at)) return otherwise();
+    }
+    if (differs) describe_anew(record, call.at, now.at);
+    PyObject *saves = see(operation, operation_saves);
+    if (value.at == Py_None) {  // it has made nothing so far
+        put(call.at, call_outputs, PyList_New(0));
+        put(call.at, call_places, PyList_New(0));
+    } else if (!equal(saves, first)) {
+        Own outputs(checked(PyList_New(1))), places(checked(PyList_New(1)));
+        PyList_SET_ITEM(outputs.at, 0, weak_reference(value.at));
+        PyList_SET_ITEM(places.at, 0, an_int(0));
+        put(call.at, call_outputs, outputs.give());
+        put(call.at, call_places, places.give());
+    }
+    if (see(operation, operation_draws) != Py_False) {
+        put(call.at, call_state, state_before(tape, kwargs));
+    }
+    const int64_t order = get_int(tape, s_num_calls);
+    put_int(call.at, call_order, order);
+    set_int(tape, s_num_calls, order + 1);
+    Own unfinished(checked(of.unfinished->tp_alloc(of.unfinished, 5)));
+    PyTuple_SET_ITEM(unfinished.at, 0, Py_NewRef(call.at));
+    PyTuple_SET_ITEM(unfinished.at, 1, Py_NewRef(all));
+    PyTuple_SET_ITEM(unfinished.at, 2, checked(PyObject_GetIter(saves)));
+    PyTuple_SET_ITEM(unfinished.at, 3, Py_NewRef(value.at));
+    PyTuple_SET_ITEM(unfinished.at, 4, Py_NewRef(chosen != Py_None ? Py_True : Py_False));
+    checked(PyObject_SetAttr(tape, s_unfinished, unfinished.at));
+    Own out;
+    try {
+        out.at = checked(run_it());
+    } catch (...) {
+        const ErrorAside aside;
+        if (PyObject_SetAttr(tape, s_unfinished, Py_None) < 0) PyErr_Clear();
+        throw;
+    }
+    checked(PyObject_SetAttr(tape, s_unfinished, Py_None));
+    if (Py_TYPE(out.at) != of.tensor) return out.give();
+    const at::Tensor &tensor = THPVariable_Unpack(out.at);
+    Own address(address_of(tensor)), known(get(tape, s_known));
+    PyObject *found = find(known.at, address.at);
+    const bool was_there = is_as_known(found, tensor);
+    if (value.at == Py_None) {
+        if (!was_there) {
+            Own made(alone(out.at)), arguments(tensors_of(all));
+            Own done(checked(PyObject_CallMethodObjArgs(tape, s_made, call.at, made.at, arguments.at, nullptr)));
+        }
+        return out.give();
+    }
+    if (found != value.at) {
+        if (was_there || (differs && is_among(tensor, all) != no)) {
+            Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record)));
+            return out.give();
+        }
+        renew(value.at, tensor, found);
+        checked(PyDict_SetItem(known.at, address.at, value.at));
+    }
+    put(value.at, value_out, weak_reference(out.at));
+    put(value.at, value_root, weak_root_of(out.at, tensor));
+    PyObject *view = see(value.at, value_view);
+    if (view == Py_None || !looks_so(view, tensor)) put(value.at, value_view, view_of(out.at, tensor));
+    return out.give();
+}
+
+// As `run`; `call` calls the function.
+template <class Call>
+PyObject *run_function(PyObject *const *given, Call call) {
+    PyObject *repeats = given[0], *tape = given[1], *func = given[3], *args = given[4];
+    PyObject *kwargs = given[5] == Py_None ? nullptr : given[5];
+    Own records(get(repeats, s__records)), record(Py_XNewRef(find(records.at, given[2])));
+    if (!record || see(record.at, record_func) != func) return Py_NewRef(of.long_way);
+    Own all(everything(record.at, args, kwargs));
+    if (!all) return Py_NewRef(of.long_way);
+    const auto choice = [&] { return checked(PyObject_Call(checked(find(of.choices, func)), args, kwargs)); };
+    return run_record(repeats, tape, record.at, all.at, kwargs, choice, call);
+}
+
 // run(repeats, tape, number, func, args, kwargs): what the function returns; `LONG_WAY` where `Repeats.run` must run it.
 PyObject *run(PyObject *, PyObject *const *given, Py_ssize_t) {
     return guarded([&]() -> PyObject * {
-        PyObject *repeats = given[0], *tape = given[1], *func = given[3], *args = given[4];
-        PyObject *kwargs = given[5] == Py_None ? nullptr : given[5];
-        const auto otherwise = [] { return Py_NewRef(of.long_way); };
-        Own records(get(repeats, s__records)), record(Py_XNewRef(find(records.at, given[2])));
-        if (!record) return otherwise();
-        if (see(record.at, record_func) != func) return otherwise();
-        Own before(take(record.at, record_given)), all(everything(record.at, args, kwargs));
-        if (!all || PyTuple_GET_SIZE(before.at) != PyTuple_GET_SIZE(all.at)) return otherwise();
-        Own call(take(record.at, record_call)), value(take(record.at, record_value));
-        PyObject *operation = see(call.at, call_operator), *chosen = see(record.at, record_chosen);
-        Own now(described_now(tape, before.at, all.at));
-        if (!now) return otherwise();
-        const bool differs = now.at != before.at;
-        if (chosen != Py_None) {
-            Own choice(checked(PyObject_Call(checked(find(of.choices, func)), args, kwargs)));
-            if (!equal(chosen, choice.at)) return otherwise();
-        }
-        if (differs) describe_anew(record.at, call.at, now.at);
-        PyObject *saves = see(operation, operation_saves);
-        if (value.at == Py_None) {  // it has made nothing so far
-            put(call.at, call_outputs, PyList_New(0));
-            put(call.at, call_places, PyList_New(0));
-        } else if (!equal(saves, first)) {
-            Own outputs(checked(PyList_New(1))), places(checked(PyList_New(1)));
-            PyList_SET_ITEM(outputs.at, 0, weak_reference(value.at));
-            PyList_SET_ITEM(places.at, 0, an_int(0));
-            put(call.at, call_outputs, outputs.give());
-            put(call.at, call_places, places.give());
-        }
-        if (see(operation, operation_draws) != Py_False) {
-            put(call.at, call_state, state_before(tape, kwargs));
-        }
-        const int64_t order = get_int(tape, s_num_calls);
-        put_int(call.at, call_order, order);
-        set_int(tape, s_num_calls, order + 1);
-        Own unfinished(checked(of.unfinished->tp_alloc(of.unfinished, 5)));
-        PyTuple_SET_ITEM(unfinished.at, 0, Py_NewRef(call.at));
-        PyTuple_SET_ITEM(unfinished.at, 1, Py_NewRef(all.at));
-        PyTuple_SET_ITEM(unfinished.at, 2, checked(PyObject_GetIter(saves)));
-        PyTuple_SET_ITEM(unfinished.at, 3, Py_NewRef(value.at));
-        PyTuple_SET_ITEM(unfinished.at, 4, Py_NewRef(chosen != Py_None ? Py_True : Py_False));
-        checked(PyObject_SetAttr(tape, s_unfinished, unfinished.at));
-        Own out(PyObject_Call(func, args, kwargs));
-        if (!out) {
-            PyObject *type, *error, *trace;
-            PyErr_Fetch(&type, &error, &trace);
-            checked(PyObject_SetAttr(tape, s_unfinished, Py_None));
-            PyErr_Restore(type, error, trace);
-            return nullptr;
-        }
-        checked(PyObject_SetAttr(tape, s_unfinished, Py_None));
-        if (Py_TYPE(out.at) != of.tensor) return out.give();
-        const at::Tensor &tensor = THPVariable_Unpack(out.at);
-        Own address(address_of(tensor)), known(get(tape, s_known));
-        PyObject *found = find(known.at, address.at);
-        const bool was_there = is_as_known(found, tensor);
-        if (value.at == Py_None) {
-            if (!was_there) {
-                Own made(alone(out.at)), arguments(tensors_of(all.at));
-                Own done(checked(PyObject_CallMethodObjArgs(tape, s_made, call.at, made.at, arguments.at, nullptr)));
-            }
-            return out.give();
-        }
-        if (found != value.at) {
-            if (was_there || (differs && is_among(tensor, all.at) != no)) {
-                Own done(checked(PyObject_CallMethodOneArg(repeats, s__forget_unless_new, record.at)));
-                return out.give();
-            }
-            renew(value.at, tensor, found);
-            checked(PyDict_SetItem(known.at, address.at, value.at));
-        }
-        put(value.at, value_out, weak_reference(out.at));
-        put(value.at, value_root, weak_root_of(out.at, tensor));
-        PyObject *view = see(value.at, value_view);
-        if (view == Py_None || !looks_so(view, tensor)) put(value.at, value_view, view_of(out.at, tensor));
-        return out.give();
+        return run_function(given, [&] { return PyObject_Call(given[3], given[4], given[5] == Py_None ? nullptr : given[5]); });
     });
 }
 

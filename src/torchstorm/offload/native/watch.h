@@ -2,14 +2,11 @@
 
 #pragma once
 
-#include "away.h"
-#include "records.h"
-
-#include <ATen/autocast_mode.h>
+#include "operators.h"
 
 namespace {
 
-#define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(present) X(within) X(moment)
+#define EACH_OF_WATCH(X) X(mode) X(tape) X(progress) X(counts) X(numbers) X(names) X(moments) X(present) X(within) X(moment) X(operators)
 
 COLLECTED(Watch, watch, EACH_OF_WATCH)
 
@@ -32,18 +29,6 @@ PyObject *number_of_call(Watch *self, PyObject *name) {
     return an_int((as_int(moment) * of.num_counts + count) * of.num_names + as_int(name));
 }
 
-// As `watched.is_plain`, of the device of a tape.
-bool is_plain(PyObject *tape) {
-    Own device(get(tape, s__device));
-    if (Modes::stack_len() || !THPDevice_Check(device.at)) {
-        Own kind(get(tape, s_kind)), plain(checked(PyObject_CallOneArg(of.is_plain, kind.at)));
-        return plain.at == Py_True;
-    }
-    return !is_backward() && as_int(checked(find(of.forward_ad, s__current_level))) < 0 && at::GradMode::is_enabled() &&
-           !at::autocast::is_autocast_enabled(reinterpret_cast<THPDevice *>(device.at)->device.type()) &&
-           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-}
-
 PyObject *watched_call(Watch *self, PyObject *func, PyObject *args, PyObject *kwargs) {
     const auto plainly = [&] { return PyObject_Call(func, args, kwargs); };
     if (checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return plainly();
@@ -62,8 +47,7 @@ PyObject *watched_call(Watch *self, PyObject *func, PyObject *args, PyObject *kw
     if (!writes && repeats.at != Py_None) {
         if (is_plain(self->tape)) {
             Own first(an_int(as_int(number.at) * of.num_places));
-            PyObject *of_run[] = {repeats.at, self->tape, first.at, func, args, named.at};
-            Own out(run(nullptr, of_run, 6));
+            Own out(checked(run_and_learn(self, repeats.at, first.at, func, args, kwargs)));
             if (out.at != of.long_way) return out.give();
         }
     }
@@ -93,12 +77,12 @@ PyObject *watch_call(PyObject *object, PyObject *const *given, size_t num_given,
 
 PyTypeObject *watch_type;
 
-// watch(mode, tape, progress, moment, counts, numbers, names, moments, present): what the mode is to have as its method; None
+// watch(mode, tape, progress, moment, counts, numbers, names, moments, present, operators): what the mode is to have as its method; None
 // where it does not know the progress. Without `present`, it finds out what that may be.
 PyObject *watch(PyObject *, PyObject *const *given, Py_ssize_t num) {
-    if (num != 9 || Py_TYPE(given[2]) != of.running || !PyDict_Check(given[4]) || !PyAnySet_Check(given[5]) ||
+    if (num != 10 || Py_TYPE(given[2]) != of.running || !PyDict_Check(given[4]) || !PyAnySet_Check(given[5]) ||
         !PyAnySet_Check(given[6]) || !PyAnySet_Check(given[7]) ||
-        (given[8] != Py_None && !PyAnySet_Check(given[8])))
+        (given[8] != Py_None && !PyAnySet_Check(given[8])) || (given[9] != Py_None && Py_TYPE(given[9]) != operators_type))
         Py_RETURN_NONE;
     Watch *self = reinterpret_cast<Watch *>(watch_type->tp_alloc(watch_type, 0));
     if (self == nullptr) return nullptr;
@@ -112,6 +96,12 @@ PyObject *watch(PyObject *, PyObject *const *given, Py_ssize_t num) {
     self->names = Py_NewRef(given[6]);
     self->moments = Py_NewRef(given[7]);
     self->present = Py_NewRef(given[8]);
+    if (given[9] != Py_None && seeing == nullptr) {
+        self->operators = Py_NewRef(given[9]);
+        self->now = see_int(self->progress, running_moment);
+        operators_of(self)->counted_at = -1;
+        seeing = reinterpret_cast<Watch *>(Py_NewRef(self));
+    }
     if (given[8] == Py_None && (self->within = PyList_New(0)) == nullptr) {
         Py_DECREF(self);
         return nullptr;

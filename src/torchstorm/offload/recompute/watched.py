@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from torchstorm.offload.native.library import Library, library
+from torchstorm.offload.native.library import KnownOperators, Library, library
 from torchstorm.offload.recompute.operators import operator, single
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, keep_counters
 from torchstorm.offload.recompute.tape import Tape
@@ -67,6 +67,7 @@ class Calls:
         names: of the functions that are called there.
         moments: after which they are.
         present: after which the mode has to be active; None as long as no step has shown that.
+        operators: what C++ knows of the operators that they call; None without it.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -74,6 +75,10 @@ class Calls:
         self.names = frozenset(number % NAMES for number in numbers)
         self.moments = frozenset(map(_moment_of_call, numbers))
         self.present: frozenset[int] | None = None if self.numbers else frozenset()
+        self.operators: KnownOperators | None = None
+        self._covered: frozenset[int] = frozenset()  # moments for which these stand in for the mode
+        self._within: frozenset[int] = frozenset()
+        self._end = 0
 
     def learn(self, within: Collection[int], end: int) -> None:
         """A step has shown where the mode can become active.
@@ -83,12 +88,22 @@ class Calls:
                 own calls where the mode became active just then, so it has to be there before.
             end: the moment up to which that was seen.
         """
+        self._within, self._end = frozenset(within), end
+        self._place()
+
+    def settle(self) -> None:
+        """A step is over: operators may stand in for the mode at more moments than before, or at fewer."""
+        covered = self.operators.covered() if self.operators is not None else None
+        if covered is not None and self.present is not None:
+            self._covered = frozenset(covered)
+            self._place()
+
+    def _place(self) -> None:
         found: set[int] = set()
-        within = frozenset(within)
-        for moment in {min(moment, end) for moment in self.moments}:
+        for moment in {min(moment, self._end) for moment in self.moments - self._covered}:
             while moment not in found:
                 found.add(moment)
-                if moment in within and moment > 0:
+                if moment in self._within and moment > 0:
                     moment -= 1
         self.present = frozenset(found)
 
@@ -158,6 +173,8 @@ class WatchedCalls(TorchFunctionMode):
         within = self._leave_cpp()
         if within is not None and self._calls is not None and self._learns and error[0] is None:
             self._calls.learn(within, self.progress.moment)
+        if self._calls is not None and self._seeing is not None:
+            self._calls.settle()
         if self._last is not None:
             self._last.leave()  # in backward it could not come back
             self._last = None
@@ -175,7 +192,10 @@ class WatchedCalls(TorchFunctionMode):
         if calls is not None and found is not None and _is_told_of_compiling():
             of_step = self, self._tape, self.progress, self._moment, self._counts
             present = calls.present if self._seeing is not None else None
-            instead = found.watch(*of_step, calls.numbers, calls.names, calls.moments, present)
+            if present and calls.operators is None:
+                calls.operators = found.Operators(calls.numbers)
+            operators = calls.operators if present is not None else None
+            instead = found.watch(*of_step, calls.numbers, calls.names, calls.moments, present, operators)
             if instead is not None:
                 vars(self)["__torch_function__"] = self._last = instead
                 _in_cpp.add(self)
