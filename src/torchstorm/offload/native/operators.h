@@ -98,20 +98,19 @@ bool is_plain(PyObject *tape) {
 
 // Runs an operator as the function that is recorded would have it; false where it has not run.
 bool run_recorded(Watch *self, const Entry &entry, const c10::OperatorHandle &op, torch::jit::Stack *stack) {
-    Own idle(get(self->tape, s_idle)), repeats(get(self->tape, s_repeats)), first(an_int(entry.number));
-    if (idle.at != Py_False || repeats.at == Py_None) return false;
-    if (checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return false;
-    Own records(get(repeats.at, s__records)), record(Py_XNewRef(find(records.at, first.at)));
-    if (!record) return false;
+    Own idle(get(self->tape, s_idle)), repeats(get(self->tape, s_repeats)), record;
+    if (idle.at != Py_False || checked(PyObject_IsTrue(checked(find(of.compiler, s__is_compiling_flag))))) return false;
+    if (repeats.at != Py_None) {
+        Own records(get(repeats.at, s__records)), first(an_int(entry.number));
+        record.at = Py_XNewRef(find(records.at, first.at));
+    }
     Own all(everything_of(entry, *stack)), args, kwargs;
+    separate(entry.names, all.at, args, kwargs);
     // The mode may have seen another call since this was learnt, and recorded that under the same number.
-    const bool is_same = see(record.at, record_func) == entry.func && equal(see(record.at, record_names), entry.names);
+    const bool is_same = record && see(record.at, record_func) == entry.func && equal(see(record.at, record_names), entry.names);
     if (is_same && is_plain(self->tape)) {
-        const auto chosen = [&] {
-            separate(entry.names, all.at, args, kwargs);
-            return checked(PyObject_Call(checked(find(of.choices, entry.func)), args.at, kwargs.at));
-        };
-        Own out(checked(run_record(repeats.at, self->tape, record.at, all.at, nullptr, chosen, [&] {
+        const auto choice = [&] { return checked(PyObject_Call(checked(find(of.choices, entry.func)), args.at, kwargs.at)); };
+        Own out(checked(run_record(repeats.at, self->tape, record.at, all.at, nullptr, choice, [&] {
             {
                 pybind11::gil_scoped_release no_gil;
                 op.callBoxed(stack);
@@ -120,7 +119,6 @@ bool run_recorded(Watch *self, const Entry &entry, const c10::OperatorHandle &op
         })));
         if (out.at != of.long_way) return true;
     }
-    if (!args) separate(entry.names, all.at, args, kwargs);
     Own number(an_int(entry.number / of.num_places));
     PyObject *named = kwargs ? kwargs.at : Py_None;
     Own out(checked(PyObject_CallMethodObjArgs(self->mode, s__within, number.at, entry.func, Py_False, args.at, named, nullptr)));
