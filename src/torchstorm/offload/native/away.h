@@ -111,6 +111,13 @@ void tell(PyObject *tape, PyObject *name, PyObject *written) {
     Own said(checked(PyObject_CallMethodOneArg(tape, name, written)));
 }
 
+// The Python error that is set, as PyTorch takes it from a kernel.
+[[noreturn]] void throw_to_pytorch() {
+    python_error error;
+    error.persist();
+    throw error;
+}
+
 // An operation that may write, called while a mode is away: what `Tape.dispatch` does about that.
 void write(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
     c10::impl::ExcludeDispatchKeyGuard once(writing);
@@ -122,9 +129,7 @@ void write(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
             at::AutoDispatchBelowADInplaceOrView below;
             return body();
         } catch (const Failed &) {
-            python_error error;
-            error.persist();
-            throw error;
+            throw_to_pytorch();
         }
     };
     PyObject *tape = nullptr, *written = nullptr;

@@ -87,7 +87,7 @@ Operators *operators_of(const Watch *self) { return reinterpret_cast<Operators *
 void give_up(Operators *self, int64_t moment) {
     self->has_changed |= (*self->left)[moment] == 0;
     (*self->left)[moment] = -1;
-    for (auto at = self->placed->begin(); at != self->placed->end();) at = at->second->moment == moment ? self->placed->erase(at) : std::next(at);
+    std::erase_if(*self->placed, [&](const auto &one) { return one.second->moment == moment; });
 }
 
 // covered(): the moments all of whose calls are seen as operators; None where these are the same as when it was last asked.
@@ -187,15 +187,10 @@ bool is_same_number(const at::Tensor &one, const at::Tensor &other) {
 bool is_same_constant(const c10::IValue &one, const c10::IValue &other) {
     if (one.tagKind() != other.tagKind()) return false;
     if (one.isNone()) return true;
-    if (one.isDouble()) {
-        const double is = one.toDouble(), was = other.toDouble();
-        return is == was && std::signbit(is) == std::signbit(was);
-    }
+    if (one.isDouble()) return is_same_number(one.toDouble(), other.toDouble());
     if (one.isDoubleList()) {
         const auto is = one.toDoubleVector(), was = other.toDoubleVector();
-        return is.size() == was.size() && std::equal(is.begin(), is.end(), was.begin(), [](double is, double was) {
-            return is == was && std::signbit(is) == std::signbit(was);
-        });
+        return std::equal(is.begin(), is.end(), was.begin(), was.end(), [](double is, double was) { return is_same_number(is, was); });
     }
     if (one.isInt()) return one.toInt() == other.toInt();
     if (one.isBool()) return one.toBool() == other.toBool();

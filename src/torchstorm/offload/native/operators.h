@@ -74,16 +74,6 @@ PyObject *everything_of(const Entry &entry, const torch::jit::Stack &stack) {
     return all.give();
 }
 
-// Arguments as a function takes them: `args` and `kwargs`, which is nullptr for none.
-void separate(PyObject *names, PyObject *all, Own &args, Own &kwargs) {
-    const Py_ssize_t num_named = PyTuple_GET_SIZE(names), num = PyTuple_GET_SIZE(all) - num_named;
-    args.at = checked(PyTuple_GetSlice(all, 0, num));
-    if (!num_named) return;
-    kwargs.at = checked(PyDict_New());
-    for (Py_ssize_t at = 0; at < num_named; ++at)
-        checked(PyDict_SetItem(kwargs.at, PyTuple_GET_ITEM(names, at), PyTuple_GET_ITEM(all, num + at)));
-}
-
 // As `watched.is_plain`, of the device of a tape.
 bool is_plain(PyObject *tape) {
     Own device(get(tape, s__device));
@@ -105,11 +95,13 @@ bool run_recorded(Watch *self, const Entry &entry, const c10::OperatorHandle &op
         record.at = Py_XNewRef(find(records.at, first.at));
     }
     Own all(everything_of(entry, *stack)), args, kwargs;
-    separate(entry.names, all.at, args, kwargs);
     // The mode may have seen another call since this was learnt, and recorded that under the same number.
     const bool is_same = record && see(record.at, record_func) == entry.func && equal(see(record.at, record_names), entry.names);
     if (is_same && is_plain(self->tape)) {
-        const auto choice = [&] { return checked(PyObject_Call(checked(find(of.choices, entry.func)), args.at, kwargs.at)); };
+        const auto choice = [&] {
+            separate(entry.names, all.at, args, kwargs);
+            return checked(PyObject_Call(checked(find(of.choices, entry.func)), args.at, kwargs.at));
+        };
         Own out(checked(run_record(repeats.at, self->tape, record.at, all.at, nullptr, choice, [&] {
             {
                 pybind11::gil_scoped_release no_gil;
@@ -119,6 +111,7 @@ bool run_recorded(Watch *self, const Entry &entry, const c10::OperatorHandle &op
         })));
         if (out.at != of.long_way) return true;
     }
+    if (!args) separate(entry.names, all.at, args, kwargs);
     Own number(an_int(entry.number / of.num_places));
     PyObject *named = kwargs ? kwargs.at : Py_None;
     Own out(checked(PyObject_CallMethodObjArgs(self->mode, s__within, number.at, entry.func, Py_False, args.at, named, nullptr)));
@@ -149,9 +142,7 @@ void operate(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
         try {
             has_run = run_recorded(self, *entry, op, stack);
         } catch (const Failed &) {
-            python_error error;
-            error.persist();
-            throw error;
+            throw_to_pytorch();
         }
     }
     if (!has_run) op.callBoxed(stack);

@@ -93,10 +93,7 @@ bool is_given_again(PyObject *tape, PyObject *item, PyObject *arg) {
 }
 
 // Whether two floats are one to a function: zeros of both signs are not, and one that is no number is none.
-bool is_same_number(PyObject *one, PyObject *other) {
-    const double first = PyFloat_AS_DOUBLE(one), second = PyFloat_AS_DOUBLE(other);
-    return first == second && std::signbit(first) == std::signbit(second);
-}
+bool is_same_number(double one, double other) { return one == other && std::signbit(one) == std::signbit(other); }
 
 // What a record is to say of an argument now: the same, or, where the same bytes have another shape or other strides,
 // these. nullptr without an error for anything else.
@@ -130,7 +127,7 @@ PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg) {
     if (Py_TYPE(item) == of.ref) return described_now_of_ref(tape, item, arg);
     if (arg == item) return Py_NewRef(item);
     if (PyLong_CheckExact(item) && PyLong_CheckExact(arg)) return equal(item, arg) ? Py_NewRef(item) : nullptr;
-    if (PyFloat_CheckExact(item) && PyFloat_CheckExact(arg)) return is_same_number(item, arg) ? Py_NewRef(item) : nullptr;
+    if (PyFloat_CheckExact(item) && PyFloat_CheckExact(arg)) return is_same_number(PyFloat_AS_DOUBLE(item), PyFloat_AS_DOUBLE(arg)) ? Py_NewRef(item) : nullptr;
     const bool are_lists = PyList_CheckExact(item) && PyList_CheckExact(arg);
     if (!are_lists && !(PyTuple_CheckExact(item) && PyTuple_CheckExact(arg))) {
         const Answer answer = Py_TYPE(item) == of.leaf ? is_leaf_again(tape, item, arg) : unknown;
@@ -150,9 +147,19 @@ PyObject *described_now(PyObject *tape, PyObject *item, PyObject *arg) {
     return are_lists ? all.give() : checked(PyList_AsTuple(all.at));
 }
 
+// What a function is given as it takes it: `args`, and `kwargs`, which is nullptr for none.
+void separate(PyObject *names, PyObject *all, Own &args, Own &kwargs) {
+    const Py_ssize_t num_named = PyTuple_GET_SIZE(names), num = PyTuple_GET_SIZE(all) - num_named;
+    args.at = checked(PyTuple_GetSlice(all, 0, num));
+    if (!num_named) return;
+    kwargs.at = checked(PyDict_New());
+    for (Py_ssize_t at = 0; at < num_named; ++at)
+        checked(PyDict_SetItem(kwargs.at, PyTuple_GET_ITEM(names, at), PyTuple_GET_ITEM(all, num + at)));
+}
+
 // Has a record say what the function is given now: of the same values, so what its operation reads stays as it is.
 void describe_anew(PyObject *record, PyObject *call, PyObject *given) {
-    PyObject *names = see(record, record_names), *places = see(record, record_places);
+    PyObject *places = see(record, record_places);
     put_shared(record, record_given, given);
     if (places != Py_None) {
         PyObject *before = see(call, call_args);
@@ -164,13 +171,10 @@ void describe_anew(PyObject *record, PyObject *call, PyObject *given) {
         put(call, call_args, args.give());
         return;
     }
-    const Py_ssize_t num_named = PyTuple_GET_SIZE(names), num = PyTuple_GET_SIZE(given) - num_named;
-    put(call, call_args, PyTuple_GetSlice(given, 0, num));
-    if (!num_named) return;
-    Own kwargs(checked(PyDict_New()));
-    for (Py_ssize_t at = 0; at < num_named; ++at)
-        checked(PyDict_SetItem(kwargs.at, PyTuple_GET_ITEM(names, at), PyTuple_GET_ITEM(given, num + at)));
-    put(call, call_kwargs, kwargs.give());
+    Own args, kwargs;
+    separate(see(record, record_names), given, args, kwargs);
+    put(call, call_args, args.give());
+    if (kwargs) put(call, call_kwargs, kwargs.give());
 }
 
 // Whether a tensor lies in the storage of one among what a function is given; unknown where one's is not known.
