@@ -134,7 +134,7 @@ def show_plans(session: Session) -> None:
     """From now on prints what every step took by the plan in force, which better plan is searched for, by what times of
     the model, and which takes over."""
     planner = session._shared.planner
-    search, take = planner._search_beside, planner.take_better
+    search, take, plan_within = planner._search_beside, planner.take_better, planner.plan_within
     judge, choose = planner.judge, planner.take_choice
 
     def searched(beside: Any, planned: Any, plan: Plan, trace: Trace, *rest: Any, limit_s: float, **more: Any) -> None:
@@ -143,6 +143,11 @@ def show_plans(session: Session) -> None:
             f"less than {planned.asked.than_s * 1e3:.1f} ms at a part of the link, {planned.forecast.step_ms:.1f} now"
         )
         print(f"    searched for {limit_s:.1f} s: {least}; {_times_of(trace)}", flush=True)
+
+    def planned_within(slack_bytes: int, trace: Trace, *rest: Any, **more: Any) -> Any:
+        planned = plan_within(slack_bytes, trace, *rest, **more)
+        print(f"    planned: {planned.forecast.step_ms:.1f} ms; {_told(planned.plan)}; {_times_of(trace)}", flush=True)
+        return planned
 
     def taken() -> bool:
         is_another = take()
@@ -165,7 +170,8 @@ def show_plans(session: Session) -> None:
             print(f"    chosen: {mix}; {choice.step_ms} ms, {choice.measured_ms} now", flush=True)
         return found
 
-    vars(planner).update(_search_beside=searched, take_better=taken, judge=judged, take_choice=chosen)
+    patched = {"judge": judged, "take_choice": chosen, "plan_within": planned_within}
+    vars(planner).update(_search_beside=searched, take_better=taken, **patched)
 
 
 def _times_of(trace: Trace) -> str:

@@ -106,7 +106,7 @@ class _Fast:
     def synchronize(self) -> None:
         pass
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         pass
 
     def is_idle(self) -> bool:

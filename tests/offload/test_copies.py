@@ -24,7 +24,8 @@ from torchstorm.offload.native import library
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
-from torchstorm.offload.step.clock import Took
+from torchstorm.offload.step.clock import Span, Took
+from torchstorm.offload.step.residency import Residency
 from torchstorm.plan.forecast import DISK
 
 NUM_STEPS = 7  # the first is traced, and the next ones are timed
@@ -122,6 +123,29 @@ def test_what_moves_comes_back_to_the_bit_and_no_step_but_the_first_ones_asks_py
     assert not late.streams.races
     moved = [one for one, to in zip(plan.trace.parcels, plan.placements, strict=True) if to.tier == DISK]
     assert tier.peak_bytes == sum(-(-one.nbytes // 4096) * 4096 for one in moved)
+    session.close()
+
+
+@pytest.mark.usefixtures("short_way")
+def test_a_step_that_tells_how_long_it_waited_for_copies_asks_python_for_no_more(
+    late: LateCopies, by_python: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, session = settled(late)
+    plan, dropped, noted = session.plan(), list[object](), list[list[tuple[Any, Any]]]()
+    drop, note_waits = Residency.drop, Span.note_waits
+    monkeypatch.setattr(Planned, "is_to_tell_waits", lambda *_: True)
+    monkeypatch.setattr(Residency, "drop", lambda self, parcel: (dropped.append(parcel), drop(self, parcel)))
+    monkeypatch.setattr(Span, "note_waits", lambda self: noted.append(note_waits(self)) or noted[-1])
+    by_python()
+    with session.step():
+        step(model, NUM_STEPS)
+    assert plan is not None
+    (waits,) = noted
+    assert len(waits) == plan.num_moved >= 3
+    assert all(before <= after for before, after in waits)
+    if library.library() is not None:
+        assert not dropped
+        assert not by_python()
     session.close()
 
 

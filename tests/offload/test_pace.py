@@ -344,6 +344,34 @@ def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
     assert sum(times(found)[found.turn :]) == pytest.approx(sum(times(timed)[timed.turn :]))
 
 
+def test_operations_of_a_gpu_are_timed_by_the_step_whose_host_is_ahead_and_by_none_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, num_timed = Rehearsal(monkeypatch, link_bytes_per_s=1e6), list[tuple[str, int]]()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Tanh()) for _ in range(6)))
+    for kind in Recorder, Pace:
+        refine = kind.refine
+
+        def noted(self: Any, *args: Any, refine: Any = refine, **options: Any) -> Trace:
+            num_timed.append((type(self).__name__, len(self.calls)))
+            found: Trace = refine(self, *args, **options)
+            return found
+
+        monkeypatch.setattr(kind, "refine", noted)
+    with gpu.session(model, 700 * 2**10) as storm:
+        for _ in range(5):
+            with gpu.meter, storm.step():
+                model(torch.ones(256, 64)).sum().backward()
+            model.zero_grad()
+        plan = storm.plan()
+    assert plan is not None
+    assert plan.recomputes
+    (first, num_ops), then = num_timed
+    assert first == "Recorder"
+    assert num_ops >= 18
+    assert then == ("Pace", 0)
+
+
 class Slow(nn.Module):
     """Each layer takes the host a while."""
 

@@ -19,7 +19,6 @@ from torchstorm.offload.step.clock import Clock, CpuClock
 from torchstorm.storage.aligned import empty_at_phase
 from torchstorm.transfer.engine import StreamClock, keep_busy
 
-_BUSY_S = 20e-3
 _ANY_BYTES = 1 << 62
 
 
@@ -45,8 +44,8 @@ class FastTier(Protocol):
     def synchronize(self) -> None:
         """Waits until the device has done all that it was given."""
 
-    def keep_busy(self) -> None:
-        """Gives a device beside the host work for some 20 ms, so that the host gets ahead of it."""
+    def keep_busy(self, seconds: float) -> None:
+        """Gives a device beside the host work for so long, so that the host gets ahead of it."""
 
     def is_idle(self) -> bool:
         """Whether it has, as far as the current stream goes."""
@@ -102,9 +101,9 @@ class Gpu:  # pragma: gpu
         """Waits for all streams."""
         torch.cuda.synchronize(self.device)
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         """A kernel that spins."""
-        keep_busy(self.device, _BUSY_S)
+        keep_busy(self.device, seconds)
 
     def is_idle(self) -> bool:
         """Asks the current stream."""
@@ -167,7 +166,7 @@ class Cpu:
     def synchronize(self) -> None:
         """Nothing is under way."""
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         """It is no device beside the host."""
 
     def is_idle(self) -> bool:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.step.clock import seconds_between
 
+_BUSY_S = 20e-3
+
 
 class StopWatch:
     """Called, it is a context whose work is timed. Before that the device is kept busy, so that the host gets ahead.
@@ -22,7 +24,7 @@ class StopWatch:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        self._fast.keep_busy()
+        self._fast.keep_busy(_BUSY_S)
         begin = self._clock.mark()
         yield
         self._marks.append((begin, self._clock.mark()))

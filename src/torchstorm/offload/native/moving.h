@@ -54,16 +54,22 @@ PyObject *alone_in(PyObject *parcel) {
     return saved.at;  // the parcel holds it
 }
 
+// Waits for a copy, as `Residency.drop` does: with marks around it in the steps that tell how long that took.
+void wait_for_room(const Way *way, PyObject *copy) {
+    Own waits(take(way->residency, residency_waits));
+    if (waits.at == Py_None) return wait_for(copy);
+    Own begun(checked(PyObject_CallMethodNoArgs(way->residency, s__mark)));
+    wait_for(copy);
+    Own ended(checked(PyObject_CallMethodNoArgs(way->residency, s__mark))), both(checked(PyTuple_Pack(2, begun.at, ended.at)));
+    checked(PyList_Append(waits.at, both.at));
+}
+
 // As `Residency.drop`.
 void drop(const Way *way, PyObject *parcel) {
     if (see(parcel, parcel_buffer) == Py_None || see(parcel, parcel_handle) == Py_None) return;
-    if (see(way->residency, residency_waits) != Py_None) {
-        Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));
-        return;
-    }
     Own back(take(parcel, parcel_back)), copy;
     copy.at = back.at != Py_None ? Py_NewRef(back.at) : get(see(parcel, parcel_handle), s_written);
-    wait_for(copy.at);
+    wait_for_room(way, copy.at);
     Own saved(Py_XNewRef(alone_in(parcel)));  // as it is now: another thread may have run meanwhile
     if (!saved) {
         Own done(checked(PyObject_CallMethodOneArg(way->residency, s_drop, parcel)));

@@ -37,7 +37,6 @@ _LITTLE_MORE = 1.25
 # What following a plan takes the host in forward, measured on the hosts of an H200: docs/decisions/0014 and 0017.
 _RECORD_S, _MOVE_S = 35e-6, 120e-6
 _RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
-_TIMED_RECORD_S = 82e-6  # of an operation whose record is made anew, with two marks that time it
 _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _FEW = 8  # marks that tell too little
 _STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
@@ -64,7 +63,8 @@ class Pace:
 
     Attributes:
         clock: of the device.
-        calls: recorded operations, whose times are taken as well.
+        calls: recorded operations, whose times are taken as well; none on a GPU, where they are known from a step whose
+            host was ahead of it.
     """
 
     def __init__(self, fast: FastTier, start: object) -> None:
@@ -130,7 +130,9 @@ class Pace:
             refined = self._without_gaps(replace(trace, ops=typical_ops(refined)), plan, again)
             for moment, waited_s in self._waited_for_the_host(refined, again):
                 seconds[moment] += waited_s
-            refined = self._without_own_cost(refined, plan, seconds)
+            num_recorded = sum(len(made.ops) for made in again.values())
+            own_s = host_cost().own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
+            refined = self._without_own_cost(refined, own_s, seconds)
         else:
             share = _share_of_the_model(sum(seconds), plan.moved_bytes(DISK) * machine.disk_delay_s_per_byte)
             seconds = [one * share for one in seconds]
@@ -143,7 +145,7 @@ class Pace:
         ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
         return _stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
 
-    def _without_own_cost(self, trace: Trace, plan: Plan, seconds: list[float]) -> Trace:
+    def _without_own_cost(self, trace: Trace, own_s: float, seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
         notes what any plan will take it."""
         forward = trace.turn
@@ -151,14 +153,12 @@ class Pace:
         if not host_s:
             return trace
         own = host_cost()
-        timed = replace(own, record_s=_TIMED_RECORD_S)
-        own_s = timed.own_s(num_recorded=len(self.calls), num_moved=plan.num_moved)
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - own_s)))
         operations = forward_of_operations(trace)
         if operations is not None:
-            # Each was timed with two marks of its own, and together they take no longer than all that was seen.
+            # Together they take no longer than all that was seen.
             share = min(1.0, sum(seconds[:forward]) / sum(operations))
             operations = [one * share for one in operations]
             base_s = max(whole_s - own_s, (1 - _MOST_OF_OWN) * whole_s)

@@ -184,13 +184,12 @@ class Running:
             tape.clear()
             self.record_only((), NO_CALLS)
         else:
-            if self.pace is not None:
+            tape.mark = None
+            if self.pace is not None and not residency.fast.is_beside_host:
                 self.pace.calls, tape.mark = tape.calls, self.pace.mark
-            else:
-                tape.mark = None
-                if may_repeat:
-                    tape.repeats = self.table.usable_records()
-                    tape.repeats.begin()
+            elif may_repeat:
+                tape.repeats = self.table.usable_records()
+                tape.repeats.begin()
             self.record_only(self.table.recorded, self.table.calls)
 
     def note_turn(self, moment: int) -> None:

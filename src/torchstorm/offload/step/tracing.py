@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.traced_ops import TracedOps, call_seconds, made_before
-from torchstorm.offload.step.clock import seconds_between
+from torchstorm.offload.step.clock import is_reached, seconds_between
 from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
@@ -18,6 +18,7 @@ from torchstorm.plan.trace import ENTER, HostCost, Moment, SavedStorage, Trace, 
 from torchstorm.plan.typical import typical, without_waiting
 
 _NEVER = 1 << 30
+_AHEAD_S = 5e-3  # longer than the host is on its way from one moment to the next
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,8 +47,10 @@ class Recorder:
     """Collects one step.
 
     The hooks call `arrive` when they are entered and `leave` when they return, so that the time and the memory between
-    a `leave` and the next `arrive` are the user's own. The CUDA allocator is asked at every moment, which takes the
-    host longer than many a kernel takes the device: right times are for `Pace` to take.
+    a `leave` and the next `arrive` are the user's own. The allocator is asked at every moment, and every operation is
+    marked, which takes the host longer than many a kernel takes a GPU. So that this is no part of an operation's time,
+    the GPU waits for its host where nothing counts, between `arrive` and `leave` (see `_let_host_ahead`). What a step
+    takes whose host has nothing to measure is for `Pace` to tell.
 
     Args:
         fast: the fast device.
@@ -77,6 +80,7 @@ class Recorder:
         self._planned: list[int] = []
         self._is_paused = False
         self._left = start
+        self._behind: object = None  # marks where the device begins to let the host ahead
         # What the Session held alone in the interval that is running: it is not "other".
         self._held_bytes = 0
         self.peak_bytes = 0
@@ -186,8 +190,16 @@ class Recorder:
     def _resume(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self._fast.peak_bytes())
         self._fast.reset_peak()
+        self._let_host_ahead()
         self._left = self.clock.mark()
         self._is_paused = False
+
+    def _let_host_ahead(self) -> None:
+        """Has a device beside the host do nothing for a while. As soon as it has begun to, the next such while is put
+        behind what it has been given by then: so one is always before it, and it never waits within an operation."""
+        if self._fast.is_beside_host and (self._behind is None or is_reached(self._behind)):
+            self._behind = self.clock.mark()
+            self._fast.keep_busy(_AHEAD_S)
 
     def saved(self, saved: Saved, *, movable: bool, is_input: bool) -> None:
         """A storage was saved for the first time, at this moment."""
