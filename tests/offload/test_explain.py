@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchstorm.offload.replan.explain import explained, is_too_slow, with_settled_forward
+from torchstorm.offload.replan.explain import explained, is_too_slow, slowed, with_settled_forward
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.forecast import Figures, Placement, forecast_s
 from torchstorm.plan.machine import Machine
@@ -140,3 +140,16 @@ def test_what_neither_the_host_nor_copies_explain_makes_everything_slower() -> N
     assert share == 1.0
     assert seconds(found) == pytest.approx([0.8, 0.8, 0.8, 2.0, 2.0])
     assert [op.compute_s for op in found.ops] == pytest.approx([0.8, 0.8])
+
+
+def test_copies_that_were_thought_to_be_slower_than_they_are_are_so_no_longer() -> None:
+    trace = step(forward_s=0.4)
+    plan = plan_of(trace, MOVED)
+    expected_s = forecast_s(trace, plan.placements, MACHINE)
+    assert forecast_s(trace, plan.placements, slowed(MACHINE, 0.3)) > 1.2 * expected_s
+    found, share = explained(trace, plan, [Took(expected_s)] * 3, expected_s, MACHINE, 0.3)
+    assert found is trace
+    assert forecast_s(trace, plan.placements, slowed(MACHINE, share)) == pytest.approx(expected_s)
+    faster, share = explained(trace, plan, [Took(0.5 * expected_s)] * 3, 0.5 * expected_s, MACHINE, 0.3)
+    assert share == 1.0
+    assert seconds(faster) == pytest.approx([0.5 * one for one in seconds(trace)])

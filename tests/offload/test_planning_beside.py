@@ -111,12 +111,13 @@ def search_out(storm: Session) -> None:
 
 
 def searched_out(storm: Session) -> Planned:
-    """The plan of steps for which nothing is searched any more."""
+    """The plan of steps for which nothing is searched any more, as if none had followed it so far."""
     run_steps(storm, 3)
     search_out(storm)
     found = storm._shared.plans.in_force
     assert found is not None
     assert found.plan is not None
+    found.fastest_s = math.inf
     return found
 
 
@@ -327,7 +328,8 @@ def test_a_plan_is_not_taken_over_that_is_slower_at_the_links_whole_speed_or_not
     assert found.placements != planned.plan.placements
     object.__setattr__(planned.asked, "than_s", 2 * found.forecast.step_ms / 1e3)
     if is_by_steps:
-        planned.recent = [Took(found.forecast.step_ms / 1e3 * share)] * 3
+        planned.fastest_s = found.forecast.step_ms / 1e3 * share
+        planned.recent = [Took(planned.fastest_s)] * 3
     else:
         planned.forecast, planned.recent = replace(planned.forecast, step_ms=found.forecast.step_ms * share), []
     run_steps(storm, 1)
@@ -386,6 +388,7 @@ def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_i
     stated = plans.forecast()
     assert stated is not None
     assert math.isnan(stated.step_ms)
+    quick.fastest_s = math.inf  # that it has taken so far
     for step_s in (0.5, 0.7, 0.5):
         assert plans.in_force is quick
         planner.learn([Took(step_s, waited_s=waited_s)], 0)
@@ -450,6 +453,29 @@ def test_times_that_differ_are_planned_anew_beside_while_the_plan_stays(storm: S
     assert planner.judge(now, Took(slow_s)) is None
     assert now.times_s == []  # steps are not judged while another plan is about to come
     search_out(storm)
+
+
+@pytest.mark.parametrize("num_before", [1, 0])
+def test_a_plan_whose_steps_took_what_was_forecast_is_not_wrong_when_many_in_a_row_are_disturbed(
+    num_before: int, storm: Session
+) -> None:
+    before = searched_out(storm)
+    planner = storm._shared.planner
+    before.times_s, before.is_from_user = [], False
+    forecast_s, disturbed_s = before.forecast.step_ms / 1e3, before.forecast.step_ms / 1e3 * 1.5
+    assert not planner.learn([Took(forecast_s)] * num_before + [Took(disturbed_s)] * (3 - num_before), 0)
+    now = storm._shared.plans.in_force
+    assert now is not None
+    assert now.plan is not None
+    assert before.plan is not None
+    assert now.forecast.step_ms == pytest.approx(disturbed_s * 1e3)  # it says what steps take now
+    assert (now.asked is None) is (num_before > 0)
+    assert now.fastest_s == pytest.approx(forecast_s if num_before else disturbed_s)
+    if num_before:
+        assert "the forecast was corrected." in planner.lessons[-1]
+        assert now.trace is before.trace
+    else:
+        search_out(storm)
 
 
 @pytest.mark.parametrize(

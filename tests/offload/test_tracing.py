@@ -32,14 +32,20 @@ class Late(Cpu):
     def keep_busy(self, seconds: float) -> None:
         self.free_s = self.mark() + seconds
 
+    def is_idle(self) -> bool:
+        return self.free_s <= self.host_s
+
+    def synchronize(self) -> None:
+        self.host_s = self.mark()
+
     def is_reached(self, mark: object) -> bool:
         assert isinstance(mark, float)
         return mark <= self.host_s
 
 
-def measured(device: Late, steps: list[tuple[float, float, float]]) -> list[float]:
+def measured(device: Late, steps: list[tuple[float, float, float]], *, reads: bool = False) -> list[float]:
     """Runs a step whose every interval takes the host and the device so long, and the hook after it the host, and
-    returns what each interval is said to take."""
+    returns what each interval is said to take. The host reads the result of each, if it does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "is_reached", device.is_reached)
         recorder = Recorder(device, device.mark(), base_bytes=0, staging_bytes=0)
@@ -51,6 +57,8 @@ def measured(device: Late, steps: list[tuple[float, float, float]]) -> list[floa
             recorder.leave(())
             device.host_s += host_s
             device.keep_busy(device_s)
+            if reads:
+                device.synchronize()
             recorder.arrive()
         return [moment.compute_s for moment in recorder._moments()[1:]]  # before what is unusual is smoothed
 
@@ -72,3 +80,12 @@ def test_an_interval_takes_what_the_device_takes_for_it_and_the_step_no_longer_t
 def test_a_host_that_is_late_for_longer_than_the_device_is_told_to_wait_is_noticed() -> None:
     found = measured(Late(), [(1e-3, 1e-4, 1e-4), (AHEAD_S + 5e-3, 1e-4, 1e-4), (1e-3, 1e-4, 1e-4)])
     assert found[1] > 1e-3
+
+
+def test_a_host_that_waits_for_the_device_all_the_time_is_not_made_to_wait_each_time() -> None:
+    alone, measuring, steps = Late(), Late(), [(1e-3, 1e-3, 1e-4)] * 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "_MOST_IDLE", -1)
+        measured(alone, steps, reads=True)
+    measured(measuring, steps, reads=True)
+    assert alone.host_s < measuring.host_s < alone.host_s + 0.4

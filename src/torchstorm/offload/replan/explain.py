@@ -39,7 +39,7 @@ def explained(
         steps: what the last of them took.
         measured_s: what such a step takes.
         machine: has the speeds of link and disk as measured.
-        link_share: of these that copies were seen to get.
+        link_share: of these that copies were seen to get so far.
 
     Returns:
         The trace with other times, and another share.
@@ -51,6 +51,10 @@ def explained(
         return forecast_s(trace, plan.placements, slowed(machine, share))
 
     expected_s = forecast(link_share)
+    if measured_s < expected_s and link_share < 1.0:  # copies were thought to be slower than they are
+        shares = [one for one in reversed(_LINK_SHARES) if one >= link_share]
+        link_share = next((one for one in shares if forecast(one) <= measured_s), 1.0)
+        expected_s = forecast(link_share)
     if measured_s >= expected_s:
         if measured_s - expected_s <= MISS * measured_s:
             return trace, link_share

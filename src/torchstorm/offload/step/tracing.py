@@ -19,6 +19,7 @@ from torchstorm.plan.typical import typical, without_waiting
 
 _NEVER = 1 << 30
 _AHEAD_S = 5e-3  # longer than the host is on its way from one moment to the next
+_MOST_IDLE = 60
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,6 +82,7 @@ class Recorder:
         self._is_paused = False
         self._left = start
         self._behind: object = None  # marks where the device begins to let the host ahead
+        self._num_idle = 0  # times at which it had nothing to do then
         # What the Session held alone in the interval that is running: it is not "other".
         self._held_bytes = 0
         self.peak_bytes = 0
@@ -196,8 +198,15 @@ class Recorder:
 
     def _let_host_ahead(self) -> None:
         """Has a device beside the host do nothing for a while. As soon as it has begun to, the next such while is put
-        behind what it has been given by then: so one is always before it, and it never waits within an operation."""
-        if self._fast.is_beside_host and (self._behind is None or is_reached(self._behind)):
+        behind what it has been given by then: so one is always before it, and it never waits within an operation.
+
+        Where it has nothing to do all the same, the host has waited for it, as that of a model does which reads results
+        on its way. It would wait for this each time, so there is an end to it.
+        """
+        if not self._fast.is_beside_host or (self._behind is not None and not is_reached(self._behind)):
+            return
+        self._num_idle += self._fast.is_idle()
+        if self._num_idle <= _MOST_IDLE:
             self._behind = self.clock.mark()
             self._fast.keep_busy(_AHEAD_S)
 
