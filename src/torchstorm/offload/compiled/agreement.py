@@ -20,6 +20,7 @@ from torch import nn
 
 from torchstorm.offload.compiled.case import Call, Case
 from torchstorm.offload.fast import FastTier
+from torchstorm.offload.native.library import library
 from torchstorm.plan.variants import CHEAP
 
 REFERENCE = CHEAP
@@ -157,28 +158,29 @@ class _Open:
 
 def look_of(name: str, module: nn.Module, value: object) -> Look:
     """How a call of a block with these arguments looks."""
-    sizes: list[int] = []
+    found, sizes = library(), list[int]()
     kinds = (
         name,
         module.training,
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
-        _kinds(value, sizes),
+        found.kinds(value, sizes, kinds_of) if found is not None else kinds_of(value, sizes),
     )
     return Look(kinds, tuple(sizes))
 
 
-def _kinds(value: object, sizes: list[int]) -> Hashable:
+def kinds_of(value: object, sizes: list[int]) -> Hashable:
+    """What arguments are but for the sizes of tensors in them, which are added to `sizes`."""
     if isinstance(value, torch.Tensor):
         sizes += value.shape
         if value.layout is torch.strided:
             sizes += value.stride()
         return value.dim(), value.layout, value.dtype, value.requires_grad
     if isinstance(value, tuple | list):
-        return tuple([_kinds(item, sizes) for item in value])
+        return tuple([kinds_of(item, sizes) for item in value])
     if isinstance(value, dict):
-        return tuple([(key, _kinds(item, sizes)) for key, item in value.items()])
+        return tuple([(key, kinds_of(item, sizes)) for key, item in value.items()])
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return type(value).__qualname__

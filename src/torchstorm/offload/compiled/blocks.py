@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from torchstorm.errors import ConfigError
+from torchstorm.offload import torch_private as private
+from torchstorm.offload.native.library import library
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they hold modules and compute nothing
 _CHAINS = (nn.Sequential, *_CONTAINERS)
@@ -93,3 +95,9 @@ def _can_be_a_block(module: nn.Module) -> bool:
 
 def _depth(module: nn.Module) -> int:
     return 1 + max((_depth(child) for child in module.children()), default=-1)
+
+
+def hooks_on(module: nn.Module) -> tuple[int, ...]:
+    """What tells the hooks on a module and within it from all others that there were. Each call of a block asks."""
+    found = library()
+    return private.hook_numbers(module) if found is None or found.may_have_hooks(module) else ()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchstorm.errors import UnsupportedError
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled.blocks import hooks_on
 from torchstorm.offload.compiled.repeatable import Repeatable, deterministically, is_strict
 from torchstorm.offload.compiled.stop_watch import StopWatch
 from torchstorm.offload.fast import FastTier
@@ -82,7 +83,7 @@ class Case:
         }
         self._caches_casts = torch.is_autocast_cache_enabled()
         self._why_not = ""
-        if private.hook_numbers(module):
+        if hooks_on(module):
             self._why_not = "it cannot be compared without running the hooks on the block once more"
             return
         file = io.BytesIO()

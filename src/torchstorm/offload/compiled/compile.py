@@ -19,7 +19,7 @@ from torch import nn
 from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.agreement import REFERENCE, look_of
-from torchstorm.offload.compiled.blocks import named_blocks, structure
+from torchstorm.offload.compiled.blocks import hooks_on, named_blocks, structure
 from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.fast import FastTier
@@ -277,7 +277,7 @@ class CompiledBlocks:
 
     def _kind_of(self, name: str, module: nn.Module) -> Kind:
         """With hooks a block is of its own kind: Dynamo does not look at them when it takes one's code for another."""
-        hooks = private.hook_numbers(module)
+        hooks = hooks_on(module)
         kind = self._without_hooks[name]
         if hooks:
             kind = self._alike.setdefault((self._structures[name], name, hooks), Kind(self._reference))

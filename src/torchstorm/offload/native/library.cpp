@@ -4,6 +4,7 @@
 // Every function runs under the GIL. One that finds nothing it knows changes nothing: Python's own is called then.
 
 #include "again.h"
+#include "blocks.h"
 #include "hooks.h"
 #include "letting_go.h"
 #include "memory.h"
@@ -114,7 +115,7 @@ PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
 
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(name)), flags, nullptr}
 PyMethodDef methods[] = {
-    METHOD(use, METH_VARARGS), METHOD(look, METH_FASTCALL), METHOD(holds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
+    METHOD(use, METH_VARARGS), METHOD(look, METH_FASTCALL), METHOD(holds, METH_FASTCALL), METHOD(may_have_hooks, METH_O), METHOD(kinds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
     METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL), METHOD(see_writes, METH_O), METHOD(own_memory, METH_O),
     METHOD(own_memory_figures, METH_NOARGS), METHOD(own_memory_of, METH_O),
     {nullptr, nullptr, 0, nullptr}};

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -52,6 +52,12 @@ class Library(Protocol):
 
     def holds(self, modules: list[Any], held: list[Any], items: list[Any]) -> bool:
         """As `inputs.holds`."""
+
+    def may_have_hooks(self, module: torch.nn.Module, /) -> bool:
+        """Whether a module, or one within it, may have hooks: `torch_private.hook_numbers` tells which."""
+
+    def kinds(self, value: object, sizes: list[int], otherwise: Callable[[object, list[int]], Hashable], /) -> Hashable:
+        """As `agreement.kinds_of`; what it does not know is `otherwise` asked for."""
 
     def hooks(self, saved_tensors: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """In place of `SavedTensors.pack` and `unpack`."""
