@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ import torchstorm
 from torchstorm.offload.native import library
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.session import Session
+from torchstorm.offload.step.clock import CpuClock
 from torchstorm.offload.step.tables import Table, Tables
 from torchstorm.plan.plan import Plan
 
@@ -105,6 +107,8 @@ def test_a_settled_step_enters_no_python_of_ours_once_a_layer(
     library.wait()
     assert library.library() is not None
     monkeypatch.setattr(Planner, "judge", lambda *_: None)  # no plan is replaced for the times of its steps
+    ticks = itertools.count()  # everything takes as long, so that the plan does not depend on the machine
+    monkeypatch.setattr(CpuClock, "mark", lambda _: next(ticks) * 1e-3)
     follow = Tables.follow  # as where bytes can move: else everything is recorded that could run again
 
     def follow_alone(self: Tables, plan: Plan, others: tuple[Plan, ...], _: bool, all_recorded: bool) -> Table:
