@@ -301,6 +301,16 @@ def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_th
     assert span.took() is took
 
 
+def run_steps(gpu: Rehearsal, storm: Session, model: nn.Module, number: int) -> Plan:
+    for _ in range(number):
+        with gpu.meter, storm.step():
+            model(torch.ones(256, 64)).sum().backward()
+        model.zero_grad()
+    plan = storm.plan()
+    assert plan is not None
+    return plan
+
+
 @pytest.mark.parametrize(
     ("forward_s", "are_of_another_kind"), [(1e-4, False), (10.0, False), (0.0, False), (1e-4, True)]
 )
@@ -309,15 +319,6 @@ def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
 ) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e9)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
-
-    def run_steps(number: int) -> Trace:
-        for _ in range(number):
-            with gpu.meter, storm.step():
-                model(torch.ones(256, 64)).sum().backward()
-            model.zero_grad()
-        plan = storm.plan()
-        assert plan is not None
-        return plan.trace
 
     refined: list[Trace] = []
     refine = Pace.refine
@@ -328,7 +329,7 @@ def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
 
     monkeypatch.setattr(Pace, "refine", noted)
     with gpu.session(model, 2**20) as storm:
-        run_steps(3)
+        run_steps(gpu, storm, model, 3)
         assert not refined
         took = Took(step_s=1.0, forward_s=forward_s + 0.5 if forward_s else 0.0, host_s=forward_s, waited_s=0.5)
         monkeypatch.setattr(Measured, "new_times", lambda _: [took])
@@ -336,7 +337,7 @@ def test_a_timed_forward_is_no_longer_than_the_steps_before_it_have_shown(
         assert plans.in_force is not None
         if are_of_another_kind:
             plans.in_force = replace(plans.in_force)
-        found = run_steps(1)
+        found = run_steps(gpu, storm, model, 1).trace
     (timed,) = refined
     tell = forward_s and not are_of_another_kind
     expected_s = min(timed.forward_s, forward_s if tell else timed.forward_s)
@@ -359,12 +360,7 @@ def test_operations_of_a_gpu_are_timed_by_the_step_whose_host_is_ahead_and_by_no
 
         monkeypatch.setattr(kind, "refine", noted)
     with gpu.session(model, 700 * 2**10) as storm:
-        for _ in range(5):
-            with gpu.meter, storm.step():
-                model(torch.ones(256, 64)).sum().backward()
-            model.zero_grad()
-        plan = storm.plan()
-    assert plan is not None
+        plan = run_steps(gpu, storm, model, 5)
     assert plan.recomputes
     (first, num_ops), then = num_timed
     assert first == "Recorder"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.recompute import RECOMPUTE, Replay, replays
-from torchstorm.plan.trace import PACK, UNPACK, Trace
+from torchstorm.plan.trace import PACK, UNPACK, HostCost, Trace
 
 KEEP, RAM, DISK = "keep", "ram", "disk"
 SLOT_BYTES = 4096  # slower tiers allocate whole pages
@@ -201,8 +201,19 @@ def host_s(trace: Trace, machine: Machine, again: Iterable[Replay], *, num_moved
     """
     if trace.device == "cpu":
         return moved_bytes * machine.disk_delay_s_per_byte
-    own_s = trace.host.own_s(num_recorded=sum(len(replay.ops) for replay in again), num_moved=num_moved)
-    return max(_NEVER_FREE * own_s, own_s - trace.host.idle_s)
+    following_s = own_s(trace.host, again, num_moved=num_moved)
+    return max(_NEVER_FREE * following_s, following_s - trace.host.idle_s)
+
+
+def own_s(host: HostCost, again: Iterable[Replay], *, num_moved: int) -> float:
+    """Seconds that following a plan takes the host of a GPU, whether the device notices or not.
+
+    Args:
+        host: what it takes for each.
+        again: what is computed again, of which the operations are recorded.
+        num_moved: storages that move.
+    """
+    return num_moved * host.move_s + host.record_s * sum(len(replay.ops) for replay in again)
 
 
 def hops(device: str, tier: str) -> tuple[str, ...]:

@@ -135,10 +135,6 @@ class HostCost:
     idle_s: float = 0.0
     fuses: bool = False
 
-    def own_s(self, *, num_recorded: int, num_moved: int) -> float:
-        """Seconds of the host for so many operations and storages, whether the device notices or not."""
-        return num_moved * self.move_s + self.record_s * num_recorded
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:

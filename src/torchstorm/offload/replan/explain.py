@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchstorm.offload.step.clock import Took
-from torchstorm.plan.forecast import forecast_s
+from torchstorm.plan.forecast import forecast_s, own_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
@@ -118,12 +118,11 @@ def with_settled_forward(trace: Trace, plan: Plan, steps: Sequence[Took]) -> Tra
     forward_s = min(max(0.0, one.forward_s - (one.waited_s or 0.0)) for one in known)
     host_s = min(one.host_s for one in known)
     again = replays(trace, plan.placements) or {}
-    num_recorded = sum(len(one.ops) for one in again.values())
-    own_s = trace.host.own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
+    following_s = own_s(trace.host, again.values(), num_moved=plan.num_moved)
     seconds = forward_of_operations(trace)
     if seconds is None:
         seconds = [moment.compute_s for moment in trace.moments[: trace.turn]]
         share = forward_s / sum(seconds) if any(seconds) else 1.0
     else:
         share = min(1.0, forward_s / sum(seconds))  # the rest is waiting for the host
-    return with_forward(trace, [one * share for one in seconds], max(0.0, host_s - own_s))
+    return with_forward(trace, [one * share for one in seconds], max(0.0, host_s - following_s))

@@ -19,7 +19,7 @@ from torchstorm.offload.recompute import fused
 from torchstorm.offload.recompute.traced_ops import call_seconds
 from torchstorm.offload.step.clock import is_reached, seconds_between
 from torchstorm.offload.step.parcels import Call
-from torchstorm.plan.forecast import DISK, RAM
+from torchstorm.plan.forecast import DISK, RAM, own_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import Replay, replays
@@ -130,9 +130,7 @@ class Pace:
             refined = self._without_gaps(replace(trace, ops=typical_ops(refined)), plan, again)
             for moment, waited_s in self._waited_for_the_host(refined, again):
                 seconds[moment] += waited_s
-            num_recorded = sum(len(made.ops) for made in again.values())
-            own_s = host_cost().own_s(num_recorded=num_recorded, num_moved=plan.num_moved)
-            refined = self._without_own_cost(refined, own_s, seconds)
+            refined = self._without_own_cost(refined, plan, again, seconds)
         else:
             share = _share_of_the_model(sum(seconds), plan.moved_bytes(DISK) * machine.disk_delay_s_per_byte)
             seconds = [one * share for one in seconds]
@@ -145,7 +143,7 @@ class Pace:
         ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
         return _stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
 
-    def _without_own_cost(self, trace: Trace, own_s: float, seconds: list[float]) -> Trace:
+    def _without_own_cost(self, trace: Trace, plan: Plan, again: Mapping[int, Replay], seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
         notes what any plan will take it."""
         forward = trace.turn
@@ -153,18 +151,19 @@ class Pace:
         if not host_s:
             return trace
         own = host_cost()
+        following_s = own_s(own, again.values(), num_moved=plan.num_moved)
         if device_s > _LITTLE_MORE * host_s:
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
-            return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - own_s)))
+            return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - following_s)))
         operations = forward_of_operations(trace)
         if operations is not None:
             # Together they take no longer than all that was seen.
             share = min(1.0, sum(seconds[:forward]) / sum(operations))
             operations = [one * share for one in operations]
-            base_s = max(whole_s - own_s, (1 - _MOST_OF_OWN) * whole_s)
+            base_s = max(whole_s - following_s, (1 - _MOST_OF_OWN) * whole_s)
             seconds[:forward], idle_s = beside_the_host(operations, base_s)
             return replace(trace, host=replace(own, idle_s=idle_s))
-        share = _share_of_the_model(sum(seconds[:forward]), own_s)
+        share = _share_of_the_model(sum(seconds[:forward]), following_s)
         seconds[:forward] = [one * share for one in seconds[:forward]]
         return replace(trace, host=own)
 
@@ -232,6 +231,6 @@ def _compute_s(trace: Trace, made: Replay) -> float:
     return sum(trace.ops[op].compute_s for op in made.ops)
 
 
-def _share_of_the_model(took_s: float, own_s: float) -> float:
+def _share_of_the_model(took_s: float, following_s: float) -> float:
     """What part of a time is the model's own, where so much of it was for following the plan."""
-    return max(1 - _MOST_OF_OWN, 1 - own_s / took_s) if took_s else 1.0
+    return max(1 - _MOST_OF_OWN, 1 - following_s / took_s) if took_s else 1.0
