@@ -30,29 +30,65 @@ PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) 
     return is_made_by(call, one) ? value : nullptr;
 }
 
-// As `Saver.save_made`; nullptr without an error where that must be called.
-PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at::Tensor &tensor) {
-    PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch);
-    if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) return nullptr;
-    Own saved(Py_NewRef(before)), parcel(take(before, saved_parcel));
-    Own absent(take(way->residency, residency_absent)), at(saved_at(way));
+// As `parcels.Parcel`, the newest one; its caller says where it is. `recomputed`: whether its bytes were let go.
+PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes, PyObject *recomputed) {
+    Own parcel(allocate(of.parcel));
     const int64_t order = see_int(way->residency, residency__order);
     put_int(way->residency, residency__order, order + 1);
+    put_int(parcel.at, parcel_nbytes, nbytes);
     put_int(parcel.at, parcel_order, order);
-    put_shared(parcel.at, parcel_used, Py_False);
-    put_shared(parcel.at, parcel_recomputed, Py_True);
+    put_int(parcel.at, parcel_filled, 0);
+    put_int(parcel.at, parcel_num_joined, 0);
+    put(parcel.at, parcel_members, PySet_New(nullptr));
+    put_shared(parcel.at, parcel_block, one.left_block);
+    put_shared(parcel.at, parcel_number, one.parcel);
+    put_shared(parcel.at, parcel_recomputed, recomputed);
+    for (const Py_ssize_t place : {parcel_movable, parcel_sealed}) put_shared(parcel.at, place, Py_True);
+    for (const Py_ssize_t place : {parcel_shared, parcel_used}) put_shared(parcel.at, place, Py_False);
+    for (const Py_ssize_t place : {parcel_buffer, parcel_hold, parcel_tier, parcel_handle, parcel_back})
+        put_shared(parcel.at, place, Py_None);
+    return parcel.give();
+}
+
+// As `parcels.Saved`, alone in its parcel; its caller says what it is, and where.
+PyObject *new_saved(PyObject *parcel) {
+    Own saved(allocate(of.saved));
+    put_shared(saved.at, saved_parcel, parcel);
+    put_shared(saved.at, saved_nbytes, see(parcel, parcel_nbytes));
+    put(saved.at, saved_kept, PyDict_New());
+    put_shared(saved.at, saved_stale, Py_False);
+    for (const Py_ssize_t place : {saved_offset, saved_live, saved_base_version}) put_int(saved.at, place, 0);
+    for (const Py_ssize_t place : {saved_counter, saved_base, saved_origin, saved_root, saved_fingerprint, saved_lost})
+        put_shared(saved.at, place, Py_None);
+    return saved.give();
+}
+
+// As `Saver.save_made`.
+PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at::Tensor &tensor) {
+    PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch), *address = see(watch, weak_cdata);
+    Own saved, parcel, absent(take(way->residency, residency_absent)), at(saved_at(way));
+    if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) {
+        parcel.at = new_parcel(way, one, see_int(value, value_nbytes), Py_True);
+        saved.at = new_saved(parcel.at);
+        put_shared(value, value_saved_before, saved.at);
+    } else {  // gone from everywhere, since nothing is left of the step that it belonged to
+        saved.at = Py_NewRef(before);
+        parcel.at = take(before, saved_parcel);
+        const int64_t order = see_int(way->residency, residency__order);
+        put_int(way->residency, residency__order, order + 1);
+        put_int(parcel.at, parcel_order, order);
+        put_shared(parcel.at, parcel_used, Py_False);
+        put_shared(parcel.at, parcel_recomputed, Py_True);
+        put_shared(parcel.at, parcel_number, one.parcel);
+        put_shared(saved.at, saved_stale, Py_False);
+        for (const Py_ssize_t place : {saved_counter, saved_lost, saved_fingerprint}) put_shared(saved.at, place, Py_None);
+    }
     checked(PySet_Add(absent.at, parcel.at));
-    PyObject *address = see(watch, weak_cdata);
     put_shared(saved.at, saved_version, see(value, value_version));
     put_shared(saved.at, saved_address, address);
     put_shared(saved.at, saved_watch, watch);
     put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
-    put_shared(saved.at, saved_counter, Py_None);
-    put_shared(saved.at, saved_stale, Py_False);
-    put_shared(saved.at, saved_lost, Py_None);
-    put_shared(saved.at, saved_fingerprint, Py_None);
     put_shared(saved.at, saved_block, one.left_block);
-    put_shared(parcel.at, parcel_number, one.parcel);
     put_int(saved.at, saved_ordinal, one.made_ordinal);
     checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
     put_shared(saved.at, saved_value, value);
@@ -105,10 +141,6 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
     begin(way, settled, one, moment);
     if (is_new) {
         Own made(save_made(way, one, value.at, tensor));
-        if (!made) {
-            Own ordinal(an_int(one.made_ordinal));
-            made.at = checked(PyObject_CallMethodObjArgs(settled, s__save_made, value.at, object, ordinal.at, nullptr));
-        }
         std::swap(saved.at, made.at);
         if (unfinished) put(saved.at, saved_counter, counter_of(tensor));
         put_int(way->progress, running_num_saved, num_saved + 1);
@@ -147,26 +179,6 @@ PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::
     return placeholder.give();
 }
 
-// As `parcels.Parcel`, with what `Residency.new_parcel` gives it; the caller counts it.
-PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes) {
-    Own parcel(allocate(of.parcel)), resident(take(way->residency, residency_resident));
-    const int64_t order = see_int(way->residency, residency__order);
-    put_int(way->residency, residency__order, order + 1);
-    put_int(parcel.at, parcel_nbytes, nbytes);
-    put_int(parcel.at, parcel_order, order);
-    put_int(parcel.at, parcel_filled, 0);
-    put_int(parcel.at, parcel_num_joined, 0);
-    put(parcel.at, parcel_members, PySet_New(nullptr));
-    put_shared(parcel.at, parcel_block, one.left_block);
-    put_shared(parcel.at, parcel_number, one.parcel);
-    for (const Py_ssize_t place : {parcel_movable, parcel_sealed}) put_shared(parcel.at, place, Py_True);
-    for (const Py_ssize_t place : {parcel_shared, parcel_used, parcel_recomputed}) put_shared(parcel.at, place, Py_False);
-    for (const Py_ssize_t place : {parcel_buffer, parcel_hold, parcel_tier, parcel_handle, parcel_back})
-        put_shared(parcel.at, place, Py_None);
-    checked(PyDict_SetItem(resident.at, see(parcel.at, parcel_order), parcel.at));
-    return parcel.give();
-}
-
 // As `Saver.save_as_planned`, for a storage that moves alone.
 PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyObject *object, const at::Tensor &tensor, PyObject *address) {
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
@@ -174,25 +186,19 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
     if (is_too_much(way, nbytes)) {  // even without what is dropped at this moment
         Own size(an_int(nbytes)), done(checked(PyObject_CallMethodObjArgs(way->residency, s_make_room, size.at, one.left_block, nullptr)));
     }
-    Own parcel(new_parcel(way, one, nbytes)), saved(allocate(of.saved));
+    Own parcel(new_parcel(way, one, nbytes, Py_False)), saved(new_saved(parcel.at)), resident(take(way->residency, residency_resident));
+    checked(PyDict_SetItem(resident.at, see(parcel.at, parcel_order), parcel.at));
     count(way, nbytes);
     put(parcel.at, parcel_buffer, bytes_in(tensor, 0, nbytes));
     put(parcel.at, parcel_hold, THPVariable_Wrap(tensor.tensor_data()));
     checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
     PyObject *watch = value.at == Py_None ? Py_None : see(value.at, value_watch);
-    put_shared(saved.at, saved_parcel, parcel.at);
-    put_int(saved.at, saved_nbytes, nbytes);
     put_int(saved.at, saved_version, version_of(tensor));
     put_int(saved.at, saved_ordinal, one.ordinal);
     put_shared(saved.at, saved_address, address);
     put(saved.at, saved_watch, watch == Py_None ? watch_of(tensor) : Py_NewRef(watch));
     put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
     put_shared(saved.at, saved_block, one.left_block);
-    put(saved.at, saved_kept, PyDict_New());
-    put_shared(saved.at, saved_stale, Py_False);
-    for (const Py_ssize_t place : {saved_offset, saved_live, saved_base_version}) put_int(saved.at, place, 0);
-    for (const Py_ssize_t place : {saved_counter, saved_base, saved_origin, saved_fingerprint, saved_lost})
-        put_shared(saved.at, place, Py_None);
     put_shared(saved.at, saved_value, value.at);
     if (value.at != Py_None) {
         put_shared(value.at, value_saved, saved.at);
