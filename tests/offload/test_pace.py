@@ -282,6 +282,31 @@ def test_operations_of_a_forward_take_no_longer_together_than_it_was_seen_to_tak
     assert sum(times(found)[: found.turn]) == pytest.approx(4.0 * found.turn)
 
 
+@pytest.mark.parametrize(
+    ("took_s", "host_s", "expected"),
+    [
+        pytest.param(4.4, 0.1, 4.4, id="its clock is slower under load"),
+        pytest.param(8.0, 0.1, 5.0, id="by no more than a quarter"),
+        pytest.param(3.0, 0.1, 4.0, id="they overlap"),
+        pytest.param(4.4, 4.4, 4.0, id="it may have waited for the host"),
+    ],
+)
+def test_operations_take_a_gpu_that_is_always_at_work_as_much_longer_as_its_forward_has_shown(
+    took_s: float, host_s: float, expected: float, clock: Hand, host_clock: Hand
+) -> None:
+    trace, _ = with_recomputing(gap_s=0.0, seconds=4.0)
+    plan = plan_of(trace, *[Placement(tier="keep")] * 10)
+    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    for moment in range(1, 21):
+        if moment != 11:  # nothing lies between what forward saves last and backward
+            clock.now, host_clock.now = clock.now + took_s, host_clock.now + host_s
+        pace.stop()
+        pace.go_on(moment)
+    pace.end(20)
+    found = pace.refine(trace, plan, Machine(name="bare"))
+    assert [op.compute_s for op in found.ops] == pytest.approx([expected] * 10)
+
+
 def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_through(
     clock: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
