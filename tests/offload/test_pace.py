@@ -295,6 +295,7 @@ def test_operations_take_a_gpu_that_is_always_at_work_as_much_longer_as_its_forw
     took_s: float, host_s: float, expected: float, clock: Hand, host_clock: Hand
 ) -> None:
     trace, _ = with_recomputing(gap_s=0.0, seconds=4.0)
+    trace = replace(trace, blocks_s=(("a compiled block that saves nothing", 1e-9),))
     plan = plan_of(trace, *[Placement(tier="keep")] * 10)
     pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
     for moment in range(1, 21):
@@ -305,6 +306,7 @@ def test_operations_take_a_gpu_that_is_always_at_work_as_much_longer_as_its_forw
     pace.end(20)
     found = pace.refine(trace, plan, Machine(name="bare"))
     assert [op.compute_s for op in found.ops] == pytest.approx([expected] * 10)
+    assert found.blocks_s == (("a compiled block that saves nothing", pytest.approx(expected / 4.0 * 1e-9)),)
 
 
 def test_what_a_step_has_waited_is_read_once_and_without_streams_that_are_not_through(

@@ -38,7 +38,7 @@ _LITTLE_MORE = 1.25
 _RECORD_S, _MOVE_S = 35e-6, 120e-6
 _RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
 _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
-_MOST_SLOWER = 1.25  # times what an operation takes a GPU that has rested: one that is always at work has a slower clock
+_MOST_SLOWER = 1.25  # times what operations take a GPU that has rested: one that is always at work has a slower clock
 _FEW = 8  # marks that tell too little
 _STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
 
@@ -157,7 +157,9 @@ class Pace:
         if device_s > _LITTLE_MORE * host_s:
             if operations is not None:  # they were timed one by one, on a device that had rested before each
                 slower = min(_MOST_SLOWER, max(1.0, sum(seconds[:forward]) / sum(operations)))
-                trace = replace(trace, ops=taking(trace.ops, (op.compute_s * slower for op in trace.ops)))
+                blocks_s = tuple((name, block_s * slower) for name, block_s in trace.blocks_s)
+                ops = taking(trace.ops, (op.compute_s * slower for op in trace.ops))
+                trace = replace(trace, ops=ops, blocks_s=blocks_s)
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - following_s)))
         if operations is not None:
