@@ -30,18 +30,22 @@ PyObject *returned(const Way *way, const Moment &one, const at::Tensor &tensor) 
     return is_made_by(call, one) ? value : nullptr;
 }
 
+// A parcel is the newest one.
+void put_last(const Way *way, PyObject *parcel) {
+    const int64_t order = see_int(way->residency, residency__order);
+    put_int(way->residency, residency__order, order + 1);
+    put_int(parcel, parcel_order, order);
+}
+
 // As `parcels.Parcel`, the newest one; its caller says where it is. `recomputed`: whether its bytes were let go.
 PyObject *new_parcel(const Way *way, const Moment &one, int64_t nbytes, PyObject *recomputed) {
     Own parcel(allocate(of.parcel));
-    const int64_t order = see_int(way->residency, residency__order);
-    put_int(way->residency, residency__order, order + 1);
+    put_last(way, parcel.at);
     put_int(parcel.at, parcel_nbytes, nbytes);
-    put_int(parcel.at, parcel_order, order);
     put_int(parcel.at, parcel_filled, 0);
     put_int(parcel.at, parcel_num_joined, 0);
     put(parcel.at, parcel_members, PySet_New(nullptr));
     put_shared(parcel.at, parcel_block, one.left_block);
-    put_shared(parcel.at, parcel_number, one.parcel);
     put_shared(parcel.at, parcel_recomputed, recomputed);
     for (const Py_ssize_t place : {parcel_movable, parcel_sealed}) put_shared(parcel.at, place, Py_True);
     for (const Py_ssize_t place : {parcel_shared, parcel_used}) put_shared(parcel.at, place, Py_False);
@@ -63,10 +67,29 @@ PyObject *new_saved(PyObject *parcel) {
     return saved.give();
 }
 
+// Where in its step a storage was saved that is alone in its parcel, and what it is; takes `watch` over.
+void put_saved(
+    const Way *way, const Moment &one, PyObject *saved, const at::Tensor &tensor, PyObject *value, PyObject *address, PyObject *watch,
+    int64_t ordinal) {
+    put(saved, saved_watch, watch);
+    PyObject *parcel = see(saved, saved_parcel);
+    put_shared(parcel, parcel_number, one.parcel);
+    checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel));
+    put_int(saved, saved_ordinal, ordinal);
+    put_shared(saved, saved_address, address);
+    put(saved, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
+    put_shared(saved, saved_block, one.left_block);
+    put_shared(saved, saved_value, value);
+    if (value != Py_None) put_shared(value, value_saved, saved);
+    checked(PySet_Add(see(parcel, parcel_members), saved));
+    Own at(saved_at(way));
+    append_at(at.at, address, saved);
+}
+
 // As `Saver.save_made`.
 PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at::Tensor &tensor) {
-    PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch), *address = see(watch, weak_cdata);
-    Own saved, parcel, absent(take(way->residency, residency_absent)), at(saved_at(way));
+    PyObject *before = see(value, value_saved_before), *watch = see(value, value_watch);
+    Own saved, parcel, absent(take(way->residency, residency_absent));
     if (before == Py_None || !equal(see(before, saved_nbytes), see(value, value_nbytes))) {
         parcel.at = new_parcel(way, one, see_int(value, value_nbytes), Py_True);
         saved.at = new_saved(parcel.at);
@@ -74,28 +97,16 @@ PyObject *save_made(const Way *way, const Moment &one, PyObject *value, const at
     } else {  // gone from everywhere, since nothing is left of the step that it belonged to
         saved.at = Py_NewRef(before);
         parcel.at = take(before, saved_parcel);
-        const int64_t order = see_int(way->residency, residency__order);
-        put_int(way->residency, residency__order, order + 1);
-        put_int(parcel.at, parcel_order, order);
+        put_last(way, parcel.at);
         put_shared(parcel.at, parcel_used, Py_False);
         put_shared(parcel.at, parcel_recomputed, Py_True);
-        put_shared(parcel.at, parcel_number, one.parcel);
         put_shared(saved.at, saved_stale, Py_False);
         for (const Py_ssize_t place : {saved_counter, saved_lost, saved_fingerprint}) put_shared(saved.at, place, Py_None);
     }
     checked(PySet_Add(absent.at, parcel.at));
     put_shared(saved.at, saved_version, see(value, value_version));
-    put_shared(saved.at, saved_address, address);
-    put_shared(saved.at, saved_watch, watch);
-    put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
-    put_shared(saved.at, saved_block, one.left_block);
-    put_int(saved.at, saved_ordinal, one.made_ordinal);
-    checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
-    put_shared(saved.at, saved_value, value);
     put_shared(saved.at, saved_origin, see(value, value_root));
-    put_shared(value, value_saved, saved.at);
-    checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
-    append_at(at.at, address, saved.at);
+    put_saved(way, one, saved.at, tensor, value, see(watch, weak_cdata), Py_NewRef(watch), one.made_ordinal);
     return saved.give();
 }
 
@@ -191,23 +202,12 @@ PyObject *save_to_move(const Way *way, PyObject *settled, const Moment &one, PyO
     count(way, nbytes);
     put(parcel.at, parcel_buffer, bytes_in(tensor, 0, nbytes));
     put(parcel.at, parcel_hold, THPVariable_Wrap(tensor.tensor_data()));
-    checked(PyDict_SetItem(see(way->progress, running_numbered), one.parcel, parcel.at));
     PyObject *watch = value.at == Py_None ? Py_None : see(value.at, value_watch);
     put_int(saved.at, saved_version, version_of(tensor));
-    put_int(saved.at, saved_ordinal, one.ordinal);
-    put_shared(saved.at, saved_address, address);
-    put(saved.at, saved_watch, watch == Py_None ? watch_of(tensor) : Py_NewRef(watch));
-    put(saved.at, saved_pointer, PyLong_FromVoidPtr(tensor.storage().mutable_data()));
-    put_shared(saved.at, saved_block, one.left_block);
-    put_shared(saved.at, saved_value, value.at);
-    if (value.at != Py_None) {
-        put_shared(value.at, value_saved, saved.at);
-        put_shared(value.at, value_held, Py_None);
-    }
     put(saved.at, saved_root, weak_root_of(object, tensor));
-    checked(PySet_Add(see(parcel.at, parcel_members), saved.at));
-    Own at(saved_at(way));
-    append_at(at.at, address, saved.at);
+    if (value.at != Py_None) put_shared(value.at, value_held, Py_None);
+    put_saved(
+        way, one, saved.at, tensor, value.at, address, watch == Py_None ? watch_of(tensor) : Py_NewRef(watch), one.ordinal);
     send(way, parcel.at, one.tier);
     return saved.give();
 }
