@@ -164,10 +164,9 @@ def show_plans(session: Session) -> None:
 
     def chosen() -> Any:
         found = choose()
-        if found is not None:
-            choice = found[2]
-            mix = ", ".join(f"{number} {name}" for name, number in Counter(choice.variants.values()).items())
-            print(f"    chosen: {mix}; {choice.step_ms} ms, {choice.measured_ms} now", flush=True)
+        choice = found[2]
+        mix = ", ".join(f"{number} {name}" for name, number in Counter(choice.variants.values()).items())
+        print(f"    chosen: {mix}; {choice.step_ms} ms, {choice.measured_ms} now", flush=True)
         return found
 
     patched = {"judge": judged, "take_choice": chosen, "plan_within": planned_within}

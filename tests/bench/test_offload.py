@@ -27,6 +27,7 @@ from torchstorm.bench.peers import NO_BLOCKS, Budgets, Peers
 from torchstorm.bench.rows import GIB, Results, Row
 from torchstorm.bench.sessions import settle
 from torchstorm.errors import ConfigError, DeviceError
+from torchstorm.offload.replan.measured import Measured
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
 
@@ -79,7 +80,8 @@ def test_the_small_case_runs_every_way_bit_for_bit(tmp_path: Path) -> None:
     assert recomputed.peak_gib < unlimited.peak_gib
     assert session.budget_gib == pytest.approx(0.6 * unlimited.peak_gib)
     assert session.budget_gib is not None
-    assert session.peak_gib <= session.budget_gib
+    assert session.highest_gib is not None
+    assert session.peak_gib <= session.highest_gib <= session.budget_gib
     assert session.budget_name == "60% of the unlimited peak"
     assert session.forecast_peak_gib == session.corrected_peak_gib == session.peak_gib == session.ram_gib
     assert session.moved_gib is not None
@@ -295,6 +297,24 @@ def test_a_way_whose_gradients_differ_shows_no_time(tmp_path: Path) -> None:
     assert wrong.peak_gib is not None
     assert right.checked
     assert right.step_s is not None
+
+
+def test_a_step_above_the_budget_is_said_whichever_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make_bench(tmp_path)
+    bench.add_unlimited()
+    planned_or_all = Measured.planned_or_all
+
+    def above(self: Measured) -> tuple[Figures | None, Figures | None]:
+        measured, highest = planned_or_all(self)
+        return measured, replace(highest, ram_bytes=2 * GIB) if highest is not None else None
+
+    monkeypatch.setattr(Measured, "planned_or_all", above)
+    row = bench.add_session(1.0)
+    assert row.checked, row.note
+    assert row.peak_gib is not None
+    assert row.peak_gib < 1.0
+    assert row.highest_gib == 2.0
+    assert "a step took 2.00 GiB, more than the budget" in row.note
 
 
 def test_a_session_whose_gradients_differ_shows_no_time(tmp_path: Path) -> None:

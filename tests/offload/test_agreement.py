@@ -21,6 +21,7 @@ from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.agreement import REFERENCE, Agreement, Look
 from torchstorm.offload.compiled.repeatable import is_strict
 from torchstorm.offload.compiled.stop_watch import StopWatch
+from torchstorm.offload.fast import Cpu
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.trace import Trace
@@ -276,6 +277,73 @@ def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
     # A step that tells that blocks are whole graphs, one that is planned for, then both compared, then the others. Each
     # block is a specialization: each finds another cache.
     assert ran == [REFERENCE] * 2 * NUM_BLOCKS + [REFERENCE, LEAN] * NUM_BLOCKS + [LEAN] * 2 * NUM_BLOCKS
+
+
+def _room_for(monkeypatch: pytest.MonkeyPatch, room: str) -> list[bool]:
+    """Where there is memory to run blocks by themselves. Returns whether gradients existed each time when one did."""
+    compared, models = list[bool](), list[nn.Module]()
+    set_up, difference = Model.__init__, case_module.Case.difference
+
+    def has_gradients() -> bool:
+        return any(parameter.grad is not None for model in models for parameter in model.parameters())
+
+    def made(self: Model) -> None:
+        set_up(self)
+        models.append(self)
+
+    def unused_bytes(self: Cpu, limit_bytes: int) -> int:
+        return 0 if room == "none" or has_gradients() else 1 << 62
+
+    def noted(self: case_module.Case, *args: Any) -> str:
+        compared.append(has_gradients())
+        return difference(self, *args)
+
+    monkeypatch.setattr(Model, "__init__", made)
+    monkeypatch.setattr(Cpu, "unused_bytes", unused_bytes)
+    monkeypatch.setattr(case_module.Case, "difference", noted)
+    return compared
+
+
+def test_where_gradients_leave_no_room_variants_are_compared_when_the_next_step_begins(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    expected, _ = train(unlimited, (ROWS,) * 5)
+    compared = _room_for(monkeypatch, "as a step begins")
+    choosing(monkeypatch, LEAN)
+    ran.clear()
+    found, session = train(limited, (ROWS,) * 5)
+    assert_same(expected, found)
+    assert compared == [False] * NUM_BLOCKS
+    assert session._shared.compiled is not None
+    assert set(session._shared.compiled.variants.values()) == {LEAN}
+    assert ran == [REFERENCE] * 2 * NUM_BLOCKS + [REFERENCE, LEAN] * NUM_BLOCKS + [LEAN] * 3 * NUM_BLOCKS
+    assert session.report().num_planned == 1, "the fourth step, which follows its plan, is timed"
+    assert not [note for note in session.report().notes if "no room" in note]
+
+
+def test_without_room_to_compare_them_variants_are_left_out_and_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    expected, _ = train(unlimited)
+    compared = _room_for(monkeypatch, "none")
+    choosing(monkeypatch, LEAN)
+    ran.clear()
+    found, session = train(limited)
+    assert_same(expected, found)
+    assert not compared
+    assert ran == [REFERENCE] * 4 * NUM_BLOCKS
+    assert session.report().num_planned > 0
+    (note,) = [note for note in session.report().notes if "no room" in note]
+    assert note.startswith("compiled blocks stay in their variants: the budget has no room for ")
+
+
+def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = _room_for(monkeypatch, "as a step begins")
+    choosing(monkeypatch, LEAN)
+    _, session = train(limited, (ROWS, ROWS))
+    assert session.plan() is None, "it waits for the next step"
+    assert session._shared.unfinished is None
+    assert not compared
 
 
 def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(

@@ -8,7 +8,9 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,6 +307,54 @@ def test_every_step_is_within_the_budget_and_the_forecast_comes_true(name: str, 
     assert report.highest.vram_bytes == max(found.peaks)
     assert gives_up(session)
     session.close()
+
+
+class Wide(nn.Module):
+    """Its gradients take much more than what it saves, so that little room is left beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(2 * WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, 2 * WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_variants_of_compiled_blocks_are_compared_and_timed_within_the_budget() -> None:
+    """The budget has what weights, gradients and optimizer state take, and less than a block needs by itself."""
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss = model(batch(256, 2 * WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    def session_of(model: nn.Module, optimizer: torch.optim.Optimizer, **budget: Any) -> Session:
+        session = Session(model, optimizer=optimizer, **budget)
+        session.compile()
+        return session
+
+    weights_bytes = sum(parameter.nbytes for parameter in Wide().parameters())
+    run(Wide, step, None, num_steps=2)  # workspaces of libraries exist from here on
+    budget = torch.cuda.memory_allocated() + 4 * weights_bytes + 48 * MIB
+    found = run(Wide, step, partial(session_of, vram=budget), num_steps=8, watch=True)
+    session = found.session
+    assert session is not None
+    blocks = session._shared.compiled
+    assert blocks is not None
+    assert max(found.requested) <= budget, f"{found.requested}, with a budget of {budget}: {session.report()}"
+    highest = session.report().highest
+    assert highest is not None
+    assert highest.vram_bytes <= budget
+    kind = next(iter(blocks._alike.values()))
+    assert kind.is_timed, "nothing has run by itself, so nothing was tested"
+    assert kind.needed_bytes > 48 * MIB, "it would have fitted"
+    blocks.undo()
+    session.close()
+    assert_same(run(Wide, step, partial(session_of, unlimited=True), num_steps=8).outcome, found.outcome)
 
 
 def test_measured_outside_a_planned_step_peaks_at_what_the_session_says() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import torchstorm
 from torchstorm.errors import BudgetError
 from torchstorm.offload.session import Session
-from torchstorm.offload.step import step as step_module
+from torchstorm.offload.step import conclude as conclude_module
 from torchstorm.storage.unattended import Unattended
 
 
@@ -113,7 +113,7 @@ def test_a_report_prints_forecast_beside_measured(tmp_path: Path) -> None:
 def test_a_longer_batch_that_comes_when_nothing_is_computed_again_so_far_is_after_all(
     has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_module, "_FREE", 0.0)  # a plan that moves alone is not good enough
+    monkeypatch.setattr(conclude_module, "_FREE", 0.0)  # a plan that moves alone is not good enough
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(64, 64), nn.GELU(), nn.Tanh())))
     with Session(model, ram="3MiB", disk=str(tmp_path) if has_disk else None) as session:

@@ -104,11 +104,12 @@ class Meter:
 
     Attributes:
         num_repeated: how often a Session asked for a step to be repeated, because the device was out of memory.
+        highest_bytes: most allocated device memory in any step since whoever reads it has set it to 0.
     """
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.num_repeated = 0
+        self.num_repeated = self.highest_bytes = 0
         self._seed = 0
         model = training.model
         kept = dict(model.named_buffers())
@@ -145,6 +146,7 @@ class Meter:
         synchronize(self.training.device)
         seconds = time.perf_counter() - start
         peak = torch.cuda.max_memory_allocated(training.device) if training.device.type == "cuda" else 0
+        self.highest_bytes = max(self.highest_bytes, peak)
         share = training.share(seed) if training.share is not None else 1.0
         return Timing(seconds=(seconds / share,), host_seconds=(host_s / share,), peak_bytes=peak)
 

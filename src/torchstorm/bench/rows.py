@@ -31,6 +31,8 @@ class Row(RecordRow):
         fastest_s, slowest_s: of the timed steps.
         host_s: median seconds until the host has asked for all of a step.
         peak_gib: most GiB of allocated device memory in a timed step; on a CPU, of saved storages.
+        highest_gib: the same in any step, the first included, and between steps, where a Session's compiled blocks are
+            compared; steps of the check of gradients, which are deterministic, apart. None for other ways on a CPU.
         over_unlimited: step_s by the time of the way in `against`.
         over_eager: step_s by the time of "unlimited", for compiled ways, too.
         against: "unlimited", or "compile" for compiled ways.
@@ -58,6 +60,7 @@ class Row(RecordRow):
     slowest_s: float | None = None
     host_s: float | None = None
     peak_gib: float | None = None
+    highest_gib: float | None = None
     over_unlimited: float | None = None
     over_eager: float | None = None
     against: str = ""

@@ -66,6 +66,7 @@ def measure_session(
     clean(meter.training.device)
     with make(budget_bytes) as session, _blocks(session, compiled) as blocks:
         library.wait()  # what a compiler builds beside a machine's first Session
+        meter.highest_bytes = 0
         meter.meet_sizes(session.step, steps=steps)  # the largest ones are planned for then
         before, forecast = settle(session, lambda: meter.step(session.step))
         timing = meter.time(session.step, warm=0, steps=steps)
@@ -73,9 +74,12 @@ def measure_session(
         busy = meter.profile(session.step)
         on_cpu, is_uneven = meter.training.device.type == "cpu", meter.training.share is not None
         assert report.measured is not None
+        assert report.highest is not None
+        highest_bytes = report.highest.ram_bytes if on_cpu else max(meter.highest_bytes, report.highest.vram_bytes)
         row = replace(
             row,
             peak_gib=(report.measured.ram_bytes if on_cpu else timing.peak_bytes) / GIB,
+            highest_gib=highest_bytes / GIB,
             moved_gib=report.moved_bytes / GIB,
             recomputed_gib=_recomputed_gib(session, blocks),
             ram_gib=report.measured.ram_bytes / GIB,
@@ -87,6 +91,7 @@ def measure_session(
             note=joined(
                 row.note,
                 _planned_note(before, report, steps, is_uneven=is_uneven),
+                f"a step took {format_size(highest_bytes)}, more than the budget" * (highest_bytes > budget_bytes),
                 f"{meter.num_repeated - repeated} steps repeated, out of memory" * (meter.num_repeated > repeated),
                 checked_note,
                 reference.note,

@@ -76,10 +76,13 @@ class SideBySide:
             slow: whether fewer steps have to do.
         """
         steps = min(self._steps, _SLOW_STEPS) if slow else self._steps
+        self.meter.highest_bytes = 0
         timing = self.meter.time(context, warm=1 if slow else 2, steps=steps)
         busy = self.meter.profile(context)
         peak_bytes = self.meter.saved_bytes(context) if self.device.type == "cpu" else timing.peak_bytes
-        row = replace(row, peak_gib=peak_bytes / GIB, gpu_busy=busy.gpu_busy, overlap=busy.overlap, steps=steps)
+        highest_gib = self.meter.highest_bytes / GIB if self.device.type == "cuda" else None
+        row = replace(row, peak_gib=peak_bytes / GIB, highest_gib=highest_gib)
+        row = replace(row, gpu_busy=busy.gpu_busy, overlap=busy.overlap, steps=steps)
         if wrong:
             return self.finish(replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown")))
         return self.finish(replace(row.timed(timing.seconds), checked=True, host_s=timing.host_s))

@@ -20,7 +20,8 @@ import torch
 from torchstorm.errors import StorageError, UnsupportedError
 from torchstorm.offload import first_calls, misuse
 from torchstorm.offload.budget import Tiers, build_tiers
-from torchstorm.offload.compiled.compile import CompiledBlocks, compile_blocks
+from torchstorm.offload.compiled.begin import compile_blocks
+from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.native import library
 from torchstorm.offload.native.classes import classes
 from torchstorm.offload.replan.planner import Planner
@@ -137,7 +138,8 @@ class Session:
 
         Raises:
             BudgetError: the step needs more than the budget. Raised before the model runs where earlier steps of other
-                sizes tell, else at the end of the step, before any weight changes.
+                sizes tell, else at the end of the step, before any weight changes; or as the next step begins, where
+                compiled blocks must be compared first and its gradients leave no room for that.
             OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
                 made: repeat the step. Changes of buffers remain, and values added to existing gradients, which the
                 error names.
@@ -228,7 +230,7 @@ class Session:
             blocks, variant: as in `offload.compiled.compile.CompiledBlocks`; without `variant` the Session chooses.
 
         Raises:
-            ConfigError, UnsupportedError: as `offload.compiled.compile.compile_blocks` does.
+            ConfigError, UnsupportedError: as `offload.compiled.begin.compile_blocks` does.
         """
         shared = self._shared
         compiled = compile_blocks(
@@ -274,7 +276,7 @@ class Session:
         """Frees spill files, pinned memory, threads and the planner's process. A second call does nothing."""
         if not self._shared.saved.closed:
             self._shared.saved.closed = reason
-            self._shared.retiming = None
+            self._shared.retiming = self._shared.unfinished = None
             self._shared.planner.close()
             self._shared.tiers.close()
 

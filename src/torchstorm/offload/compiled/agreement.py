@@ -118,6 +118,16 @@ class Agreement:
         self._doubted = (self._doubted - self._new) | self._doubts
         self._new, self._doubts = set(), set()
 
+    @property
+    def is_to_settle(self) -> bool:
+        """Whether a step has run what none has before."""
+        return bool(self._new or self._doubts)
+
+    def was_compared(self, variant: str) -> bool:
+        """Whether it is known of a variant, in every specialization, whether it agrees."""
+        is_known = variant == self.reference or variant in self.dropped
+        return is_known or all(variant in case.agreed for case in self._cases)
+
     def agrees(self, variant: str, call: Call, device: torch.device) -> bool:
         """Whether a variant gives the reference's bits in every specialization; compares those not compared so far."""
         if variant == self.reference:

@@ -25,10 +25,10 @@ from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.replan.planned import Kind as StepKind
-from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAST, SAVE, VARIANTS, Blocks, BlockTable, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, VARIANTS, Blocks, BlockTable, Choice, choose_variants
+from torchstorm.sizes import format_size
 
 # Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants
 # depends on it.
@@ -84,6 +84,8 @@ class CompiledBlocks:
         self._kinds = dict(self._without_hooks)
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.compares = False  # whether only variants are used that agree
+        self.has_room = True  # whether blocks may be run by themselves now, to be compared and timed
+        self._lacked_room = False  # whether others were left out for that
         self.num_compiled = 0  # graphs, within the blocks' calls
         self.has_breaks = False  # whether anything ran uncompiled there
         self.are_whole = False  # whether steps have shown that nothing does
@@ -126,10 +128,20 @@ class CompiledBlocks:
 
     def timed(self, trace: Trace, fast: FastTier) -> Trace:
         """The trace of a step that has ended, with what its blocks take the device by themselves."""
-        for kind in set(self._kinds.values()):
+        for kind in set(self._kinds.values()) if self.has_room else ():
             kind.time(fast)
         ran_once = {name for name, kind in self._kinds.items() if kind.ran_once(name)}
         return self._blocks(trace).timed_alone(trace, ran_once)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a block takes at most, roughly, when it is compared or timed by itself."""
+        return max((kind.needed_bytes for kind in self._alike.values()), default=0)
+
+    @property
+    def is_to_compare(self) -> bool:
+        """Whether the step that has ended was the first to run something."""
+        return self._fell_back or any(kind.agreement.is_to_settle for kind in self._alike.values())
 
     @property
     def _is_disturbed(self) -> bool:
@@ -166,6 +178,8 @@ class CompiledBlocks:
         before = dict(self.variants)
         if choice.measured_ms is None or not self._choices.is_worth(choice) or before | choice.variants == before:
             return False  # of the present ones, which steps follow a plan in, it is known that they fit
+        if self._lacks_room():
+            return False
         if not self.adopt(choice.variants):
             self.set(before)
             return None
@@ -198,7 +212,7 @@ class CompiledBlocks:
             is_urgent: whether the present ones do not fit. Else the first step that has compiled anything chooses
                 nothing by its times, unless blocks were timed by themselves.
         """
-        if self.fixed or not self.tables():
+        if self.fixed or not self.tables() or self._lacks_room():
             return False
         if not self._choices.begin(most=most, has_compiled=self._is_disturbed, is_urgent=is_urgent):
             return False
@@ -226,22 +240,33 @@ class CompiledBlocks:
         self.set(agreed)
         return len(agreed) == len(variants)
 
+    def _lacks_room(self) -> bool:
+        self._lacked_room = not self.has_room
+        return self._lacked_room
+
+    def step_ended(self) -> None:
+        """Takes note of what has run in a step."""
+        self._has_compiled, self._num_before = self.num_compiled != self._num_before, self.num_compiled
+        for kind in self._alike.values():
+            kind.step_ended()
+
     def settle(self) -> bool:
         """Compares what the step that has ended was the first to run. True where the next such step is another one."""
         changed, self._fell_back = self._fell_back, False
-        self._has_compiled, self._num_before = self.num_compiled != self._num_before, self.num_compiled
         for name, variant in list(self.variants.items()):
             if self.compares and not self._agrees(name, variant):
                 self.variants[name] = self._reference
                 changed = True
         for kind in self._alike.values():
-            kind.settle()
+            kind.agreement.settle()
         return changed
 
     def _agrees(self, name: str, variant: str) -> bool:
         kind = self._kinds.get(name)
         if not self.compares or kind is None or variant not in VARIANTS:
             return True  # `set` refuses it
+        if not kind.agreement.was_compared(variant) and self._lacks_room():
+            return False
         device = next((one.device for one in self._modules[name].parameters()), torch.device("cpu"))
         return kind.agreement.agrees(variant, kind.call, device)
 
@@ -273,6 +298,9 @@ class CompiledBlocks:
         for kind, alike in names.items():
             for variant, reason in kind.agreement.dropped.items():
                 failed.add(f"variant {variant!r} of {', '.join(alike)} is not used: {reason}")
+        if self._lacked_room:
+            needed = format_size(self.needed_bytes)
+            failed.add(f"compiled blocks stay in their variants: the budget has no room for {needed} to compare others")
         return tuple(sorted(failed))
 
     def _kind_of(self, name: str, module: nn.Module) -> Kind:
@@ -332,52 +360,6 @@ class _BlockCall:
             owner.num_compiled += private.num_compiled() - num_before
             owner.has_breaks |= private.num_breaks() != breaks_before
             owner._on_leave()
-
-
-def compile_blocks(
-    saved: SavedTensors,
-    model: nn.Module,
-    asked: nn.Module | None,
-    blocks: Iterable[nn.Module | str] | None,
-    variant: str | None,
-    *,
-    unlimited: bool,
-    can_move: bool,
-) -> CompiledBlocks:
-    """What `Session.compile` does, with its arguments.
-
-    Args:
-        saved: the Session's; it learns which block is running.
-        model: the Session's.
-        asked: the model that the user named, None for the Session's.
-        blocks: see `CompiledBlocks`.
-        variant: for all blocks and all steps; None lets the Session choose after its first steps.
-        unlimited: whether there is nothing to choose for: blocks save what PyTorch would.
-        can_move: whether what they save can go anywhere. Else only a variant that saves little keeps a budget in steps
-            that were never seen.
-
-    Raises:
-        ConfigError: another model than the Session's was named; or as `CompiledBlocks` raises.
-        UnsupportedError: as `CompiledBlocks` raises.
-    """
-    if asked is not None and asked is not model:
-        refuse_compiled_whole(asked)
-        raise ConfigError(
-            f"compile({type(asked).__name__}) was given, but this Session trains another model "
-            f"({type(model).__name__}): call compile() without one, or make a Session for the other."
-        )
-    reference = REFERENCE if can_move else LEAST
-    compiled = CompiledBlocks(
-        model,
-        blocks,
-        variant=variant or (SAVE if unlimited else reference),
-        reference=reference,
-        on_enter=lambda name: saved.blocks.append(name),
-        on_leave=lambda: saved.blocks.pop() if saved.blocks else None,
-    )
-    compiled.fixed = unlimited or variant is not None
-    compiled.compares = variant is None
-    return compiled
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.agreement import REFERENCE, Agreement
@@ -20,6 +22,8 @@ from torchstorm.plan.variants import SAVE, VARIANTS, BlockTable, Variant
 WITHOUT_GRADIENTS = ""
 """In place of a variant, for calls that save nothing."""
 
+_INPUTS = 6  # an input, the output, the gradients of both, once more what is compared with it, and what draws them
+
 _numbers = itertools.count()
 
 
@@ -28,6 +32,7 @@ class Kind:
 
     def __init__(self, reference: str = REFERENCE) -> None:
         self.agreement = Agreement(reference)
+        self.needed_bytes = 0  # that one takes at most, roughly, when it is compared or timed by itself
         self.costs: list[GraphCosts] = []  # of the graphs that one call runs: several where it breaks
         self.partitioners: dict[str, VariantPartitioner] = {}
         self.num_calls: Counter[str] = Counter()  # of each block, in this step
@@ -42,12 +47,19 @@ class Kind:
         out = self._function(variant)(module, args, kwargs)
         if self._told and len(self._told) >= len(self.costs):  # else a part was compiled again, for another shape
             self.costs = self._told
+            self.needed_bytes = max(self.needed_bytes, self._alone_bytes(module, (args, kwargs)))
         return out
 
-    def settle(self) -> None:
-        """A step has ended."""
+    def _alone_bytes(self, module: nn.Module, given: object) -> int:
+        """What a block takes at most, roughly, in a forward and backward of its own that are compared with others: what
+        backward needs, the gradients of both, and inputs, outputs and their gradients, as large as inputs."""
+        inputs = sum(leaf.nbytes for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        weights = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        return max(variant.peak_bytes for variant in self.merged().values()) + 2 * weights + _INPUTS * inputs
+
+    def step_ended(self) -> None:
+        """Takes note of how often blocks were called in a step."""
         self._num_calls_before, self.num_calls = self.num_calls, Counter()
-        self.agreement.settle()
 
     def time(self, fast: FastTier) -> None:
         """Times the variants in use, between steps."""

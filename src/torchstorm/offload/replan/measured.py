@@ -54,6 +54,11 @@ class Measured:
         self.num_planned += borrowed
         self._times.append(span)
 
+    def note_vram(self, nbytes: int) -> None:
+        """So much device memory was allocated at most, in the last step or since."""
+        if self._highest is not None:
+            self._highest = replace(self._highest, vram_bytes=max(self._highest.vram_bytes, nbytes))
+
     def new_times(self) -> list[Took]:
         """What steps took that followed the plan in force, each told once; of the device those that it has done. A step
         that was a little smaller tells what it would have taken."""

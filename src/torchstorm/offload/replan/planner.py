@@ -115,9 +115,14 @@ class Planner(Problems):
                 self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_QUICK_S, blocks=blocks
             )
 
-    def take_choice(self) -> tuple[Planned, Blocks, Choice] | None:
-        """Variants that were chosen beside training, told once, with the plan of the step by which they were chosen
-        and the blocks as they were then."""
+    @property
+    def has_chosen(self) -> bool:
+        """Whether variants were chosen beside training, and not taken from here."""
+        return self._chosen is not None
+
+    def take_choice(self) -> tuple[Planned, Blocks, Choice]:
+        """Those, with the plan of the step by which they were chosen and the blocks as they were then."""
+        assert self._chosen is not None
         found, self._chosen = self._chosen, None
         return found
 

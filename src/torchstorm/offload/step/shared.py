@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ class Shared:
         runs_compiled: whether Dynamo has compiled something that steps run, besides those.
         base_bytes: device memory that was not the Session's when the last step began.
         retiming: what a step has measured that followed its plan, until the device has come to its end.
+        unfinished: concludes what follows from the last step, where that waits for the next one to begin.
     """
 
     model: torch.nn.Module
@@ -88,6 +90,7 @@ class Shared:
     runs_compiled: bool = False
     base_bytes: int = 0
     retiming: Retiming | None = None
+    unfinished: Callable[[], None] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -102,25 +105,77 @@ class Shared:
         """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""
         return private.num_compiled() - (self.compiled.num_compiled if self.compiled is not None else 0)
 
+    def conclude(self, conclusion: Callable[[], None], *, was_measured: bool) -> None:
+        """Concludes what follows from a step that has ended. Where compiled blocks may run once more for that, to be
+        compared and timed, and the budget has no room for it beside all gradients, it waits for `finish`.
+
+        Args:
+            conclusion: does so.
+            was_measured: whether the step was.
+
+        Raises:
+            BudgetError: the step needs more than the budget.
+        """
+        runs_blocks = self.compiled is not None and (was_measured or self.compiled.is_to_compare)
+        if runs_blocks and not self._has_room():
+            self.unfinished = conclusion
+        else:
+            conclusion()
+            self._note_peak()
+
+    def finish(self) -> None:
+        """Concludes, as a step begins, what has waited since the last one.
+
+        Raises:
+            BudgetError: the last step needs more than the budget.
+        """
+        if self.compiled is None or (self.unfinished is None and not self.planner.has_chosen):
+            return
+        conclusion, self.unfinished = self.unfinished, None
+        self.tiers.fast.reset_peak()
+        self.compiled.has_room = self._has_room()
+        try:
+            if conclusion is not None:
+                conclusion()
+            self.learn(is_between=True)
+        finally:
+            self.compiled.has_room = True
+        self._note_peak()
+
+    def _has_room(self) -> bool:
+        """Whether compiled blocks may run by themselves beside what is allocated now."""
+        needed = self.compiled.needed_bytes if self.compiled is not None else 0
+        return needed <= self.tiers.fast.unused_bytes(self.residency.limit_bytes)
+
+    def _note_peak(self) -> None:
+        """Counts what compiled blocks took by themselves."""
+        if self.compiled is not None:
+            self.measured.note_vram(self.tiers.fast.peak_bytes())
+
     def take_better(self) -> None:
         """Takes over a plan that was found beside training."""
         if self.retiming is None and self.planner.take_better():
             self._changed()
 
-    def learn(self) -> None:
+    def learn(self, *, is_between: bool = False) -> None:
         """Compares the steps that have ended with the forecast of the plan in force.
 
         It is called as a step ends: a GPU is then still at work, as a rule, with what backward gave it. At a step's
         begin it would wait for this.
+
+        Args:
+            is_between: whether it is called as a step begins: no gradients are in the way of compiled blocks then.
         """
+        if self.unfinished is not None:
+            return
         if self.retiming is not None:
             if not self.retiming.pace.is_reached:
                 return
             self._retime(*self.retiming)
         if self.planner.learn(self.measured.new_times(), self.measured.new_vram_bytes()):
             self._changed()
-        if (chosen := self.planner.take_choice()) is not None:
-            self._take_choice(*chosen)
+        if self.planner.has_chosen and (is_between or self._has_room()):
+            self._take_choice(*self.planner.take_choice())
         planned = self.plans.in_force
         if self.compiled is None or planned is None or not planned.is_proven or not self.plans.has(planned):
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,27 +15,23 @@ from torchstorm.offload.compiled.compile import refuse_compiled_whole
 from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
-from torchstorm.offload.replan.foresight import came_true, foresee
-from torchstorm.offload.replan.mistaken import correct
-from torchstorm.offload.replan.planned import Kind, Planned
-from torchstorm.offload.replan.smaller import ask_for_plan, give_up, is_to_be_traced, plan_for
+from torchstorm.offload.replan.foresight import foresee
+from torchstorm.offload.replan.planned import Planned
+from torchstorm.offload.replan.smaller import give_up, is_to_be_traced, plan_for
 from torchstorm.offload.replan.user_plan import check_inputs
-from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.shortage import Gradients, Shortage, drop_step, held_by, keep_more_free, trained
-from torchstorm.offload.run.split import with_micro_batch
 from torchstorm.offload.step.clock import Span
+from torchstorm.offload.step.conclude import Ended, conclude, with_part_that_fits
 from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.naming import Naming
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.running import Choice, Departure, TableOf
-from torchstorm.offload.step.shared import Retiming, Shared
+from torchstorm.offload.step.shared import Shared
 from torchstorm.offload.step.tables import Table
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import KEEP, Figures
 from torchstorm.plan.trace import PACK
 from torchstorm.sizes import format_size
-
-_FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
 
 class Step:
@@ -48,11 +43,13 @@ class Step:
     Raises:
         UnsupportedError: the device is capturing a CUDA graph.
         DeviceError: the model was moved to another device.
+        BudgetError: as `Shared.finish` does.
     """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._fast = fast = shared.tiers.fast
+        shared.finish()
         shared.tiers.begin_step()
         # Where only what autograd saved counts, nothing is but what the Session has.
         held_bytes = shared.residency.resident_bytes if fast.counts_all else 0
@@ -133,7 +130,7 @@ class Step:
             )
         except BudgetError as error:
             if shared.compiled is None or shared.compiled.fixed:  # else other variants may fit
-                raise self._with_micro_batch(error) from None
+                raise with_part_that_fits(shared, error, self._inputs) from None
         if self._foreseen is not None:  # the step's time is without that of planning it
             self._span = Span(shared.clock)
 
@@ -141,14 +138,6 @@ class Step:
         """What tells kinds of steps apart beside their first saved tensor: on a GPU, gradients that exist are added to,
         and others are allocated, so the peaks differ."""
         return (self._gradients.nbytes,) if self._fast.counts_all else ()
-
-    def _with_micro_batch(self, error: BudgetError) -> BudgetError:
-        """The error, with the part of the batch that should fit."""
-        return with_micro_batch(
-            self._shared.explained(error),
-            num_samples=self._inputs.num_samples if error.tier == self._fast.name else 0,
-            fixed_bytes=self._shared.fixed_bytes(error.tier),
-        )
 
     def _choose(self, key: tuple[Any, ...]) -> Choice:
         """Called at the step's first save: the plan for a step that begins like this, and who measures it."""
@@ -255,102 +244,39 @@ class Step:
     # ------------------------------------------------------------------ its end
 
     def leave(self) -> None:
-        """The step has ended without an error: counts it, and plans the next ones of its kind where it was measured.
+        """The step has ended without an error: counts it, and concludes what follows from it; see `Shared.conclude`.
 
         Raises:
             BudgetError: the step needs more than the budget.
         """
-        self._conclude()
-        of_step = self._gradients, self._inputs, self._shared.saved
-        self._shared.watch.step_ended(*of_step, has_saved=self._key is not None)
-        self._shared.learn()
+        shared = self._shared
+        ended = self._end()
+        shared.conclude(partial(conclude, shared, ended), was_measured=ended.recorder is not None)
+        shared.watch.step_ended(self._gradients, self._inputs, shared.saved, has_saved=self._key is not None)
+        shared.learn()
 
-    def _conclude(self) -> None:
-        shared, plans = self._shared, self._shared.plans
-        left_plan, shortfall = shared.saved.left_plan, shared.residency.shortfall
-        recorder = shared.saved.end()
+    def _end(self) -> Ended:
+        shared = self._shared
+        left_plan, recorder = shared.saved.left_plan, shared.saved.end()
         self._span.end()
-        planned = self._planned if not left_plan else None  # of a step that is another one than all before
-        self._count(recorder, planned if recorder is None else None)
-        other_variants = shared.compiled is not None and shared.compiled.settle()
-        # Whether what blocks do is seen from now on, or no longer: then the next step is measured for the plan.
-        is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()
-        other_variants |= is_measured
-        if left_plan and self._planned is not None and self._planned.is_from_user:
-            plans.drop(self._planned)
-            shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
-        elif isinstance(recorder, Pace) and planned is not None and shared.planner.is_beside and not other_variants:
-            shared.retiming = Retiming(recorder, planned, self._scale_of(planned))
-        elif recorder is not None and self._is_planned_for and self._key is not None and not other_variants:
-            found = self._plan_next(recorder, planned)
-            is_measured = True  # and planned for, or the next one, in which compiled blocks run otherwise, will be
-            if found is not None:
-                if planned is None:
-                    workload = replace(workload_of(shared.model), inputs=self._inputs.shapes or ())
-                    found.kind = Kind(self._key, workload, self._inputs.num_calls, is_of_rest=left_plan)
-                shared.put(found, planned)
-                shared.trim()
-                planned = found
-        if planned is not None and plans.stand_for_smaller(planned):
-            shared.measured.plan_changed()
-        if planned is not None and recorder is None and not self._is_exact:
-            ask_for_plan(plans, shared.planner, self._larger or planned, self._inputs.shapes, shared.buffers())
-        if correct(plans, shared.planner, self._mistaken):
-            shared.measured.plan_changed()
-        if shortfall is not None:
-            shared.planner.lessons.append(shared.tiers.judge_shortfall(*shortfall, is_measured=is_measured))
-
-    def _plan_next(self, recorder: Recorder | Pace, planned: Planned | None) -> Planned | None:
-        """The plan for further steps of this kind, by what this one has measured; None where compiled blocks take other
-        variants first.
-
-        Raises:
-            BudgetError: none fits.
-        """
-        shared, planner = self._shared, self._shared.planner
-        if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
-            trace = shared.settled(recorder, planned, planned.plan, self._scale_of(planned))
-        else:
-            assert isinstance(recorder, Recorder)
-            trace = shared.timed(recorder.refine(planned.trace) if planned is not None else recorder.trace())
-        num_measured = planned.num_measured + 1 if planned else 1
-        base = self._base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
-        blocks = shared.compiled if planned is self._planned else None
-        quick_plan = partial(planner.quick_plan, base_bytes=base)
-        is_waited_for = planned is None or not planner.is_beside  # else variants are chosen beside training
-        if blocks is not None and is_waited_for and blocks.rechoose(trace, quick_plan, most=num_measured):
-            shared.plans.drop(planned)
-            return None
-        blind = planned is None and shared.recompute and self._tape is None
-        try:
-            foreseen = planned if planned is self._foreseen and isinstance(recorder, Pace) else None
-            found = came_true(foreseen, trace, planner.machine())
-            found = found or planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=planned)
-            blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
-        except BudgetError as error:
-            if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
-                found = planned  # only times changed: what fitted before still fits
-                found.num_measured = num_measured
-            elif blocks is not None and blocks.rechoose(trace, quick_plan, is_urgent=True):
-                shared.plans.drop(planned)
-                return None
-            elif not blind and (
-                shared.residency.shortfall is not None
-                or shared.residency.has_forgotten
-                or not shared.tiers.allows(shared.measured.last, base - trace.base_bytes)
-            ):
-                raise self._with_micro_batch(error) from None
-            else:
-                # Storages that stay saved after their first use (retain_graph, double backward) may leave again in
-                # between, which no plan foresees: such steps go on as this one. Or the next one is recorded.
-                assert shared.measured.last is not None
-                found = Planned(None, trace, shared.measured.last, base, shared.plans.num_to_measure)
-        found.is_unrecorded = blind
-        return found
-
-    def _scale_of(self, planned: Planned) -> float:
-        """How many times the work of this step its plan is for."""
-        return 1.0 if self._is_exact or self._key is None else planned.work_over(self._key)
+        if shared.compiled is not None:
+            shared.compiled.step_ended()
+        ended = Ended(
+            key=self._key,
+            inputs=self._inputs,
+            base_bytes=self._base_bytes,
+            recorder=recorder,
+            last=self._planned,
+            larger=self._larger,
+            foreseen=self._foreseen,
+            mistaken=tuple(self._mistaken),
+            left_plan=left_plan,
+            is_planned_for=self._is_planned_for,
+            is_exact=self._is_exact,
+            is_recorded=self._tape is not None,
+        )
+        self._count(recorder, ended.planned if recorder is None else None)
+        return ended
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
