@@ -38,7 +38,7 @@ from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
 from torchstorm.plan.trace import Trace
 
-_NUM_TIMED = 10
+_NUM_TIMED, _NUM_LATEST = 10, 6
 _LATE_NS = 2_000  # a launch that ends so little before the gap does
 _SMALL_NS = 4_000  # between two kernels that follow each other
 _STILL_S = 2e-3  # a thread that is seen at one place for so long stands still
@@ -53,6 +53,7 @@ class Steps:
         self.training: Training = make_model(case, device)
         self.phase = ""  # which part of a step runs
         self.seed = 0
+        self.highest_gib = 0.0  # of any step since whoever reads it has set it to 0
 
     def run(self, context: Context, seed: int | None = None) -> tuple[float, float, float, float]:
         """One step: milliseconds in all, of the host in forward and in backward, and GiB at the peak."""
@@ -80,6 +81,7 @@ class Steps:
         synchronize(self.device)
         took = time.perf_counter() - begin
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
+        self.highest_gib = max(self.highest_gib, peak)
         return took * 1e3, (turn - begin) * 1e3, (end - turn) * 1e3, peak
 
     def run_timed(self, context: Context) -> list[tuple[float, float, float, float]]:
@@ -210,6 +212,7 @@ def show_gaps(steps: Steps, context: Context) -> None:
             kernels.append((begin, end, event.correlation_id(), name))
     kernels.sort()
     late = waited = small = 0
+    latest: list[tuple[int, int, str]] = []
     by_name: Counter[str] = Counter()
     until = kernels[0][0]
     for begin, end, number, name in kernels:
@@ -218,6 +221,7 @@ def show_gaps(steps: Steps, context: Context) -> None:
             small += gap
         elif gap > 0 and launched.get(number, 0) > until - _LATE_NS:
             late += gap
+            latest.append((gap, until - kernels[0][0], name))
         elif gap > 0:
             waited += gap
         until = max(until, end)
@@ -225,6 +229,8 @@ def show_gaps(steps: Steps, context: Context) -> None:
     busy, whole = sum(by_name.values()), until - kernels[0][0]
     gaps = f"host late {late / 1e6:.1f}, waits {waited / 1e6:.1f}, small gaps {small / 1e6:.1f}"
     copies = ", ".join(f"{name} {ns / 1e6:.1f}" for name, ns in copies_ns.items())
+    for gap, at, name in sorted(latest, reverse=True)[:_NUM_LATEST]:
+        print(f"    late by {gap / 1e6:.2f} ms at {at / 1e6:.1f} ms, for {name[:90]}")
     print(f"  kernels {busy / 1e6:.1f} of {whole / 1e6:.1f} ms; {gaps}; {copies}")
     print("  " + "; ".join(f"{name} {ns / 1e6:.1f}" for name, ns in by_name.most_common(12)), flush=True)
 
@@ -347,6 +353,7 @@ def main() -> None:
     with Session(steps.training.model, optimizer=steps.training.optimizer, **options) as session:
         blocks = session.compile() if given.compiled else None
         library.wait()
+        steps.highest_gib = 0.0
         if given.plans:
             show_plans(session)
         steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)
@@ -356,6 +363,8 @@ def main() -> None:
         plan, report = session.plan(), session.report()
         tiers = Counter(one.tier for one in plan.placements) if plan is not None else {}
         print(f"  plan: {dict(tiers)}; moved {report.moved_bytes / 2**30:.2f} GiB; {report.forecast}")
+        highest = report.highest.vram_bytes / 2**30 if report.highest is not None else 0.0
+        print(f"  highest peak of any step: {max(steps.highest_gib, highest):.2f} GiB")
         print("\n".join(f"  {note}" for note in report.notes))
         if blocks is not None:
             for table in blocks.tables()[:1]:

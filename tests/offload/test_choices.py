@@ -78,7 +78,7 @@ def until_chosen_beside(session: Session) -> Problem:
     raise AssertionError("nothing is chosen beside training")
 
 
-@pytest.mark.parametrize("outcome", ["taken", "not worth it", "not in agreement"])
+@pytest.mark.parametrize("outcome", ["taken", "not worth compiling", "taken, compiled before", "not in agreement"])
 def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are_worth_it(
     outcome: str, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,10 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     wait_for_answer(session)
     assert isinstance(run.found, Choice)
     assert set(run.found.variants) == set(blocks.variants)
-    ms = 1.0 if outcome != "not worth it" else 1.99
+    if outcome == "taken, compiled before":
+        assert blocks.adopt(dict.fromkeys(blocks.variants, LEAST))
+        blocks.set(dict.fromkeys(blocks.variants, CHEAP))
+    ms = 1.98 if "comp" in outcome else 1.0
     run.found = Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=ms, measured_ms=2.0, num_tried=1)
     if outcome == "not in agreement":
         monkeypatch.setattr(CompiledBlocks, "_agrees", lambda self, name, variant: variant == CHEAP)
@@ -100,7 +103,7 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     assert before is not None
     run_steps(session, 1)  # at its end they are taken
     plans = session._shared.plans
-    if outcome == "taken":
+    if outcome.startswith("taken"):
         assert set(blocks.variants.values()) == {LEAST}
         assert not plans.has(before)
     else:
@@ -231,14 +234,16 @@ def test_choices_are_few_and_worth_compiling_and_given_back_once() -> None:
     assert [choices.begin(has_compiled=False) for _ in range(4)] == [True] * 3 + [False]
     assert not choices.may_begin(has_compiled=False)
     assert [choices.begin(has_compiled=True, is_urgent=True) for _ in range(5)] == [True] * 4 + [False]
-    for step_ms, measured_ms, is_worth in (
-        (96.0, 100.0, True),
-        (98.0, 100.0, False),
-        (9.0, None, True),
-        (None, 9.0, False),
+    for step_ms, measured_ms, if_compiled, if_not in (
+        (96.0, 100.0, True, True),
+        (98.0, 100.0, False, True),
+        (99.6, 100.0, False, False),
+        (9.0, None, True, True),
+        (None, 9.0, False, False),
     ):
         choice = Choice(variants={}, step_ms=step_ms, measured_ms=measured_ms, num_tried=1)
-        assert choices.is_worth(choice) is is_worth
+        assert choices.is_worth(choice, compiles=True) is if_compiled
+        assert choices.is_worth(choice, compiles=False) is if_not
     choices, old, new, other = Choices(), Kind(key=((1,),)), Kind(key=((1,),)), Kind(key=((2,),))
     assert choices.back(new, 1.0) is None
     choices.take({"a": CHEAP}, old, None)

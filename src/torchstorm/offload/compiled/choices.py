@@ -6,7 +6,9 @@ from torchstorm.offload.replan.planned import NOISE, Kind
 from torchstorm.plan.variants import Choice
 
 _MOST_CHOICES = 4
-_GAIN = 0.03  # of a step's time that other variants must promise, since each is compiled first
+# Of a step's time that other variants must promise. Where one is compiled first, that takes many seconds; else a step
+# without a plan, and a quick one for the next.
+_GAIN, _GAIN_AT_ONCE = 0.03, 0.005
 
 
 class Choices:
@@ -57,12 +59,16 @@ class Choices:
         """Variants were chosen."""
         self._num += 1
 
-    def is_worth(self, choice: Choice) -> bool:
-        """Whether variants promise to be faster by a share that is worth compiling them, or are the only ones that
-        fit."""
+    def is_worth(self, choice: Choice, *, compiles: bool) -> bool:
+        """Whether variants promise to be faster by a share that is worth it, or are the only ones that fit.
+
+        Args:
+            choice: of the variants.
+            compiles: whether some of them are compiled first.
+        """
         if choice.step_ms is None or choice.measured_ms is None:
             return choice.measured_ms is None  # what the step was measured in does not fit
-        return choice.step_ms < choice.measured_ms * (1 - _GAIN)
+        return choice.step_ms < choice.measured_ms * (1 - (_GAIN if compiles else _GAIN_AT_ONCE))
 
     def take(self, before: dict[str, str], kind: Kind, took_s: float | None) -> None:
         """Variants are in force that were chosen by settled steps.

@@ -176,7 +176,7 @@ class CompiledBlocks:
         """
         self._choices.count()
         before = dict(self.variants)
-        if choice.measured_ms is None or not self._choices.is_worth(choice) or before | choice.variants == before:
+        if choice.measured_ms is None or not self._is_worth(choice) or before | choice.variants == before:
             return False  # of the present ones, which steps follow a plan in, it is known that they fit
         if self._lacks_room():
             return False
@@ -186,6 +186,10 @@ class CompiledBlocks:
         self.choice = choice
         self._choices.take(before, kind, took_s)
         return True
+
+    def _is_worth(self, choice: Choice) -> bool:
+        compiles = any(not self._was_compared(name, variant) for name, variant in choice.variants.items())
+        return self._choices.is_worth(choice, compiles=compiles)
 
     def go_back(self, kind: StepKind, took_s: float) -> bool:
         """Sets the variants of before the last choice, if settled steps of a kind, which take so many seconds now, took
@@ -220,7 +224,7 @@ class CompiledBlocks:
         while True:
             limit_s = _SEARCH_S if self._choices.is_first else _LATER_S
             found = choose_variants(trace, self._blocks(trace), plan_of, max_seconds=limit_s)
-            if not self._choices.is_first and not self._choices.is_worth(found):
+            if not self._choices.is_first and not self._is_worth(found):
                 return False
             self.choice = found
             if self.adopt(found.variants):
@@ -265,10 +269,14 @@ class CompiledBlocks:
         kind = self._kinds.get(name)
         if not self.compares or kind is None or variant not in VARIANTS:
             return True  # `set` refuses it
-        if not kind.agreement.was_compared(variant) and self._lacks_room():
+        if not self._was_compared(name, variant) and self._lacks_room():
             return False
         device = next((one.device for one in self._modules[name].parameters()), torch.device("cpu"))
         return kind.agreement.agrees(variant, kind.call, device)
+
+    def _was_compared(self, name: str, variant: str) -> bool:
+        kind = self._kinds.get(name)
+        return kind is not None and kind.agreement.was_compared(variant)
 
     def settle_whether_whole(self) -> bool:
         """Called when a step has ended. True where the next such step need not watch what blocks do, or must again."""
