@@ -339,7 +339,7 @@ def test_variants_of_compiled_blocks_are_compared_and_timed_within_the_budget() 
 
     weights_bytes = sum(parameter.nbytes for parameter in Wide().parameters())
     run(Wide, step, None, num_steps=2)  # workspaces of libraries exist from here on
-    budget = torch.cuda.memory_allocated() + 4 * weights_bytes + 48 * MIB
+    budget = torch.cuda.memory_allocated() + 4 * weights_bytes + 64 * MIB
     found = run(Wide, step, partial(session_of, vram=budget), num_steps=8, watch=True)
     session = found.session
     assert session is not None
@@ -351,7 +351,7 @@ def test_variants_of_compiled_blocks_are_compared_and_timed_within_the_budget() 
     assert highest.vram_bytes <= budget
     kind = next(iter(blocks._alike.values()))
     assert kind.is_timed, "nothing has run by itself, so nothing was tested"
-    assert kind.needed_bytes > 48 * MIB, "it would have fitted"
+    assert kind.needed_bytes > 64 * MIB, "it would have fitted"
     blocks.undo()
     session.close()
     assert_same(run(Wide, step, partial(session_of, unlimited=True), num_steps=8).outcome, found.outcome)
