@@ -20,7 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchstorm.bench import offload, ways
+from torchstorm.bench import offload, sessions, ways
 from torchstorm.bench.cases import CASES, SMALL, cases_for, make_blocks, pick
 from torchstorm.bench.offload import bench_offload, offload_peers
 from torchstorm.bench.peers import NO_BLOCKS, Budgets, Peers
@@ -486,14 +486,15 @@ def test_names_that_do_not_exist_are_told() -> None:
         offload.bench_offload("cpu", disk=None, steps=1, json_path=None, console=Console(), way_names="x")
 
 
-def test_a_session_is_timed_once_it_has_said_the_same_of_five_steps() -> None:
+def test_a_session_is_timed_once_it_has_said_the_same_of_five_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan is followed from the third step on; a search ends after the eighth, and the times that are then taken
-    correct the forecast after the eleventh."""
-    num_steps = 0
+    correct the forecast after the eleventh. Before the third, blocks are compiled for a long time."""
+    num_steps, clock_s = 0, 0.0
 
     def step() -> None:
-        nonlocal num_steps
+        nonlocal num_steps, clock_s
         num_steps += 1
+        clock_s += 20.0 if num_steps < 3 else 0.9
 
     def report() -> Any:
         known_ms = math.nan if num_steps < 8 else 30.0 if num_steps < 11 else 28.0
@@ -501,6 +502,7 @@ def test_a_session_is_timed_once_it_has_said_the_same_of_five_steps() -> None:
         return types.SimpleNamespace(num_in_force=max(0, num_steps - 2), forecast=forecast)
 
     session: Any = types.SimpleNamespace(report=report, plan=lambda: None if num_steps < 3 else object())
+    monkeypatch.setattr(sessions, "time", types.SimpleNamespace(perf_counter=lambda: clock_s))
     last, first = settle(session, step)
     assert (num_steps, last.num_in_force) == (11 + 5, 14)
     assert first is not None

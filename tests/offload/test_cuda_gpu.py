@@ -324,6 +324,10 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_variants_of_compiled_blocks_are_compared_and_timed_within_the_budget() -> None:
     """The budget has what weights, gradients and optimizer state take, and less than a block needs by itself."""
 

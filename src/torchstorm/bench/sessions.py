@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ PLANNED_STEPS = 3
 """So many of these must follow a plan, whichever, and not be measured."""
 
 _MOST_WARM = 24
-_MOST_SEARCHED_S = 30.0  # of searches for better plans, which take ten
+_MOST_SEARCHED_S = 30.0  # of searches for better plans, which take ten; counted from the first step that follows one
 _SETTLED = 5  # steps by one plan, and by one forecast, after which a Session has nothing more to correct in it
 
 
@@ -157,9 +158,11 @@ def settle(session: Session, step: Callable[[], object]) -> tuple[Report, Figure
     Returns:
         What it reports then, and what it forecast first.
     """
-    num_steps, num_said, forecast, begun = 0, 0, None, time.perf_counter()
+    num_steps, num_said, forecast, begun = 0, 0, None, math.inf
     report = session.report()
     while True:
+        if report.num_in_force:
+            begun = min(begun, time.perf_counter())
         is_followed, searched_s = report.num_in_force >= _SETTLED, time.perf_counter() - begun
         if report.forecast is None or searched_s >= _MOST_SEARCHED_S:
             if is_followed or num_steps >= _MOST_WARM:

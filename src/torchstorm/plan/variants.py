@@ -196,11 +196,14 @@ def choose_variants(
             for index, table in enumerate(tables)
         }
 
-    def planned(variants: dict[str, str]) -> tuple[int, float]:
-        """0 and the time in ms of a step in this mix, or 1 and the bytes that it needs where no plan fits."""
+    def planned(variants: dict[str, str], than_ms: float = inf) -> tuple[int, float]:
+        """0 and the time in ms of a step in this mix, or 1 and the bytes that it needs where no plan fits. Where its
+        compute alone takes no less than `than_ms`, it is not planned, and its time is not known: 1 and infinity."""
         mix = tuple(variants.values())
         if mix not in scores:
             mixed = mixed_trace(trace, tables, measured, variants, memory_bytes_per_s=memory_bytes_per_s)
+            if mixed.compute_s * 1e3 >= than_ms:
+                return 1, inf
             try:
                 plan = plan_of(mixed)
                 scores[mix] = (1, inf) if plan is None else (0, plan.forecast.step_ms)
@@ -209,7 +212,8 @@ def choose_variants(
         return scores[mix]
 
     def score(cuts: tuple[int, ...]) -> tuple[int, float]:
-        return planned(names(cuts))
+        best_ms = min((ms for does_not_fit, ms in scores.values() if not does_not_fit), default=inf)
+        return planned(names(cuts), best_ms)
 
     num_cuts = len(VARIANTS) - 1
     best = min(
