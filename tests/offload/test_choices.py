@@ -4,6 +4,7 @@ longer."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def until_chosen_beside(session: Session) -> Problem:
     raise AssertionError("nothing is chosen beside training")
 
 
-@pytest.mark.parametrize("outcome", ["taken", "not worth compiling", "taken, compiled before", "not in agreement"])
+@pytest.mark.parametrize(
+    "outcome", ["taken", "taken, replaced before", "not worth compiling", "taken, compiled before", "not in agreement"]
+)
 def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are_worth_it(
     outcome: str, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +102,13 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     run.found = Choice(variants=dict.fromkeys(blocks.variants, LEAST), step_ms=ms, measured_ms=2.0, num_tried=1)
     if outcome == "not in agreement":
         monkeypatch.setattr(CompiledBlocks, "_agrees", lambda self, name, variant: variant == CHEAP)
-    before = session._shared.plans.in_force
+    before, plans = session._shared.plans.in_force, session._shared.plans
     assert before is not None
+    if outcome == "taken, replaced before":  # as where it waits for a step's begin
+        replaced, before = before, replace(before, asked=None)
+        assert plans.replace(replaced, before)
+        session._shared.planner._chosen = replaced, problem.blocks, run.found
     run_steps(session, 1)  # at its end they are taken
-    plans = session._shared.plans
     if outcome.startswith("taken"):
         assert set(blocks.variants.values()) == {LEAST}
         assert not plans.has(before)

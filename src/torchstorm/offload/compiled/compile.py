@@ -178,7 +178,7 @@ class CompiledBlocks:
         before = dict(self.variants)
         if choice.measured_ms is None or not self._is_worth(choice) or before | choice.variants == before:
             return False  # of the present ones, which steps follow a plan in, it is known that they fit
-        if self._lacks_room():
+        if self._compiles(choice) and self._lacks_room():
             return False
         if not self.adopt(choice.variants):
             self.set(before)
@@ -188,8 +188,10 @@ class CompiledBlocks:
         return True
 
     def _is_worth(self, choice: Choice) -> bool:
-        compiles = any(not self._was_compared(name, variant) for name, variant in choice.variants.items())
-        return self._choices.is_worth(choice, compiles=compiles)
+        return self._choices.is_worth(choice, compiles=self._compiles(choice))
+
+    def _compiles(self, choice: Choice) -> bool:
+        return not all(self._was_compared(name, variant) for name, variant in choice.variants.items())
 
     def go_back(self, kind: StepKind, took_s: float) -> bool:
         """Sets the variants of before the last choice, if settled steps of a kind, which take so many seconds now, took

@@ -130,6 +130,10 @@ class Plans:
         """Whether steps may follow a plan still."""
         return planned in self._all
 
+    def now(self, planned: Planned) -> Planned | None:
+        """What steps follow now that had this plan: itself, or what has taken its place since; None for none."""
+        return next((one for one in self._all if one.kind is planned.kind), None)
+
     def use(self, planned: Planned) -> None:
         """A step follows this plan, which is forgotten last."""
         self._all.remove(planned)

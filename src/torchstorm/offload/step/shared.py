@@ -209,16 +209,17 @@ class Shared:
             blocks: as they were then.
             choice: of these.
         """
-        if self.compiled is None or not self.plans.has(planned):
+        now = self.plans.now(planned)  # what has been learnt meanwhile may have replaced it
+        if self.compiled is None or now is None:
             return
         is_of_now = not self.compiled.fixed and blocks.measured == self.compiled.variants
-        took_s = planned.took_s if len(planned.recent) == NUM_JUDGED else None
-        is_taken = is_of_now and self.compiled.take(choice, planned.kind, took_s)
+        took_s = now.took_s if len(now.recent) == NUM_JUDGED else None
+        is_taken = is_of_now and self.compiled.take(choice, now.kind, took_s)
         if is_taken:
-            self.plans.drop(planned)
+            self.plans.drop(now)
         else:
-            others = self.compiled.to_choose(planned.trace) if is_taken is None else None
-            self.planner.search_after_choice(planned, others)
+            others = self.compiled.to_choose(now.trace) if is_taken is None else None
+            self.planner.search_after_choice(now, others)
 
     def timed(self, trace: Trace) -> Trace:
         """A step's trace with what compiled blocks take a GPU by themselves, if there are any."""
