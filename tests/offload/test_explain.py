@@ -135,11 +135,12 @@ def test_nothing_takes_longer_than_steps_have_shown_however_little_they_were_fas
 
 
 def test_what_neither_the_host_nor_copies_explain_makes_everything_slower() -> None:
-    trace = step(forward_s=0.4)
+    trace = replace(step(forward_s=0.4), blocks_s=(("h.0", 0.3),))
     found, share = explained(trace, plan_of(trace), [Took(6.4)] * 3, 6.4, MACHINE, 1.0)
     assert share == 1.0
     assert seconds(found) == pytest.approx([0.8, 0.8, 0.8, 2.0, 2.0])
     assert [op.compute_s for op in found.ops] == pytest.approx([0.8, 0.8])
+    assert found.blocks_s == (("h.0", pytest.approx(0.6)),)
 
 
 def test_copies_that_were_thought_to_be_slower_than_they_are_are_so_no_longer() -> None:

@@ -270,6 +270,12 @@ def taking(timed: Iterable[_Timed], seconds: Iterable[float]) -> tuple[_Timed, .
     )
 
 
+def slower(trace: Trace, times: float) -> Trace:
+    """The trace with operations, and compiled blocks by themselves, that take so many times as long."""
+    blocks_s = tuple((name, seconds * times) for name, seconds in trace.blocks_s)
+    return replace(trace, ops=taking(trace.ops, (op.compute_s * times for op in trace.ops)), blocks_s=blocks_s)
+
+
 def trace_from_dict(fields: dict[str, Any]) -> Trace:
     """Creates a trace from the result of `dataclasses.asdict`."""
     return Trace(

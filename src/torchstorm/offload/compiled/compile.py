@@ -90,6 +90,7 @@ class CompiledBlocks:
         self.has_breaks = False  # whether anything ran uncompiled there
         self.are_whole = False  # whether steps have shown that nothing does
         self._fell_back = False  # whether a call of this step ran in another variant than was set
+        self._is_settled = False  # whether all variants in use were compared when `settle` looked last
         self._num_before = 0  # graphs compiled before the step
         self._has_compiled = False  # whether the last step has compiled any
         self._choices = Choices()
@@ -116,6 +117,7 @@ class CompiledBlocks:
             if name not in self._modules:
                 raise ConfigError(f"{name!r} is no compiled block; there are {', '.join(self._modules)}.")
         self.variants.update(variants)
+        self._is_settled = False
 
     def tables(self) -> list[BlockTable]:
         """What every block that has run with gradients saves in every variant, in the order of the model's modules."""
@@ -140,8 +142,10 @@ class CompiledBlocks:
 
     @property
     def is_to_compare(self) -> bool:
-        """Whether the step that has ended was the first to run something."""
-        return self._fell_back or any(kind.agreement.is_to_settle for kind in self._alike.values())
+        """Whether variants in use, or what the step that has ended was the first to run, were not compared."""
+        return (
+            not self._is_settled or self._fell_back or any(kind.agreement.is_to_settle for kind in self._alike.values())
+        )
 
     @property
     def _is_disturbed(self) -> bool:
@@ -258,7 +262,9 @@ class CompiledBlocks:
 
     def settle(self) -> bool:
         """Compares what the step that has ended was the first to run. True where the next such step is another one."""
-        changed, self._fell_back = self._fell_back, False
+        if not self.is_to_compare:
+            return False
+        changed, self._fell_back, self._is_settled = self._fell_back, False, True
         for name, variant in list(self.variants.items()):
             if self.compares and not self._agrees(name, variant):
                 self.variants[name] = self._reference

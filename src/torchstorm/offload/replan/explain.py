@@ -17,7 +17,7 @@ from torchstorm.plan.forecast import forecast_s, own_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import replays
-from torchstorm.plan.trace import Trace, taking
+from torchstorm.plan.trace import Trace, slower, taking
 from torchstorm.plan.typical import forward_of_operations, with_forward
 
 MISS = 0.08  # of what was measured: with so much, the plan itself may be wrong
@@ -65,8 +65,7 @@ def explained(
             return trace, share
     factor = measured_s / expected_s
     moments = taking(trace.moments, (one.compute_s * factor for one in trace.moments))
-    ops = taking(trace.ops, (op.compute_s * factor for op in trace.ops))
-    return replace(trace, moments=moments, ops=ops), link_share
+    return replace(slower(trace, factor), moments=moments), link_share
 
 
 def slowed(machine: Machine, share: float) -> Machine:

@@ -23,7 +23,7 @@ from torchstorm.plan.forecast import DISK, RAM, own_s
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.recompute import Replay, replays
-from torchstorm.plan.trace import HostCost, Trace, taking
+from torchstorm.plan.trace import HostCost, Trace, slower, taking
 from torchstorm.plan.typical import (
     MOST_OF_FORWARD,
     beside_the_host,
@@ -156,10 +156,7 @@ class Pace:
         operations = forward_of_operations(trace)
         if device_s > _LITTLE_MORE * host_s:
             if operations is not None:  # they were timed one by one, on a device that had rested before each
-                slower = min(_MOST_SLOWER, max(1.0, sum(seconds[:forward]) / sum(operations)))
-                blocks_s = tuple((name, block_s * slower) for name, block_s in trace.blocks_s)
-                ops = taking(trace.ops, (op.compute_s * slower for op in trace.ops))
-                trace = replace(trace, ops=ops, blocks_s=blocks_s)
+                trace = slower(trace, min(_MOST_SLOWER, max(1.0, sum(seconds[:forward]) / sum(operations))))
             # What the device waits for copies is not counted: a plan with fewer of them leaves the host no time for it.
             return replace(trace, host=replace(own, idle_s=spare_s(seconds[:forward], whole_s - following_s)))
         if operations is not None:

@@ -119,9 +119,10 @@ class Shared:
         runs_blocks = self.compiled is not None and (was_measured or self.compiled.is_to_compare)
         if runs_blocks and not self._has_room():
             self.unfinished = conclusion
-        else:
-            conclusion()
-            self._note_peak()
+            return
+        conclusion()
+        if runs_blocks:
+            self.measured.note_vram(self.tiers.fast.peak_bytes())
 
     def finish(self) -> None:
         """Concludes, as a step begins, what has waited since the last one.
@@ -132,7 +133,6 @@ class Shared:
         if self.compiled is None or (self.unfinished is None and not self.planner.has_chosen):
             return
         conclusion, self.unfinished = self.unfinished, None
-        self.tiers.fast.reset_peak()
         self.compiled.has_room = self._has_room()
         try:
             if conclusion is not None:
@@ -140,17 +140,13 @@ class Shared:
             self.learn(is_between=True)
         finally:
             self.compiled.has_room = True
-        self._note_peak()
+            self.measured.note_vram(self.tiers.fast.peak_bytes())
+            self.tiers.fast.reset_peak()
 
     def _has_room(self) -> bool:
         """Whether compiled blocks may run by themselves beside what is allocated now."""
         needed = self.compiled.needed_bytes if self.compiled is not None else 0
         return needed <= self.tiers.fast.unused_bytes(self.residency.limit_bytes)
-
-    def _note_peak(self) -> None:
-        """Counts what compiled blocks took by themselves."""
-        if self.compiled is not None:
-            self.measured.note_vram(self.tiers.fast.peak_bytes())
 
     def take_better(self) -> None:
         """Takes over a plan that was found beside training."""

@@ -49,8 +49,8 @@ class Step:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._fast = fast = shared.tiers.fast
-        shared.finish()
         shared.tiers.begin_step()
+        shared.finish()
         # Where only what autograd saved counts, nothing is but what the Session has.
         held_bytes = shared.residency.resident_bytes if fast.counts_all else 0
         self._base_bytes = shared.base_bytes = fast.allocated_bytes() - held_bytes
