@@ -72,11 +72,16 @@ def _backend(partitioner: Any) -> Callable[..., Any]:
 @pytest.fixture
 def lean_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of LEAN have other last bits."""
+    lean_is_off_where(monkeypatch, lambda module, x: True)
+
+
+def lean_is_off_where(monkeypatch: pytest.MonkeyPatch, is_off: Callable[[nn.Module, torch.Tensor], bool]) -> None:
+    """They have in some calls, told by the block and its first argument."""
     call = kind_module.Kind.call
 
     def off(self: Any, variant: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         out = call(self, variant, module, args, kwargs)
-        return _Off.apply(out) if variant == LEAN else out
+        return _Off.apply(out) if variant == LEAN and is_off(module, args[0]) else out
 
     monkeypatch.setattr(kind_module.Kind, "call", off)
 
@@ -144,7 +149,11 @@ def choosing(monkeypatch: pytest.MonkeyPatch, wanted: str) -> list[list[str]]:
     return found
 
 
-def train(session_of: Callable[[nn.Module], Session], rows: tuple[int, ...] = (ROWS,) * 4) -> tuple[Outcome, Session]:
+def train(
+    session_of: Callable[[nn.Module], Session],
+    rows: tuple[int, ...] = (ROWS,) * 4,
+    before_step: Callable[[int, Model, Session], object] = lambda index, model, session: None,
+) -> tuple[Outcome, Session]:
     torch.manual_seed(1)
     random.seed(3)
     np.random.seed(3)
@@ -155,6 +164,7 @@ def train(session_of: Callable[[nn.Module], Session], rows: tuple[int, ...] = (R
         for index, num_rows in enumerate(rows):
             torch.manual_seed(100 + index)
             model.zero_grad()
+            before_step(index, model, session)
             with session.step():
                 loss = model(torch.randn(num_rows, WIDTH)).square().mean()
                 loss.backward()
@@ -334,7 +344,92 @@ def test_without_room_to_compare_them_variants_are_left_out_and_the_report_says_
     assert ran == [REFERENCE] * 4 * NUM_BLOCKS
     assert session.report().num_planned > 0
     (note,) = [note for note in session.report().notes if "no room" in note]
-    assert note.startswith("compiled blocks stay in their variants: the budget has no room for ")
+    assert note.startswith(
+        "variants of compiled blocks were not compared, and are not used: the budget has no room for "
+    )
+
+
+def test_blocks_are_compared_in_the_mode_in_which_they_ran_whatever_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared as the third step begins has run in the second one."""
+
+    def change(index: int, model: Model, _: Session) -> None:
+        model.train(index != 2)
+
+    expected, _ = train(unlimited, (ROWS,) * 6, change)
+    lean_is_off_where(monkeypatch, lambda module, x: module.training)
+    compared = _room_for(monkeypatch, "as a step begins")
+    choosing(monkeypatch, LEAN)
+    found, session = train(limited, (ROWS,) * 6, change)
+    assert_same(expected, found)
+    assert compared
+    assert any("is not used" in note for note in session.report().notes)
+
+
+def test_blocks_that_are_frozen_now_are_compared_as_they_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(index: int, model: Model, _: Session) -> None:
+        model.blocks.requires_grad_(index != 2)
+        model.blocks[-1].out.requires_grad_()
+
+    expected, _ = train(unlimited, (ROWS,) * 5, change)
+    compared = _room_for(monkeypatch, "as a step begins")
+    choosing(monkeypatch, LEAN)
+    found, session = train(limited, (ROWS,) * 5, change)
+    assert_same(expected, found)
+    assert compared
+    assert not [note for note in session.report().notes if "is not used" in note]
+
+
+def test_a_variant_that_was_not_compared_for_new_sizes_is_not_used_for_them_even_if_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    rows = (ROWS,) * 4 + (2 * ROWS,) * 7
+
+    def change(index: int, _: Model, session: Session) -> None:
+        blocks = session._shared.compiled
+        assert blocks is not None
+        if index == 4:
+            monkeypatch.setattr(Cpu, "unused_bytes", lambda self, limit_bytes: 0)
+        elif index == 9:
+            assert not session._shared.unfinished, "settled steps wait for nothing"
+            assert set(blocks.variants.values()) == {REFERENCE}
+            blocks.set(dict.fromkeys(blocks.variants, LEAN))
+            ran.clear()
+
+    expected, _ = train(unlimited, rows)
+    lean_is_off_where(monkeypatch, lambda module, x: x.shape[0] == 2 * ROWS)
+    choosing(monkeypatch, LEAN)
+    found, _ = train(limited, rows, change)
+    assert_same(expected, found)
+    assert set(ran) == {REFERENCE}
+
+
+@pytest.mark.parametrize("num_samples", [64, 1])
+def test_a_step_that_fits_is_not_refused_for_one_before_it_whose_conclusion_has_waited(
+    num_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(NUM_BLOCKS)]
+    model, calls = nn.Sequential(*layers), list[int]()
+
+    def run(rows: int) -> None:
+        def loss_sum(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            calls.append(len(x))
+            return model(x).square().sum(), len(x)
+
+        calls.clear()
+        model.zero_grad()
+        session.run(loss_sum, torch.randn(rows, 64))
+
+    monkeypatch.setattr(Cpu, "unused_bytes", lambda self, limit_bytes: 0)
+    with Session(model, ram="160KiB", recompute=False) as session:
+        session.compile()
+        for rows in (512, 512, num_samples, num_samples):
+            run(rows)
+            assert calls == [rows]
+        assert session._shared.refused, "the large ones were too large, which showed later"
+        run(512)
+        assert calls[0] == 512
+        assert len(calls) > 1, "it is split when it has ended"
 
 
 def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,8 @@ class Session:
 
         Raises:
             BudgetError: the step needs more than the budget. Raised before the model runs where earlier steps of other
-                sizes tell, else at the end of the step, before any weight changes; or as the next step begins, where
-                compiled blocks must be compared first and its gradients leave no room for that.
+                sizes tell, else at the end of the step, before any weight changes; at the end of the next such step,
+                where compiled blocks must be compared first and the gradients leave no room for that.
             OutOfVRAMError: the device ran out of memory. The step and its new gradients are dropped, and a new plan is
                 made: repeat the step. Changes of buffers remain, and values added to existing gradients, which the
                 error names.
@@ -238,7 +238,8 @@ class Session:
             unlimited=shared.unlimited,
             can_move=shared.residency.default_tier != KEEP,
         )
-        shared.compiled = compiled
+        shared.compiled, shared.unfinished = compiled, None
+        shared.refused.clear()
         return compiled
 
     # ------------------------------------------------------------------ answers

@@ -108,7 +108,7 @@ class Agreement:
             self._open[key.kinds] = _Open(key.sizes, differ | (found.places if found is not None else set()))
 
     def settle(self) -> None:
-        """A step has ended, and all that is in use was compared."""
+        """A step has ended, and all that is in use was compared; what was not is used no more until it is."""
         self._has_compiled = False
         if not self._new and not self._doubts:
             return
@@ -117,6 +117,7 @@ class Agreement:
             self._open.pop(one.kinds, None)
         self._doubted = (self._doubted - self._new) | self._doubts
         self._new, self._doubts = set(), set()
+        self._agreed = {variant for variant in self._agreed if self.was_compared(variant)}
 
     @property
     def is_to_settle(self) -> bool:

@@ -82,6 +82,10 @@ class Case:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         }
         self._caches_casts = torch.is_autocast_cache_enabled()
+        self._modes = [(one, one.training) for one in module.modules()]
+        self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
         self._why_not = ""
         if hooks_on(module):
             self._why_not = "it cannot be compared without running the hooks on the block once more"
@@ -104,9 +108,10 @@ class Case:
         if self._why_not:
             return self._why_not
         try:
-            found = self._compared(variant, reference, call, device)
-            if found and not is_strict():  # what differs from run to run says nothing about variants
-                found = self._compared_repeatably(variant, reference, call, device)
+            with self._as_then():
+                found = self._compared(variant, reference, call, device)
+                if found and not is_strict():  # what differs from run to run says nothing about variants
+                    found = self._compared_repeatably(variant, reference, call, device)
         except (RuntimeError, UnsupportedError) as error:
             first = (str(error).splitlines() or [""])[0]
             return f"it could not be compared ({type(error).__name__}: {first})"
@@ -121,9 +126,29 @@ class Case:
         """
         if variant not in self._seconds:
             self._seconds[variant] = 0.0, 0.0
-            with suppress(Exception):  # whatever a block says to random numbers, or to little memory: training goes on
+            # Whatever a block says to random numbers, or to little memory: training goes on.
+            with suppress(Exception), self._as_then():
                 self._seconds[variant] = self._timed(variant, call, fast)
         return self._seconds[variant]
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """The block trains, or is evaluated, as it did at the call; which weights it trains, and how, as well. The user
+        may have changed that since, and Dynamo compiles apart for it."""
+        modes = [(one, one.training) for one, then in self._modes if one.training is not then]
+        trained = [(one, one.requires_grad) for one, then in self._trained if one.requires_grad is not then]
+        try:
+            for module, now in modes:
+                module.training = not now
+            for parameter, now in trained:
+                parameter.requires_grad_(not now)
+            with deterministically(enabled=self._is_deterministic, warn_only=self._warns_only):
+                yield
+        finally:
+            for module, now in modes:
+                module.training = now
+            for parameter, now in trained:
+                parameter.requires_grad_(now)
 
     def _timed(self, variant: str, call: Call, fast: FastTier) -> tuple[float, float]:
         if self._why_not:

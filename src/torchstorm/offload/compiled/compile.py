@@ -85,7 +85,7 @@ class CompiledBlocks:
         self.fixed = False  # whether `rechoose` leaves the variants as they are
         self.compares = False  # whether only variants are used that agree
         self.has_room = True  # whether blocks may be run by themselves now, to be compared and timed
-        self._lacked_room = False  # whether others were left out for that
+        self._lacked_room = False  # whether variants were left out for that
         self.num_compiled = 0  # graphs, within the blocks' calls
         self.has_breaks = False  # whether anything ran uncompiled there
         self.are_whole = False  # whether steps have shown that nothing does
@@ -200,8 +200,8 @@ class CompiledBlocks:
     def go_back(self, kind: StepKind, took_s: float) -> bool:
         """Sets the variants of before the last choice, if settled steps of a kind, which take so many seconds now, took
         less in them; returns whether they did."""
-        before = self._choices.back(kind, took_s)
-        self.set(before or {})
+        if (before := self._choices.back(kind, took_s)) is not None:
+            self.set(before)
         return before is not None
 
     def rechoose(
@@ -316,7 +316,9 @@ class CompiledBlocks:
                 failed.add(f"variant {variant!r} of {', '.join(alike)} is not used: {reason}")
         if self._lacked_room:
             needed = format_size(self.needed_bytes)
-            failed.add(f"compiled blocks stay in their variants: the budget has no room for {needed} to compare others")
+            failed.add(
+                f"variants of compiled blocks were not compared, and are not used: the budget has no room for {needed}"
+            )
         return tuple(sorted(failed))
 
     def _kind_of(self, name: str, module: nn.Module) -> Kind:

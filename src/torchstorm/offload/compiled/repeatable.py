@@ -23,14 +23,15 @@ def is_strict() -> bool:
 
 
 @contextmanager
-def deterministically(*, warn_only: bool = False) -> Iterator[None]:
+def deterministically(*, enabled: bool = True, warn_only: bool = False) -> Iterator[None]:
     """PyTorch's deterministic algorithms inside; afterwards what was there before.
 
     Args:
+        enabled: whether they are on at all.
         warn_only: whether operations that have no deterministic way only warn.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     try:
         yield
     finally:

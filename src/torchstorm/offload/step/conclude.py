@@ -29,6 +29,7 @@ class Ended:
         key: of its kind; None where it has saved nothing.
         inputs: of the model.
         base_bytes: device memory that was not the Session's when it began.
+        reserve_bytes: optimizer state that did not exist when it ended, where it was measured.
         recorder: what has measured it, if anything has.
         last: the plan that it has followed, maybe not to its end.
         larger: the plan that it had beside, where that is for smaller steps.
@@ -43,6 +44,7 @@ class Ended:
     key: tuple[Any, ...] | None
     inputs: NoteInputs
     base_bytes: int
+    reserve_bytes: int
     recorder: Recorder | Pace | None
     last: Planned | None
     larger: Planned | None
@@ -114,7 +116,7 @@ def _plan_next(shared: Shared, ended: Ended, recorder: Recorder | Pace) -> Plann
         assert isinstance(recorder, Recorder)
         trace = shared.timed(recorder.refine(planned.trace) if planned is not None else recorder.trace())
     num_measured = planned.num_measured + 1 if planned else 1
-    base = ended.base_bytes if planned else trace.base_bytes + shared.reserve_bytes()
+    base = ended.base_bytes if planned else trace.base_bytes + ended.reserve_bytes
     blocks = shared.compiled if planned is ended.last else None
     quick_plan = partial(planner.quick_plan, base_bytes=base)
     is_waited_for = planned is None or not planner.is_beside  # else variants are chosen beside training

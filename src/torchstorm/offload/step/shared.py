@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,6 +48,18 @@ class Retiming(NamedTuple):
     scale: float
 
 
+class Unfinished(NamedTuple):
+    """What follows from a step that has ended.
+
+    Attributes:
+        key: of its kind.
+        conclusion: concludes that.
+    """
+
+    key: Hashable
+    conclusion: Callable[[], None]
+
+
 @dataclass(eq=False, kw_only=True)
 class Shared:
     """The parts of a Session that its steps work with.
@@ -70,7 +82,8 @@ class Shared:
         runs_compiled: whether Dynamo has compiled something that steps run, besides those.
         base_bytes: device memory that was not the Session's when the last step began.
         retiming: what a step has measured that followed its plan, until the device has come to its end.
-        unfinished: concludes what follows from the last step, where that waits for the next one to begin.
+        unfinished: of the last step, where it waits for the next one to begin.
+        refused: by kind of step, why such a step needs more than the budget, as has shown when the next one began.
     """
 
     model: torch.nn.Module
@@ -90,7 +103,8 @@ class Shared:
     runs_compiled: bool = False
     base_bytes: int = 0
     retiming: Retiming | None = None
-    unfinished: Callable[[], None] | None = None
+    unfinished: Unfinished | None = None
+    refused: dict[Hashable, BudgetError] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -105,39 +119,42 @@ class Shared:
         """How many graphs Dynamo has captured so far, besides those of the compiled blocks."""
         return private.num_compiled() - (self.compiled.num_compiled if self.compiled is not None else 0)
 
-    def conclude(self, conclusion: Callable[[], None], *, was_measured: bool) -> None:
+    def conclude(self, conclusion: Callable[[], None], *, key: Hashable, was_measured: bool) -> None:
         """Concludes what follows from a step that has ended. Where compiled blocks may run once more for that, to be
         compared and timed, and the budget has no room for it beside all gradients, it waits for `finish`.
 
         Args:
             conclusion: does so.
+            key: of the step's kind.
             was_measured: whether the step was.
 
         Raises:
-            BudgetError: the step needs more than the budget.
+            BudgetError: the step, or the last such one that has waited, needs more than the budget.
         """
-        runs_blocks = self.compiled is not None and (was_measured or self.compiled.is_to_compare)
+        compiled = self.compiled
+        runs_blocks = compiled is not None and compiled.compares and (was_measured or compiled.is_to_compare)
         if runs_blocks and not self._has_room():
-            self.unfinished = conclusion
+            if key in self.refused:
+                raise self.refused[key]
+            self.unfinished = Unfinished(key, conclusion)
             return
         conclusion()
         if runs_blocks:
             self.measured.note_vram(self.tiers.fast.peak_bytes())
 
     def finish(self) -> None:
-        """Concludes, as a step begins, what has waited since the last one.
-
-        Raises:
-            BudgetError: the last step needs more than the budget.
-        """
+        """Concludes, as a step begins, what has waited since the last one."""
         if self.compiled is None or (self.unfinished is None and not self.planner.has_chosen):
             return
-        conclusion, self.unfinished = self.unfinished, None
+        waiting, self.unfinished = self.unfinished, None
         self.compiled.has_room = self._has_room()
         try:
-            if conclusion is not None:
-                conclusion()
+            if waiting is not None:
+                waiting.conclusion()
             self.learn(is_between=True)
+        except BudgetError as error:  # not of the step that begins: it is raised when the next such one has ended
+            assert waiting is not None
+            self.refused[waiting.key] = error
         finally:
             self.compiled.has_room = True
             self.measured.note_vram(self.tiers.fast.peak_bytes())

@@ -43,7 +43,6 @@ class Step:
     Raises:
         UnsupportedError: the device is capturing a CUDA graph.
         DeviceError: the model was moved to another device.
-        BudgetError: as `Shared.finish` does.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -251,7 +250,7 @@ class Step:
         """
         shared = self._shared
         ended = self._end()
-        shared.conclude(partial(conclude, shared, ended), was_measured=ended.recorder is not None)
+        shared.conclude(partial(conclude, shared, ended), key=ended.key, was_measured=ended.recorder is not None)
         shared.watch.step_ended(self._gradients, self._inputs, shared.saved, has_saved=self._key is not None)
         shared.learn()
 
@@ -261,10 +260,12 @@ class Step:
         self._span.end()
         if shared.compiled is not None:
             shared.compiled.step_ended()
-        ended = Ended(
+        self._count(recorder, self._planned if recorder is None and not left_plan else None)
+        return Ended(
             key=self._key,
             inputs=self._inputs,
             base_bytes=self._base_bytes,
+            reserve_bytes=shared.reserve_bytes() if recorder is not None else 0,
             recorder=recorder,
             last=self._planned,
             larger=self._larger,
@@ -275,8 +276,6 @@ class Step:
             is_exact=self._is_exact,
             is_recorded=self._tape is not None,
         )
-        self._count(recorder, ended.planned if recorder is None else None)
-        return ended
 
     def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
         """Takes note of what the step took."""
