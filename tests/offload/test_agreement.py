@@ -430,6 +430,7 @@ def test_a_step_that_fits_is_not_refused_for_one_before_it_whose_conclusion_has_
         run(512)
         assert calls[0] == 512
         assert len(calls) > 1, "it is split when it has ended"
+        assert all(error.__traceback__ is None for error in session._shared.refused.values()), "frames hold tensors"
 
 
 def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeypatch: pytest.MonkeyPatch) -> None:

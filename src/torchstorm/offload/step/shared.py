@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -135,7 +136,7 @@ class Shared:
         runs_blocks = compiled is not None and compiled.compares and (was_measured or compiled.is_to_compare)
         if runs_blocks and not self._has_room():
             if key in self.refused:
-                raise self.refused[key]
+                raise copy(self.refused[key])
             self.unfinished = Unfinished(key, conclusion)
             return
         conclusion()
@@ -150,11 +151,11 @@ class Shared:
         self.compiled.has_room = self._has_room()
         try:
             if waiting is not None:
-                waiting.conclusion()
+                try:
+                    waiting.conclusion()
+                except BudgetError as error:  # not of the step that begins: the next such one raises it at its end
+                    self.refused[waiting.key] = copy(error)  # without frames, which hold tensors
             self.learn(is_between=True)
-        except BudgetError as error:  # not of the step that begins: it is raised when the next such one has ended
-            assert waiting is not None
-            self.refused[waiting.key] = error
         finally:
             self.compiled.has_room = True
             self.measured.note_vram(self.tiers.fast.peak_bytes())
