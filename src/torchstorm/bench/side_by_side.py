@@ -81,8 +81,14 @@ class SideBySide:
         busy = self.meter.profile(context)
         peak_bytes = self.meter.saved_bytes(context) if self.device.type == "cpu" else timing.peak_bytes
         highest_gib = self.meter.highest_bytes / GIB if self.device.type == "cuda" else None
-        row = replace(row, peak_gib=peak_bytes / GIB, highest_gib=highest_gib)
-        row = replace(row, gpu_busy=busy.gpu_busy, overlap=busy.overlap, steps=steps)
+        row = replace(
+            row,
+            peak_gib=peak_bytes / GIB,
+            highest_gib=highest_gib,
+            gpu_busy=busy.gpu_busy,
+            overlap=busy.overlap,
+            steps=steps,
+        )
         if wrong:
             return self.finish(replace(row, note=joined(row.note, f"gradients: {wrong}; so no time is shown")))
         return self.finish(replace(row.timed(timing.seconds), checked=True, host_s=timing.host_s))

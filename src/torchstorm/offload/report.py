@@ -20,7 +20,8 @@ class Report:
             better plan is searched for. For steps that no plan fits, what was measured.
         measured: peaks and median time of the steps that followed this plan; without such steps, of all steps. None
             before the first one has ended.
-        highest: peak bytes over all steps, the first one included, and the time of the slowest step.
+        highest: peak bytes over all steps, the first one included, and of what compiled blocks are run for between
+            them; and the time of the slowest step.
         budget: the budget.
         num_steps: number of steps so far.
         num_planned: number of steps that followed a plan from start to end.
