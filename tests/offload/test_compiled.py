@@ -29,7 +29,8 @@ from torchstorm.models.gpt import GPT, GPTConfig
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import compile as compiled_module
 from torchstorm.offload.compiled import kind as kind_module
-from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
+from torchstorm.offload.compiled.call import refuse_compiled_whole
+from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.session import Session
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, Blocks, Choice

@@ -19,7 +19,7 @@ import torch
 
 from torchstorm.errors import ConfigError, DeviceError, StorageError, TorchstormWarning, UnsupportedError
 from torchstorm.offload import torch_private as private
-from torchstorm.offload.compiled.compile import is_ours, refuse_compiled_whole
+from torchstorm.offload.compiled.call import is_ours, refuse_compiled_whole
 from torchstorm.offload.run.shortage import Gradients
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.offload.step.inputs import NoteInputs

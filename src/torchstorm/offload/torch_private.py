@@ -143,6 +143,13 @@ def allow_recompiles(num_more: int) -> None:
     config.accumulated_recompile_limit += num_more
 
 
+def compiler_failures() -> tuple[type[Exception], ...]:
+    """What is raised where a compiler behind `torch.compile` fails."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return (BackendCompilerFailed,)
+
+
 def num_compiled() -> int:
     """How many graphs Dynamo has captured so far: a call that changes it was compiled."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)

@@ -8,7 +8,8 @@ from torch import nn
 
 from torchstorm.errors import ConfigError
 from torchstorm.offload.compiled.agreement import REFERENCE
-from torchstorm.offload.compiled.compile import CompiledBlocks, refuse_compiled_whole
+from torchstorm.offload.compiled.call import refuse_compiled_whole
+from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.step.hooks import SavedTensors
 from torchstorm.plan.variants import LEAST, SAVE
 

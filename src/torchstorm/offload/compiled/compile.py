@@ -20,10 +20,11 @@ from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled.agreement import REFERENCE, look_of
 from torchstorm.offload.compiled.blocks import hooks_on, named_blocks, structure
+from torchstorm.offload.compiled.call import BlockCall, Captured, is_ours, refuse_compiled_whole
 from torchstorm.offload.compiled.choices import Choices
 from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
+from torchstorm.offload.compiled.loss import compiled_losses
 from torchstorm.offload.fast import FastTier
-from torchstorm.offload.recompute.watched import unwatched
 from torchstorm.offload.replan.planned import Kind as StepKind
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
@@ -63,8 +64,8 @@ class CompiledBlocks:
         *,
         variant: str = CHEAP,
         reference: str = REFERENCE,
-        on_enter: Callable[[str], object] | None = None,
-        on_leave: Callable[[], object] | None = None,
+        on_enter: Callable[[str], object] = lambda name: None,
+        on_leave: Callable[[], object] = lambda: None,
     ) -> None:
         refuse_compiled_whole(model)
         self._modules = named_blocks(model, blocks)
@@ -73,8 +74,6 @@ class CompiledBlocks:
                 f"No repeated blocks were found in {type(model).__name__}: no two sibling modules of one class have "
                 'children and parameters. Name what is to be compiled: compile(blocks=["encoder", "decoder"]).'
             )
-        self._on_enter = on_enter or (lambda name: None)
-        self._on_leave = on_leave or (lambda: None)
         self._alike: dict[object, Kind] = {}
         self._structures = {name: structure(module) for name, module in self._modules.items()}
         self._reference = reference
@@ -86,8 +85,7 @@ class CompiledBlocks:
         self.compares = False  # whether only variants are used that agree
         self.has_room = True  # whether blocks may be run by themselves now, to be compared and timed
         self._lacked_room = False  # whether variants were left out for that
-        self.num_compiled = 0  # graphs, within the blocks' calls
-        self.has_breaks = False  # whether anything ran uncompiled there
+        self._captured = Captured()
         self.are_whole = False  # whether steps have shown that nothing does
         self._fell_back = False  # whether a call of this step ran in another variant than was set
         self._is_settled = False  # whether all variants in use were compared when `settle` looked last
@@ -101,7 +99,9 @@ class CompiledBlocks:
         # which they differ.
         private.allow_recompiles(len(VARIANTS) * len(self._modules))
         for name, module in self._modules.items():
-            private.set_call(module, _BlockCall(self, name, module))
+            call = BlockCall(name, module, self.call, self._captured, on_enter=on_enter, on_leave=on_leave)
+            private.set_call(module, call)
+        self._losses = compiled_losses(model, self._captured)
 
     # ------------------------------------------------------------------ variants
 
@@ -118,6 +118,16 @@ class CompiledBlocks:
                 raise ConfigError(f"{name!r} is no compiled block; there are {', '.join(self._modules)}.")
         self.variants.update(variants)
         self._is_settled = False
+
+    @property
+    def num_compiled(self) -> int:
+        """How many graphs calls of blocks and loss functions have compiled."""
+        return self._captured.num_graphs
+
+    @property
+    def has_breaks(self) -> bool:
+        """Whether anything ran uncompiled within blocks."""
+        return self._captured.has_breaks
 
     def tables(self) -> list[BlockTable]:
         """What every block that has run with gradients saves in every variant, in the order of the model's modules."""
@@ -289,7 +299,9 @@ class CompiledBlocks:
     def settle_whether_whole(self) -> bool:
         """Called when a step has ended. True where the next such step need not watch what blocks do, or must again."""
         before, have_run = self.are_whole, [kind for kind in self._alike.values() if kind.costs]
-        self.are_whole = bool(have_run) and not self.has_breaks and all(len(kind.costs) == 1 for kind in have_run)
+        self.are_whole = (
+            bool(have_run) and not self._captured.has_breaks and all(len(kind.costs) == 1 for kind in have_run)
+        )
         return self.are_whole != before
 
     @property
@@ -319,6 +331,7 @@ class CompiledBlocks:
             failed.add(
                 f"variants of compiled blocks were not compared, and are not used: the budget has no room for {needed}"
             )
+        failed |= {f"the loss function runs uncompiled: {loss.failure}" for loss in self._losses if loss.failure}
         return tuple(sorted(failed))
 
     def _kind_of(self, name: str, module: nn.Module) -> Kind:
@@ -350,51 +363,12 @@ class CompiledBlocks:
         return out
 
     def undo(self) -> None:
-        """The blocks run uncompiled again."""
+        """The blocks run uncompiled again, and so does the loss function."""
+        for loss in self._losses:
+            loss.undo()
         for module in self._modules.values():
             if is_ours(module):
                 private.set_call(module, None)
 
     def __reduce__(self) -> str:
         raise UnsupportedError("Compiled blocks belong to one model in one process: compile the copy instead.")
-
-
-class _BlockCall:
-    """What a block's call goes through. A copy of the model does not take it along."""
-
-    def __init__(self, owner: CompiledBlocks, name: str, module: nn.Module) -> None:
-        self._owner = owner
-        self._name = name
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self._owner
-        owner._on_enter(self._name)
-        num_before, breaks_before = private.num_compiled(), private.num_breaks()
-        try:
-            with unwatched():  # if steps are watched by it; else all operations are seen
-                return owner.call(self._name, self._module, args, kwargs)
-        finally:
-            owner.num_compiled += private.num_compiled() - num_before
-            owner.has_breaks |= private.num_breaks() != breaks_before
-            owner._on_leave()
-
-
-def is_ours(module: nn.Module) -> bool:
-    """Whether a module is a compiled block of `CompiledBlocks`."""
-    return isinstance(private.get_call(module), _BlockCall)
-
-
-def refuse_compiled_whole(model: nn.Module) -> None:
-    """Raises where nothing can be planned within a model.
-
-    Raises:
-        UnsupportedError: the model was compiled as a whole.
-    """
-    if private.is_compiled(model) and not is_ours(model):
-        inner = getattr(model, "_orig_mod", model)
-        raise UnsupportedError(
-            f"This {type(inner).__name__} was compiled as a whole, so its backward asks for every saved tensor at once "
-            "and no budget below all of them can be kept. Give the Session the model as it was before torch.compile, "
-            "and compile it block by block with storm.compile(model)."
-        )

@@ -81,7 +81,9 @@ class Kind:
             tells = variant != WITHOUT_GRADIENTS and not (self.partitioners.keys() - {WITHOUT_GRADIENTS})
             partitioner = VariantPartitioner(variant or SAVE, self._tell if tells else None)
             self.partitioners[variant] = partitioner
-            self._functions[variant] = private.compile_with(_new_function(variant), partitioner, cache=not tells)
+            self._functions[variant] = private.compile_with(
+                new_function(_call, f"block_{variant}"), partitioner, cache=not tells
+            )
         return self._functions[variant]
 
     def _tell(self, costs: GraphCosts) -> None:
@@ -125,7 +127,7 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return module._call_impl(*args, **kwargs)
 
 
-def _new_function(name: str) -> Callable[..., Any]:
-    """A function of its own: Dynamo counts compilations by code object, and remembers sizes by its name."""
-    name = f"block_{name}_{next(_numbers)}"
-    return types.FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)
+def new_function(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of a function: Dynamo counts compilations by code object, and remembers sizes by its name."""
+    name = f"{name}_{next(_numbers)}"
+    return types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name)

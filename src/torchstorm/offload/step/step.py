@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchstorm.errors import BudgetError, OutOfVRAMError
 from torchstorm.offload import misuse
-from torchstorm.offload.compiled.compile import refuse_compiled_whole
+from torchstorm.offload.compiled.call import refuse_compiled_whole
 from torchstorm.offload.native.library import hooks_of
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
