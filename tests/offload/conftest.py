@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.native import library
 from torchstorm.offload.step.kept import Kept
 from torchstorm.offload.step.packed import Placeholder
@@ -26,6 +27,24 @@ def fresh_compiler() -> Iterator[None]:
     limits = config.recompile_limit, config.accumulated_recompile_limit
     yield
     config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partitions of `compile_with`, run operation by operation."""
+    from functorch.compile import nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compile_with(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
+        def split(joint: Any, inputs: Any, **options: Any) -> Any:
+            return partitioner(joint, inputs, **options)
+
+        compilers = {"fw_compiler": nop, "bw_compiler": nop, "inference_compiler": nop}
+        options = {"partition_fn": split, "decompositions": select_decomp_table()}
+        return torch.compile(function, backend=aot_autograd(**compilers, **options))
+
+    monkeypatch.setattr(private, "compile_with", compile_with)
 
 
 @pytest.fixture(scope="module")

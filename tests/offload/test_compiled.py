@@ -46,24 +46,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partitions of `compile_with`, run operation by operation."""
-    from functorch.compile import nop
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
-    def compile_with(function: Callable[..., Any], partitioner: Any, *, cache: bool) -> Callable[..., Any]:
-        def split(joint: Any, inputs: Any, **options: Any) -> Any:
-            return partitioner(joint, inputs, **options)
-
-        compilers = {"fw_compiler": nop, "bw_compiler": nop, "inference_compiler": nop}
-        options = {"partition_fn": split, "decompositions": select_decomp_table()}
-        return torch.compile(function, backend=aot_autograd(**compilers, **options))
-
-    monkeypatch.setattr(private, "compile_with", compile_with)
-
-
 def gpt(num_layers: int = 2) -> GPT:
     torch.manual_seed(1)
     return GPT(replace(CONFIG, num_layers=num_layers))

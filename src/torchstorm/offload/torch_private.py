@@ -143,11 +143,11 @@ def allow_recompiles(num_more: int) -> None:
     config.accumulated_recompile_limit += num_more
 
 
-def compiler_failures() -> tuple[type[Exception], ...]:
-    """What is raised where a compiler behind `torch.compile` fails."""
-    from torch._dynamo.exc import BackendCompilerFailed
+def compiler_failures() -> type[Exception]:
+    """What is raised where `torch.compile` fails, and where it meets in a function what raises."""
+    from torch._dynamo.exc import TorchDynamoException
 
-    return (BackendCompilerFailed,)
+    return TorchDynamoException
 
 
 def num_compiled() -> int:

@@ -54,8 +54,10 @@ class CompiledLoss:
             with unwatched():
                 return self._compiled(self._function, args, kwargs)
         except private.compiler_failures() as error:
-            self.failure = (str(error).splitlines() or [type(error).__name__])[0]
-            return self._function(*args, **kwargs)
+            loss = self._function(*args, **kwargs)  # which raises, if what is wrong is what it was given
+            cause = getattr(error, "inner_exception", error)
+            self.failure = f"{type(cause).__name__}: {cause}".splitlines()[0]
+            return loss
         finally:
             self._captured.num_graphs += private.num_compiled() - before
 
