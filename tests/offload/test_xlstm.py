@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from offload.forced import at_random, force_recompute, num_recomputed
 from offload.steps import Outcome, Step, assert_exact_within, assert_same, saved_bytes, train
-from offload.test_compiled import quickly, run  # noqa: F401
+from offload.test_compiled import run
 from torchstorm.models.xlstm import XLSTM, XLSTMConfig
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.session import Session
