@@ -189,7 +189,25 @@ def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
     run_steps(session, 1)
     with session.step():
         session._shared.model(torch.randn(512, 64)).square().mean().backward()
-    assert choices == [not is_timed]
+    assert choices == [not is_timed, *[False] * is_timed]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_where_blocks_were_timed_by_themselves_the_second_step_is_planned_for_in_the_variants_that_the_first_chose(
+    is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, blocks = compiled
+    if is_timed:
+        monkeypatch.setattr(Shared, "timed", lambda self, trace: blocks.timed(trace, self.tiers.fast))  # as on a GPU
+
+    def least(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
+        return Choice(variants=dict.fromkeys(blocks.measured, LEAST), step_ms=1.0, measured_ms=2.0, num_tried=1)
+
+    monkeypatch.setattr(compiled_module, "choose_variants", least)
+    for num_steps in (1, 2, 3):
+        run_steps(session, 1)
+        assert set(blocks.variants.values()) == {LEAST if num_steps >= 2 - is_timed else CHEAP}
+        assert (session.plan() is not None) is (num_steps >= 3 - is_timed)
 
 
 def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_were_called_once(

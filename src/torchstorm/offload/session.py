@@ -223,8 +223,9 @@ class Session:
         blocks: Iterable[torch.nn.Module | str] | None = None,
         variant: str | None = None,
     ) -> CompiledBlocks:
-        """Compiles the model block by block. Plans then choose what each block's backward recomputes. A loss function that
-        the model has as an attribute is compiled, too, as `offload.compiled.loss` says.
+        """Compiles the model block by block. Plans then choose what each block's backward recomputes.
+
+        A loss function that the model has as an attribute is compiled, too: see `offload.compiled.loss`.
 
         Args:
             model: the Session's model; can be left out.

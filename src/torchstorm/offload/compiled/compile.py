@@ -160,7 +160,12 @@ class CompiledBlocks:
     @property
     def _is_disturbed(self) -> bool:
         """Whether the last step's times tell little, since it has compiled, and blocks were not timed by themselves."""
-        return self._has_compiled and not all(kind.is_timed for kind in self._kinds.values())
+        return self._has_compiled and not self.is_timed
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether all blocks were timed by themselves, for the sizes that were compiled last."""
+        return all(kind.is_timed for kind in self._kinds.values())
 
     def _blocks(self, trace: Trace) -> Blocks:
         speed = _MEMORY_BYTES_PER_S[trace.device]

@@ -75,6 +75,8 @@ def conclude(shared: Shared, ended: Ended) -> None:
     other_variants = shared.compiled is not None and shared.compiled.settle()
     # Whether what blocks do is seen from now on, or no longer: then the next step is measured for the plan.
     is_measured = shared.compiled is not None and shared.compiled.settle_whether_whole()
+    if is_measured and planned is None and not other_variants:
+        _choose_at_once(shared, ended)
     other_variants |= is_measured
     if ended.left_plan and ended.last is not None and ended.last.is_from_user:
         plans.drop(ended.last)
@@ -100,6 +102,18 @@ def conclude(shared: Shared, ended: Ended) -> None:
     shortfall = shared.residency.shortfall
     if shortfall is not None:
         shared.planner.lessons.append(shared.tiers.judge_shortfall(*shortfall, is_measured=is_measured))
+
+
+def _choose_at_once(shared: Shared, ended: Ended) -> None:
+    """Compiled blocks take other variants after the step that has told whether they are whole, where they were timed by
+    themselves. So it is the next one that is planned for, and not the one after that."""
+    compiled, recorder = shared.compiled, ended.recorder
+    if compiled is None or not isinstance(recorder, Recorder) or not ended.is_planned_for or ended.key is None:
+        return
+    trace = shared.timed(recorder.trace())
+    if compiled.is_timed:
+        base_bytes = trace.base_bytes + ended.reserve_bytes
+        compiled.rechoose(trace, partial(shared.planner.quick_plan, base_bytes=base_bytes), most=1)
 
 
 def _plan_next(shared: Shared, ended: Ended, recorder: Recorder | Pace) -> Planned | None:
