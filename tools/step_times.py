@@ -102,15 +102,16 @@ class Steps:
         return peak
 
     def settle(self, session: Session, seconds: float, *, looks_at_slow: bool) -> None:
-        """Prints steps for so long: the size of each, what it took, and how many have followed a plan; if asked to,
+        """Prints steps for so long: the size of each, milliseconds, peak, and how many have followed a plan; if asked to,
         also where the host was in those that took half as long again as they do in the end."""
         stop, said, seen = time.perf_counter() + seconds, list[str](), list[tuple[float, dict[str, Look]]]()
         while time.perf_counter() < stop:
             watch = looking(self) if looks_at_slow else contextlib.nullcontext(dict[str, Look]())
             with watch as looks:
-                took = self.run(session.step)[0]
+                took, _, _, peak = self.run(session.step)
             seen.append((took / self.case.share(self.seed), looks))
-            said.append(f"{self.case.share(self.seed):.2f}: {took:.0f} ({session.report().num_planned})")
+            num_planned = session.report().num_planned
+            said.append(f"{self.case.share(self.seed):.2f}: {took:.0f} at {peak:.3f} GiB ({num_planned})")
             if len(said) == 10:
                 print("  " + ", ".join(said), flush=True)
                 said.clear()

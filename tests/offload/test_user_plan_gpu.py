@@ -57,6 +57,8 @@ def test_a_plan_file_reproduces_the_run_from_its_first_step(tmp_path: Path) -> N
 @pytest.mark.parametrize("grows", [True, False], ids=["more", "less"])
 def test_other_memory_that_changes_between_steps_changes_the_plan_and_not_the_peak(grows: bool) -> None:
     budget = budget_for(Mlp, square, 0.7)
+    # Memory that is less by a twentieth of the budget changes the plan; what other tests hold still is in the budget.
+    other_bytes = max(OTHER_BYTES, budget // 20 + MIB)
     others: list[torch.Tensor] = []
     plans: list[Plan] = []
     num_planned: list[int] = []
@@ -65,11 +67,11 @@ def test_other_memory_that_changes_between_steps_changes_the_plan_and_not_the_pe
     model = Mlp().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if not grows:
-        others.append(torch.empty(OTHER_BYTES, dtype=torch.uint8, device="cuda"))
+        others.append(torch.empty(other_bytes, dtype=torch.uint8, device="cuda"))
     with Session(model, vram=budget, optimizer=optimizer) as session:
         for index in range(10):
             if index == 5 and grows:
-                others.append(torch.empty(OTHER_BYTES, dtype=torch.uint8, device="cuda"))
+                others.append(torch.empty(other_bytes, dtype=torch.uint8, device="cuda"))
             elif index == 5:
                 others.clear()
             with session.step():
@@ -82,7 +84,7 @@ def test_other_memory_that_changes_between_steps_changes_the_plan_and_not_the_pe
             optimizer.step()
             optimizer.zero_grad()
     change = plans[5].trace.base_bytes - plans[4].trace.base_bytes
-    assert abs(change) == pytest.approx(OTHER_BYTES, abs=MIB)
+    assert abs(change) == pytest.approx(other_bytes, abs=MIB)
     # It is more than any one tensor has, so that fewer are kept; whether the others are moved or computed again is a
     # matter of how fast the link is at the moment.
     before, after = kept_bytes(plans[4]), [kept_bytes(plan) for plan in plans[5:]]
