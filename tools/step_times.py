@@ -102,7 +102,7 @@ class Steps:
         return peak
 
     def settle(self, session: Session, seconds: float, *, looks_at_slow: bool) -> None:
-        """Prints steps for so long: the size of each, milliseconds, peak, and how many have followed a plan; if asked to,
+        """Prints steps for so long: the size, milliseconds, peak, and how many have followed a plan; if asked to,
         also where the host was in those that took half as long again as they do in the end."""
         stop, said, seen = time.perf_counter() + seconds, list[str](), list[tuple[float, dict[str, Look]]]()
         while time.perf_counter() < stop:
