@@ -236,6 +236,30 @@ def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_we
     assert not seen[-1].blocks_s
 
 
+def test_plans_for_other_variants_are_followed_by_no_step_of_any_size(
+    compiled: tuple[Session, CompiledBlocks],
+) -> None:
+    """They were for steps that save something else, and to follow them until that shows could break the budget."""
+    session, blocks = compiled
+    plans, model = session._shared.plans, session._shared.model
+
+    def step(num_rows: int) -> None:
+        with session.step():
+            model(torch.randn(num_rows, 64)).square().mean().backward()
+
+    for num_rows in (600, 600, 600, 1024, 1024):
+        step(num_rows)
+    earlier = plans.latest_first()
+    assert len({one.kind.key for one in earlier}) == 2
+    assert blocks.adopt(dict.fromkeys(blocks.variants, LEAST))
+    step(1024)
+    assert not set(plans.latest_first()) & set(earlier)
+    num_planned = session.report().num_planned
+    step(600)  # as the larger one's plan has it, or it is traced
+    assert session.report().num_planned - num_planned <= 1
+    assert not set(plans.latest_first()) & set(earlier)
+
+
 def test_a_process_chooses_as_a_step_that_waits_would(compiled: tuple[Session, CompiledBlocks]) -> None:
     session, _ = compiled
     problem = until_chosen_beside(session)

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from offload import families
+from offload.rehearsed import Rehearsal
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import foresight
 from torchstorm.offload.replan.planned import Planned
@@ -121,6 +122,30 @@ def test_traces_of_other_sizes_are_foreseen_to_the_byte(
     assert foretold is not None
     for one, other in zip(_bytes(foretold), _bytes(traces[-1]), strict=True):
         assert one == other
+
+
+@pytest.mark.no_cover
+def test_on_a_gpu_a_plan_for_a_step_that_was_never_seen_keeps_more_free_where_it_can(
+    foreseen: list[Planned | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e12)
+    with gpu.meter:
+        with gpu.session(model := llama(), 2**40) as session:
+            for _ in range(3):
+                gradients(model, LONG, session)
+            kept_bytes = session.usage().vram_bytes
+        base_bytes = sum(one.nbytes for one in model.parameters())
+        vram = base_bytes + (kept_bytes - base_bytes) * 6 // 10
+        del model, session
+        with gpu.session(model := llama(), vram) as session:
+            for length in (SHORT, SHORT, LONGER, LONGER, LONG):
+                gradients(model, length, session)
+            unseen = foreseen[-1]
+            gradients(model, LONG, session)
+            plan = session.plan()
+    assert unseen is not None
+    assert plan is not None
+    assert unseen.forecast.vram_bytes <= vram - vram // 100 < plan.forecast.vram_bytes <= vram
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["RAM and disk", "RAM alone"])

@@ -257,3 +257,27 @@ def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_
         train(gpu, 1 << 40, num_steps=14, before=before, prepare=prepare)
     assert held[:5] == [6, 6, 6, 6, 6], "the plan was timed in the fourth step"
     assert held[5:] == [5, 5, 5, 4, 4, 3, 3, 2, 2], "in every second step, for 1 % of the time, once it is idle"
+
+
+def test_a_measured_step_that_takes_more_than_the_budget_is_told_with_what_was_forecast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK)
+    now: list[int] = []
+    with gpu.meter:
+        vram = budget(gpu, 0.5)
+
+        def prepare(session: Session) -> None:
+            def take(*_: object) -> None:
+                if now == [0, 1]:  # the second step is measured, too
+                    torch.zeros(3 * MIB)  # of four bytes each
+
+            session._shared.model.layers[-1].register_forward_pre_hook(take)  # type: ignore[index, operator, union-attr]
+
+        found = train(gpu, vram, before=now.append, prepare=prepare)
+    assert found.peaks[1] > vram
+    taken, forecast, allowed = (format_size(nbytes) for nbytes in (found.peaks[1], found.forecasts[0], vram))
+    said = f"took {taken} of device memory, where {allowed} are allowed and {forecast} were forecast."
+    assert [one for one in found.notes if one.startswith("A step that was measured")] == [
+        f"A step that was measured {said}"
+    ]

@@ -28,8 +28,9 @@ from torchstorm.transfer.pinned import PinnedArena, pin_memory
 _UNLIMITED_BYTES = 1 << 62
 # Of one system call of the disk's: whoever makes it takes a core, and Python's lock, from what computes.
 _STRAIGHT_BYTES = 2**24
-# The allocator rounds what it hands out, and a library may take a workspace after the measured step.
-_VRAM_SPARE_BYTES = 16 * 2**20
+# A library may take a workspace after the measured step, and the allocator rounds what it hands out: a piece of a free
+# one of its segments is up to 1 MiB larger than what was asked for, by what else was there before.
+_LEAST_SPARE_BYTES, _MOST_SPARE_BYTES, _SPARE_PART = 16 * 2**20, 64 * 2**20, 400
 _LARGEST_SEGMENT_BYTES = 2**29  # to unpin 256 MiB takes 5 to 20 ms, in which CUDA does nothing else
 _GIVING_BACK = 0.01  # of the time of training, at most so much for unpinning what no plan has a use for
 
@@ -257,8 +258,13 @@ def _cuda_tiers(
     )
     disk_capacity = tiers.slow[DISK].spec.capacity_bytes if DISK in tiers.slow else 0
     tiers.budget = Budget(vram=vram_bytes, ram=ram_bytes, disk=disk_capacity)
-    tiers.spare = Budget(vram=_VRAM_SPARE_BYTES, ram=staging)
+    tiers.spare = Budget(vram=vram_spare_bytes(vram_bytes), ram=staging)
     return tiers
+
+
+def vram_spare_bytes(vram_bytes: int) -> int:
+    """What plans leave free of so much device memory."""
+    return max(_LEAST_SPARE_BYTES, min(_MOST_SPARE_BYTES, vram_bytes // _SPARE_PART))
 
 
 def bounce_buffers(ram_bytes: int) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
 
+_UNSEEN_PART = 100  # of the budget
+
 
 class Problems:
     """Of one Session.
@@ -32,6 +34,12 @@ class Problems:
         self._plans = plans
         self.slack_bytes = 0
         self._link_share = 1.0  # of the measured speed of link and disk that copies were seen to get
+
+    @property
+    def unseen_bytes(self) -> int:
+        """What a plan for a step that was never seen keeps free on a GPU. It is followed once, and how an allocator
+        rounds, and which workspaces libraries take, is no law of the sizes."""
+        return self._tiers.budget.vram // _UNSEEN_PART if self._tiers.fast.counts_all else 0
 
     def machine(self) -> Machine:
         """Speeds as measured, and as steps have shown them since."""

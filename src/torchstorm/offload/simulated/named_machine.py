@@ -11,7 +11,7 @@ import torch
 
 from torchstorm.errors import BudgetError, TorchstormError
 from torchstorm.memory.limits import available_ram_bytes
-from torchstorm.offload.budget import bounce_buffers, model_device, parse_disk
+from torchstorm.offload.budget import bounce_buffers, model_device, parse_disk, vram_spare_bytes
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.simulated.step import Simulation, simulate
 from torchstorm.offload.state.optimizer_state import expected_state_bytes
@@ -26,8 +26,6 @@ from torchstorm.sizes import format_size, parse_size
 
 Batch = TypeVar("Batch")
 LossFn = Callable[[torch.nn.Module, Batch], torch.Tensor]
-# As a Session on a GPU keeps free of its plans.
-_SPARE = Budget(vram=16 * 2**20)
 _ANY_GPU = "h200"  # where only bytes are asked for, not seconds
 
 
@@ -61,7 +59,7 @@ def plan_elsewhere(
     trace = shift_base(found.trace, reserve)
     own_bytes = _own_bytes_on_gpu(budget.vram)
     try:
-        plan = solve(trace, machine, budget, spare=_SPARE, own_bytes=own_bytes)
+        plan = solve(trace, machine, budget, spare=_spare(budget), own_bytes=own_bytes)
     except BudgetError as error:
         raise _told(error, found, trace, machine, budget, own_bytes) from error
     return replace(plan, machine=machine, simulated=True, workload=workload_of(model, found.inputs))
@@ -98,6 +96,11 @@ def with_micro_batch(
     return _told(error, found, _as_on_cpu(found.trace, staging), machine, replace(budget, vram=0), None)
 
 
+def _spare(budget: Budget) -> Budget:
+    """What a Session on a GPU keeps free of its plans."""
+    return Budget(vram=vram_spare_bytes(budget.vram))
+
+
 def _told(
     error: BudgetError,
     found: Simulation,
@@ -108,7 +111,7 @@ def _told(
 ) -> BudgetError:
     """The error, with the largest micro-batch beside the smallest budget."""
     batch_size = next((tensor.shape[0] for tensor in found.inputs if tensor.dim()), 1)
-    most = largest_micro_batch(trace, machine, budget, batch_size, spare=_SPARE, own_bytes=own_bytes)
+    most = largest_micro_batch(trace, machine, budget, batch_size, spare=_spare(budget), own_bytes=own_bytes)
     if most >= batch_size:
         return error
     of = f"of this batch of {batch_size} sample{'s' if batch_size != 1 else ''}"

@@ -57,7 +57,9 @@ class Step:
         tensors = shared.tensors
         tensors.read()
         refuse_compiled_whole(shared.model)
-        shared.plans.begin(None if tensors.state is None else hash((shared.model.training, tensors.state)))
+        variants = tuple(shared.compiled.variants.values()) if shared.compiled is not None else ()
+        state = None if tensors.state is None else hash((shared.model.training, tensors.state, variants))
+        shared.plans.begin(state)
         optimizer = shared.state.optimizer()
         held = held_by(optimizer) if optimizer is not None else []
         others = {id(one): one for one in held if id(one) not in tensors.numbers}.values()
@@ -282,6 +284,8 @@ class Step:
         shared, fast, vram = self._shared, self._fast, self._fast.peak_bytes()
         if isinstance(recorder, Recorder):
             vram = max(vram, recorder.peak_bytes)
+            if fast.counts_all and vram > shared.tiers.fast_bytes:
+                self._note_over(vram)
         figures = Figures(
             step_ms=0.0 if fast.is_beside_host else self._span.took().step_s * 1e3,
             vram_bytes=vram,
@@ -304,6 +308,14 @@ class Step:
             shared.plans.in_force = followed
             shared.measured.plan_changed()
         shared.measured.count(figures, self._span, times=times, borrowed=followed is not None and not times)
+
+    def _note_over(self, vram_bytes: int) -> None:
+        """A step that was measured took more than the budget."""
+        planned, budget = self._planned, format_size(self._shared.tiers.fast_bytes)
+        said = f"A step that was measured took {format_size(vram_bytes)} of device memory, where {budget} are allowed"
+        if planned is not None and planned.plan is not None:
+            said += f" and {format_size(planned.plan.forecast.vram_bytes)} were forecast"
+        self._shared.planner.lessons.append(f"{said}.")
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
         """The device ran out of memory: drops what the step saved, and plans such steps anew, with more slack."""
