@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from close import assert_close
 from torchstorm.offload.compiled import loss as loss_module
@@ -174,7 +175,9 @@ def test_copies_of_the_model_have_the_loss_function_itself() -> None:
     own = model.loss_function
     compiled_losses(model, Captured())
     assert copy.deepcopy(model).loss_function is own
-    assert pickle.loads(pickle.dumps(model)).loss_function is own
+    pickled = pickle.dumps(model)
+    assert pickle.loads(pickled).loss_function is own
+    assert b"torchstorm" not in pickled, "it can be read where there is no torchstorm"
     written = io.BytesIO()
     torch.save(model, written)
     written.seek(0)
@@ -217,3 +220,72 @@ def test_labels_that_do_not_fit_raise_what_they_raise_uncompiled_and_it_is_compi
     assert not loss.failure
     loss_of(model)
     assert captured.num_graphs == 1
+
+
+@pytest.mark.usefixtures("all_are_worth_it", "as_captured")
+def test_a_loss_that_is_compiled_again_and_again_or_in_part_is_left_alone_and_the_reason_is_said() -> None:
+    model, captured = llama(), Captured()
+    seen: list[int] = []
+
+    def grows(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        seen.append(len(seen))
+        return logits.square().mean() * len(seen)
+
+    model.loss_function = grows
+    (loss,) = compiled_losses(model, captured)
+    found = [float(loss_of(model)[0]) for _ in range(9)]
+    assert found == pytest.approx([found[0] * times for times in range(1, 10)])
+    assert captured.num_graphs == loss_module._MOST_COMPILED
+    assert "had to be compiled" in loss.failure
+
+    def breaks(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        return logits.square().mean() * float(logits.detach().sum().item() > 0)
+
+    model.loss_function = breaks
+    (loss,) = compiled_losses(model, captured)
+    loss_of(model)
+    assert loss.failure == "a part of it cannot be compiled"
+
+
+@pytest.mark.usefixtures("all_are_worth_it", "as_captured")
+def test_a_tangent_passes_through_it() -> None:
+    model = llama()
+    compiled_losses(model, Captured())
+    logits, labels = logits_and_labels()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(logits.detach(), torch.linspace(0, 1, 100).expand_as(logits).contiguous())
+        tangent = forward_ad.unpack_dual(model.loss_function(dual, labels, vocab_size=100)).tangent
+    assert tangent is not None
+    assert float(tangent) != 0
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_where_memory_runs_out_while_it_is_compiled_that_is_raised_and_it_is_compiled_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(graph: object, inputs: object) -> Callable[..., Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = llama()
+    compile_losses_by(monkeypatch, fails)
+    (loss,) = compiled_losses(model, Captured())
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(model)
+    assert not loss.failure
+
+
+class Named(nn.Module):
+    """Something else by the same names."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self._loss_function = own
+
+    @property
+    def loss_function(self) -> Any:
+        return {"mse": nn.functional.mse_loss}[self._loss_function]
+
+
+def test_what_is_not_a_loss_function_that_can_be_set_is_left_alone() -> None:
+    assert not compiled_losses(Named("mse"), Captured())
+    assert not compiled_losses(Named(nn.MSELoss()), Captured())

@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Op, SavedStorage, Trace, Value, make_parcels
-from torchstorm.plan.typical import beside_the_host, forward_of_operations, spare_s, typical, without_waiting
+from torchstorm.plan.typical import (
+    beside_the_host,
+    forward_of_operations,
+    spare_s,
+    typical,
+    without_compilation,
+    without_waiting,
+)
 
 
 def moment(seconds: float, *, kind: str = PACK, nbytes: int = 8) -> Moment:
@@ -194,3 +201,13 @@ def test_a_compiled_block_that_was_timed_ran_in_the_interval_before_its_first_sa
     assert forward_of_operations(replace(timed, ops=())) is None, "nobody knows what else there was"
     only_one = replace(timed, blocks_s=(("h.0", 0.3),))  # most bytes are of a block that was not
     assert forward_of_operations(only_one) is None
+
+
+def test_what_was_compiled_in_backward_is_not_taken_for_the_models_work() -> None:
+    moments = [moment(1e-3)] * 20 + [moment(1e-3, kind=UNPACK)] * 20
+    assert without_compilation(trace_of(moments)).moments == tuple(moments), "no blocks are known"
+    trace = trace_of(moments)
+    moments[trace.turn + 1] = moment(2.0, kind=UNPACK)
+    found = without_compilation(replace(trace_of(moments), blocks_s=(("a", 4e-3), ("b", 4e-3)))).moments
+    moments[trace.turn + 1] = moment(0.25 * 3 * 8e-3, kind=UNPACK)
+    assert [one.compute_s for one in found] == pytest.approx([one.compute_s for one in moments])

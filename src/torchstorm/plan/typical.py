@@ -32,6 +32,8 @@ _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
 LATE = 1.25  # times what its work takes: of a part of a step in which the device has waited for the host
 _MOST = 0.9  # of the saved bytes
+_BACKWARD = 2  # times what a forward takes
+_MOST_OF_BLOCKS = 0.25
 MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
 
 
@@ -170,3 +172,13 @@ def _usual(kinds: Sequence[Hashable], seconds: Sequence[float], *, part: int) ->
         usual[kind] if kind in usual and took > _FAR * usual[kind] else took
         for kind, took in zip(kinds, seconds, strict=True)
     ]
+
+
+def without_compilation(trace: Trace) -> Trace:
+    """The trace of a step that may have compiled something in backward, of which all compiled blocks are known: no
+    moment after the forward takes longer than a part of them that is long for a head and its loss."""
+    longest_s = _MOST_OF_BLOCKS * (1 + _BACKWARD) * sum(took_s for _, took_s in trace.blocks_s)
+    if not longest_s:
+        return trace
+    after = (min(one.compute_s, longest_s) for one in trace.moments[trace.turn :])
+    return replace(trace, moments=(*trace.moments[: trace.turn], *taking(trace.moments[trace.turn :], after)))

@@ -98,10 +98,10 @@ class CompiledBlocks:
         # Dynamo compiles once a variant what a graph break leaves, and once a block where their code reads a number in
         # which they differ.
         private.allow_recompiles(len(VARIANTS) * len(self._modules))
+        self._losses = compiled_losses(model, self._captured)
         for name, module in self._modules.items():
             call = BlockCall(name, module, self.call, self._captured, on_enter=on_enter, on_leave=on_leave)
             private.set_call(module, call)
-        self._losses = compiled_losses(model, self._captured)
 
     # ------------------------------------------------------------------ variants
 

@@ -80,8 +80,9 @@ def foresee(
 
 
 def _plan(planner: Planner, trace: Trace, base_bytes: int) -> Planned:
-    with suppress(BudgetError):  # nothing fits with so much kept free
-        return planner.plan_within(planner.slack_bytes + planner.unseen_bytes, trace, base_bytes, 1)
+    if planner.unseen_bytes:
+        with suppress(BudgetError):  # nothing fits with so much kept free
+            return planner.plan_within(planner.slack_bytes + planner.unseen_bytes, trace, base_bytes, 1)
     return planner.plan(trace, base_bytes=base_bytes, num_measured=1)
 
 

@@ -73,6 +73,11 @@ class Measured:
         found, self._unread_vram = self._unread_vram, 0
         return found
 
+    @property
+    def highest_vram_bytes(self) -> int:
+        """The highest peak of device memory so far."""
+        return self._highest.vram_bytes if self._highest is not None else 0
+
     def planned_or_all(self) -> tuple[Figures | None, Figures | None]:
         """Over the steps that followed the plan in force, or else over all: peaks and the median time; and the highest
         bytes and the slowest of the steps known. None before the first step has ended."""

@@ -284,7 +284,7 @@ class Step:
         shared, fast, vram = self._shared, self._fast, self._fast.peak_bytes()
         if isinstance(recorder, Recorder):
             vram = max(vram, recorder.peak_bytes)
-            if fast.counts_all and vram > shared.tiers.fast_bytes:
+            if fast.counts_all and vram > max(shared.tiers.fast_bytes, shared.measured.highest_vram_bytes):
                 self._note_over(vram)
         figures = Figures(
             step_ms=0.0 if fast.is_beside_host else self._span.took().step_s * 1e3,
@@ -310,7 +310,7 @@ class Step:
         shared.measured.count(figures, self._span, times=times, borrowed=followed is not None and not times)
 
     def _note_over(self, vram_bytes: int) -> None:
-        """A step that was measured took more than the budget."""
+        """A step that was measured took more than the budget, and than all before."""
         planned, budget = self._planned, format_size(self._shared.tiers.fast_bytes)
         said = f"A step that was measured took {format_size(vram_bytes)} of device memory, where {budget} are allowed"
         if planned is not None and planned.plan is not None:
