@@ -277,7 +277,7 @@ def test_a_measured_step_that_takes_more_than_the_budget_is_told_with_what_was_f
         found = train(gpu, vram, before=now.append, prepare=prepare)
     assert found.peaks[1] > vram
     taken, forecast, allowed = (format_size(nbytes) for nbytes in (found.peaks[1], found.forecasts[0], vram))
-    said = f"took {taken} of device memory, where {allowed} are allowed and {forecast} were forecast."
+    said = f"took {taken} of vram={allowed}, where {forecast} were forecast."
     assert [one for one in found.notes if one.startswith("A step that was measured")] == [
         f"A step that was measured {said}"
     ]

@@ -312,9 +312,9 @@ class Step:
     def _note_over(self, vram_bytes: int) -> None:
         """A step that was measured took more than the budget, and than all before."""
         planned, budget = self._planned, format_size(self._shared.tiers.fast_bytes)
-        said = f"A step that was measured took {format_size(vram_bytes)} of device memory, where {budget} are allowed"
+        said = f"A step that was measured took {format_size(vram_bytes)} of {self._fast.name}={budget}"
         if planned is not None and planned.plan is not None:
-            said += f" and {format_size(planned.plan.forecast.vram_bytes)} were forecast"
+            said += f", where {format_size(planned.plan.forecast.vram_bytes)} were forecast"
         self._shared.planner.lessons.append(f"{said}.")
 
     def ran_out(self, error: BaseException) -> OutOfVRAMError:
