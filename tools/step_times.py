@@ -103,7 +103,8 @@ class Steps:
 
     def settle(self, session: Session, seconds: float, *, looks_at_slow: bool) -> None:
         """Prints steps for so long: the size, milliseconds, peak, and how many have followed a plan; if asked to,
-        also where the host was in those that took half as long again as they do in the end."""
+        also where the host was in those that took half as long again as they do in the end. Of a step that the Session
+        measures, the peak is that of its last part: `highest peak of any step` has all of it."""
         stop, said, seen = time.perf_counter() + seconds, list[str](), list[tuple[float, dict[str, Look]]]()
         while time.perf_counter() < stop:
             watch = looking(self) if looks_at_slow else contextlib.nullcontext(dict[str, Look]())

@@ -69,6 +69,18 @@ def run_steps(session: Session, num: int) -> torch.Tensor:
     return next(model.parameters()).grad.clone()  # type: ignore[union-attr]
 
 
+def time_blocks(blocks: CompiledBlocks, monkeypatch: pytest.MonkeyPatch) -> list[Trace]:
+    """Has blocks timed by themselves, as on a GPU; the traces with that, as they come."""
+    seen: list[Trace] = []
+
+    def timed(self: Shared, trace: Trace) -> Trace:
+        seen.append(blocks.timed(trace, self.tiers.fast))
+        return seen[-1]
+
+    monkeypatch.setattr(Shared, "timed", timed)
+    return seen
+
+
 def until_chosen_beside(session: Session) -> Problem:
     """Runs steps until a process chooses variants."""
     for _ in range(8):
@@ -177,7 +189,7 @@ def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
 ) -> None:
     session, blocks = compiled
     if is_timed:
-        monkeypatch.setattr(Shared, "timed", lambda self, trace: blocks.timed(trace, self.tiers.fast))  # as on a GPU
+        time_blocks(blocks, monkeypatch)
     choices: list[bool] = []
     begin = Choices.begin
 
@@ -198,7 +210,7 @@ def test_where_blocks_were_timed_by_themselves_the_second_step_is_planned_for_in
 ) -> None:
     session, blocks = compiled
     if is_timed:
-        monkeypatch.setattr(Shared, "timed", lambda self, trace: blocks.timed(trace, self.tiers.fast))  # as on a GPU
+        time_blocks(blocks, monkeypatch)
 
     def least(trace: Trace, blocks: Blocks, *_: Any, **options: Any) -> Choice:
         return Choice(variants=dict.fromkeys(blocks.measured, LEAST), step_ms=1.0, measured_ms=2.0, num_tried=1)
@@ -214,13 +226,7 @@ def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_we
     compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, blocks = compiled
-    seen: list[Trace] = []
-
-    def timed(self: Shared, trace: Trace) -> Trace:
-        seen.append(blocks.timed(trace, self.tiers.fast))  # as on a GPU
-        return seen[-1]
-
-    monkeypatch.setattr(Shared, "timed", timed)
+    seen = time_blocks(blocks, monkeypatch)
     run_steps(session, 2)
     assert len(seen[-1].blocks_s) == NUM_BLOCKS
     kind = next(iter(blocks._alike.values()))

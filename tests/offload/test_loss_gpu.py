@@ -21,7 +21,7 @@ VOCABULARY, LENGTH = 32_000, 2048
 
 
 def test_backward_of_a_compiled_loss_needs_nothing_else_of_the_logits_size_than_their_gradient() -> None:
-    """In eager mode it takes copies in float32: ten times the bytes of bfloat16 logits."""
+    """In eager mode it takes copies in float32."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )

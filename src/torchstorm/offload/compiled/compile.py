@@ -41,7 +41,8 @@ _SEARCH_S, _LATER_S = 5.0, 1.0  # of the search for the first choice and for lat
 class CompiledBlocks:
     """The compiled blocks of a model.
 
-    Calls of each block go through torch.compile from now on, as after `block.compile()`; `undo` takes that back.
+    Calls of each block go through torch.compile from now on, as after `block.compile()`, and so do those of the model's
+    own loss function, if it has one (see `loss`); `undo` takes that back.
     Parameters, names and state dict stay what they are.
 
     Args:
@@ -86,7 +87,7 @@ class CompiledBlocks:
         self.has_room = True  # whether blocks may be run by themselves now, to be compared and timed
         self._lacked_room = False  # whether variants were left out for that
         self._captured = Captured()
-        self.are_whole = False  # whether steps have shown that nothing does
+        self.are_whole = False  # whether steps have shown that nothing runs uncompiled within blocks
         self._fell_back = False  # whether a call of this step ran in another variant than was set
         self._is_settled = False  # whether all variants in use were compared when `settle` looked last
         self._num_before = 0  # graphs compiled before the step
@@ -304,9 +305,7 @@ class CompiledBlocks:
     def settle_whether_whole(self) -> bool:
         """Called when a step has ended. True where the next such step need not watch what blocks do, or must again."""
         before, have_run = self.are_whole, [kind for kind in self._alike.values() if kind.costs]
-        self.are_whole = (
-            bool(have_run) and not self._captured.has_breaks and all(len(kind.costs) == 1 for kind in have_run)
-        )
+        self.are_whole = bool(have_run) and not self.has_breaks and all(len(kind.costs) == 1 for kind in have_run)
         return self.are_whole != before
 
     @property
