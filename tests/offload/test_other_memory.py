@@ -88,14 +88,14 @@ def train(
             before(index)
             with storm.step():
                 model(torch.randn(ROWS, WIDTH)).square().mean().backward()
-            note(found, storm)
+                followed = storm.plan()  # once the step has ended, a better one may be in force
+            note(found, storm, followed or storm.plan())
             optimizer.step()
             optimizer.zero_grad()
     return found
 
 
-def note(found: Training, storm: Session) -> None:
-    plan = storm.plan()  # what the step followed: a report may learn from its time, and plan anew
+def note(found: Training, storm: Session, plan: Plan | None) -> None:
     report = storm.report()
     assert plan is not None
     placed = zip(plan.trace.parcels, plan.placements, strict=True)
