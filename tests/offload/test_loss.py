@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from close import assert_close
+from offload.small_llama import llama
 from torchstorm.offload.compiled import loss as loss_module
 from torchstorm.offload.compiled.call import Captured
 from torchstorm.offload.compiled.loss import CompiledLoss, compiled_losses
@@ -34,7 +35,7 @@ pytestmark = [
 @pytest.fixture
 def all_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of small logits is compiled, too."""
-    monkeypatch.setattr(loss_module, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(loss_module, "WORTH_BYTES", 0)
 
 
 def compile_losses_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
@@ -52,19 +53,6 @@ def compile_losses_by(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
 def as_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled loss runs operation by operation."""
     compile_losses_by(monkeypatch, "aot_eager")
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def logits_and_labels(index: int = 0, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,9 +123,9 @@ def test_of_small_logits_and_without_gradients_it_is_left_alone(monkeypatch: pyt
     model, captured = llama(), Captured()
     compiled_losses(model, captured)
     logits, labels = logits_and_labels()
-    monkeypatch.setattr(loss_module, "_WORTH_BYTES", logits.nbytes + 1)
+    monkeypatch.setattr(loss_module, "WORTH_BYTES", logits.nbytes + 1)
     loss_of(model)
-    monkeypatch.setattr(loss_module, "_WORTH_BYTES", logits.nbytes)
+    monkeypatch.setattr(loss_module, "WORTH_BYTES", logits.nbytes)
     with torch.no_grad():
         model.loss_function(logits, labels, vocab_size=100)
     assert captured.num_graphs == 0

@@ -22,6 +22,7 @@ from torchstorm.offload import first_calls, misuse
 from torchstorm.offload.budget import Tiers, build_tiers
 from torchstorm.offload.compiled.begin import compile_blocks
 from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.loss.by_rows import LossesByRows
 from torchstorm.offload.native import library
 from torchstorm.offload.native.classes import classes
 from torchstorm.offload.replan.planner import Planner
@@ -126,6 +127,7 @@ class Session:
             plans=plans,
             planner=Planner(tiers, plans, None if plans_now(on_cpu=not fast.is_beside_host) else Beside()),
             watch=misuse.Watch(model, state.optimizer),
+            losses=LossesByRows(model),
         )
         library.begin(classes)
         self._running = threading.Lock()
@@ -261,6 +263,7 @@ class Session:
         shared.learn()
         measured, highest = shared.measured.planned_or_all()
         notes = [*shared.tiers.notes(), *self._runs.notes(), *shared.planner.lessons, *shared.saved.outside.notes()]
+        notes += shared.losses.notes
         if shared.compiled is not None:
             notes += [shared.compiled.mix, *shared.compiled.notes]
         return Report(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchstorm.offload.loss.by_rows import LossesByRows
 from torchstorm.offload.recompute.tape import Probe, Tape
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.recompute.traced_ops import TracedOps
@@ -169,6 +170,7 @@ class _Step:
                 torch.compiler.set_stance("force_eager"),
                 autocast_as_on_cuda(),
                 torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+                LossesByRows(model).placed(),
                 self._gpu,
                 self._tape,
                 CudaRules(),

@@ -13,6 +13,7 @@ from torchstorm.errors import BudgetError
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.budget import Tiers
 from torchstorm.offload.compiled.compile import CompiledBlocks
+from torchstorm.offload.loss.by_rows import LossesByRows
 from torchstorm.offload.misuse import Watch
 from torchstorm.offload.replan.explain import with_settled_forward
 from torchstorm.offload.replan.measured import Measured
@@ -78,6 +79,7 @@ class Shared:
         plans: by kind of step.
         planner: makes them.
         watch: notices misuse.
+        losses: of the model.
         measured: what steps took.
         compiled: the model's compiled blocks; None for none.
         runs_compiled: whether Dynamo has compiled something that steps run, besides those.
@@ -99,6 +101,7 @@ class Shared:
     plans: Plans
     planner: Planner
     watch: Watch
+    losses: LossesByRows
     measured: Measured = field(default_factory=Measured)
     compiled: CompiledBlocks | None = None
     runs_compiled: bool = False

@@ -103,6 +103,7 @@ class Step:
         try:
             with (
                 self._shared.model.register_forward_pre_hook(self._inputs, with_kwargs=True),
+                self._shared.losses.placed(),
                 mode,
                 saved_tensors_hooks(*hooks_of(saved)),
             ):

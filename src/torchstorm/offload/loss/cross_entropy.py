@@ -1,0 +1,137 @@
+"""PyTorch's cross entropy within steps: of large logits some rows at a time, wherever a model or its user calls it.
+
+What `torch.nn.functional.cross_entropy` calls is an operator that is made of others. From the first Session on, it has
+an implementation of its own where autograd would see these, which asks whether a step runs. So it is reached from C++
+and from Python, by whatever name, and nothing that belongs to others is replaced. It stays until the process ends: once
+it had been taken back, PyTorch 2.13 failed to compile the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from torchstorm.offload.loss.place import WORTH_BYTES
+from torchstorm.offload.loss.rows import ALIGNED, MEAN, SUM, CrossEntropyByRows, How, has_same_bits, rows_at_a_time
+
+_KINDS = frozenset({"cpu", "cuda", "meta"})  # of devices whose operators treat every row by itself
+
+_operator = torch.ops.aten.cross_entropy_loss.default
+_vmap_level = torch._C._functorch.maybe_current_level
+_running: list[CrossEntropy] = []  # of the steps that run now: whichever thread computes a part of one again
+_implementations: list[torch.library.Library] = []  # one at most
+
+
+class CrossEntropy:
+    """A Session's cross entropies, by rows where that is possible.
+
+    Attributes:
+        differs: whether some rows at a time have had other bits than the whole at once, which is computed then.
+    """
+
+    def __init__(self) -> None:
+        self.differs = False
+        self._is_same: dict[tuple[Any, ...], bool] = {}
+        _implement()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A step runs."""
+        _running.append(self)
+        try:
+            yield
+        finally:
+            _running.remove(self)
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        dtype: torch.dtype,
+        target: Any,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> torch.Tensor | None:
+        """What PyTorch's operator computes, or None where that is not possible by rows.
+
+        Args:
+            logits: as they are.
+            dtype: what they are to be cast to.
+            target, weight, reduction, ignore_index, label_smoothing: the operator's.
+        """
+        is_known = weight is None and not label_smoothing and reduction in (MEAN, SUM)
+        # On meta tensors autocast is whoever simulates it, and has been there before.
+        is_known &= dtype == torch.float32 or logits.is_meta or not torch.is_autocast_enabled(logits.device.type)
+        is_table = logits.dim() == 2 and logits.is_contiguous() and len(logits) >= 2 * ALIGNED
+        if not is_known or not is_table or not _are_classes(target, logits):
+            return None
+        how = How(dtype, reduction, ignore_index, rows_at_a_time(logits, dtype))
+        key = logits.shape[1], logits.dtype, dtype, logits.device
+        if key not in self._is_same:
+            if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            with torch.no_grad():
+                self._is_same[key] = logits.is_meta or has_same_bits(logits, target, how)
+            self.differs |= not self._is_same[key]
+        if not self._is_same[key]:
+            return None
+        loss: torch.Tensor = CrossEntropyByRows.apply(logits, target, how)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def is_plain() -> bool:
+    """Whether a function does now no more than it is told to do, and gradients are asked for."""
+    return (
+        torch.is_grad_enabled()
+        and forward_ad._current_level < 0
+        and _vmap_level() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
+def is_worth_it(given: Any) -> bool:
+    """Whether something may be logits whose loss takes much memory."""
+    return (
+        type(given) is torch.Tensor
+        and given.nbytes >= WORTH_BYTES
+        and given.requires_grad
+        and given.is_floating_point()
+        and given.device.type in _KINDS
+    )
+
+
+def _are_classes(target: Any, logits: torch.Tensor) -> bool:
+    return (
+        type(target) is torch.Tensor
+        and target.dtype == torch.int64
+        and target.shape == logits.shape[:1]
+        and target.device == logits.device
+    )
+
+
+def _cross_entropy_loss(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    options = weight, reduction, ignore_index, label_smoothing
+    if _running and is_plain() and is_worth_it(logits):
+        loss = _running[-1](logits, logits.dtype, target, *options)
+        if loss is not None:
+            return loss
+    return _operator.decompose(logits, target, *options)
+
+
+def _implement() -> None:
+    if not _implementations:
+        _implementations.append(torch.library.Library("aten", "IMPL"))
+        for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
+            _implementations[0].impl(_operator.name(), _cross_entropy_loss, key)
