@@ -63,7 +63,7 @@ WITHOUT_TORCH = [
     "plan.trace",
 ]
 STREAM_OWNER = "transfer/engine.py"
-MAX_LINES = 450
+MAX_LINES, MAX_LINES_IN_OFFLOAD = 449, 400
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "managers", "misc"}
 # Written so that this file does not break its own rule.
 MACHINE_PATHS = re.compile(
@@ -191,7 +191,8 @@ def test_the_stream_rule_sees_every_way_to_make_one() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_a_file_is_short_enough_to_read_at_once(path: Path) -> None:
-    assert len(path.read_text().splitlines()) < MAX_LINES
+    allowed = MAX_LINES_IN_OFFLOAD if module_name(path).startswith("offload.") else MAX_LINES
+    assert len(path.read_text().splitlines()) <= allowed
 
 
 def test_every_name_says_what_is_inside() -> None:

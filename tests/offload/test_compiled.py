@@ -28,6 +28,7 @@ from torchstorm.errors import ConfigError, UnsupportedError
 from torchstorm.models.gpt import GPT, GPTConfig
 from torchstorm.offload import torch_private as private
 from torchstorm.offload.compiled import compile as compiled_module
+from torchstorm.offload.compiled import graphs
 from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.call import refuse_compiled_whole
 from torchstorm.offload.compiled.compile import CompiledBlocks
@@ -546,7 +547,7 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
     with FakeTensorMode():
         q, k, v = (torch.empty(batch, heads, tokens, width, device="cuda", dtype=torch.float16) for _ in range(3))
         graph = make_fx(lambda *qkv: torch.ops.aten._scaled_dot_product_flash_attention(*qkv, 0.0, causal)[0])(q, k, v)
-    found = {node.name: (private.matmul_flops(node), private.attention_flops(node)) for node in graph.graph.nodes}
+    found = {node.name: (graphs.matmul_flops(node), graphs.attention_flops(node)) for node in graph.graph.nodes}
     pairs = tokens * tokens // (2 if causal else 1)
     assert max(found.values()) == (0, 2 * 2 * batch * heads * pairs * width)
     assert sum(attention > 0 for _, attention in found.values()) == 1
@@ -557,16 +558,16 @@ def test_attention_that_pytorch_does_not_count_is_counted_by_its_shapes(monkeypa
         raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention
-    monkeypatch.setitem(private.flop_registry, attention, fail)
-    monkeypatch.setitem(private.flop_registry, torch.ops.aten.mm, fail)
+    monkeypatch.setitem(graphs.flop_registry, attention, fail)
+    monkeypatch.setitem(graphs.flop_registry, torch.ops.aten.mm, fail)
     with FakeTensorMode():
         q = torch.empty(2, 6, 64, 16, device="cuda", dtype=torch.float16)
         k, v = (torch.empty(2, 2, 64, 16, device="cuda", dtype=torch.float16) for _ in range(2))
         graph = make_fx(lambda *qkv: attention(*qkv, 0.0, False)[0])(q, k, v)
-    found = {private.attention_flops(node) for node in graph.graph.nodes}
+    found = {graphs.attention_flops(node) for node in graph.graph.nodes}
     assert found == {0, 2 * 2 * 2 * 6 * 64 * 64 * 16}
     product = make_fx(torch.mm)(torch.ones(4, 4), torch.ones(4, 4))
-    assert {private.matmul_flops(node) for node in product.graph.nodes} == {0}
+    assert {graphs.matmul_flops(node) for node in product.graph.nodes} == {0}
 
 
 @pytest.mark.no_cover

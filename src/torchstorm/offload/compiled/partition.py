@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.compiled import graphs
 from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, Variant
 
 # A value counts as an own tensor in memory from here on; below it lie scalars and seeds.
@@ -94,8 +95,8 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
         variant = _costs(name, forward, backward, options["num_fwd_outputs"])
         if not found or variant.saved_bytes < min(other.saved_bytes for other in found.values()):
             found[name] = variant
-    nodes = [node for node in joint.graph.nodes if private.is_forward(node)]
-    flops = sum(private.matmul_flops(node) + private.attention_flops(node) for node in nodes)
+    nodes = [node for node in joint.graph.nodes if graphs.is_forward(node)]
+    flops = sum(graphs.matmul_flops(node) + graphs.attention_flops(node) for node in nodes)
     return GraphCosts(found, flops, failed)
 
 
@@ -112,13 +113,13 @@ def _split_as(
         # PyTorch's min-cut never computes these again of itself, and saves what is made of them.
         again |= {node.name for node in joint.graph.nodes if _joins_what_was_made(node)}
     if variant == LEAST:
-        again |= {node.name for node in joint.graph.nodes if private.is_attention_without_dropout(node)}
+        again |= {node.name for node in joint.graph.nodes if graphs.is_attention_without_dropout(node)}
     return private.partition(joint, inputs, lift_bans=variant != SAVE, again=again, **options)
 
 
 def _products_to_repeat(joint: fx.GraphModule, saved_by_cheap: list[str], *, half: bool) -> set[str]:
     """Names of the matrix products and convolutions whose outputs, or what is made of them, "cheap" would save."""
-    flops = {node.name: private.matmul_flops(node) for node in joint.graph.nodes if private.is_forward(node)}
+    flops = {node.name: graphs.matmul_flops(node) for node in joint.graph.nodes if graphs.is_forward(node)}
     nodes = {node.name: node for node in joint.graph.nodes}
     saved = [nodes[name] for name in saved_by_cheap if name in nodes]
     nbytes: dict[str, int] = {}
@@ -126,7 +127,7 @@ def _products_to_repeat(joint: fx.GraphModule, saved_by_cheap: list[str], *, hal
     for node in saved:
         makers = _makers(node, flops, {other.name for other in saved} - {node.name})
         for maker in makers:
-            size = 0 if id(_root(node)) in seen else private.nbytes_of(_root(node))
+            size = 0 if id(_root(node)) in seen else graphs.nbytes_of(_root(node))
             nbytes[maker] = nbytes.get(maker, 0) + size // len(makers)
         seen.add(id(_root(node)))
     order = sorted(nbytes, key=lambda name: (-nbytes[name] / flops[name], -nbytes[name]))
@@ -149,10 +150,10 @@ def _makers(node: fx.Node, flops: dict[str, int], saved: set[str]) -> set[str]:
         if flops.get(here.name):
             found.add(here.name)
             continue
-        if private.is_random(here) or (here is not node and here.name in saved):
+        if graphs.is_random(here) or (here is not node and here.name in saved):
             continue
         fresh = [other for other in here.all_input_nodes if other not in seen and other.op == "call_function"]
-        if not private.is_view(here) and not private.is_pointwise(here):
+        if not graphs.is_view(here) and not graphs.is_pointwise(here):
             # Attention, a reduction, an unknown operation: it is saved itself, and never run again.
             continue
         seen.update(fresh)
@@ -163,11 +164,11 @@ def _makers(node: fx.Node, flops: dict[str, int], saved: set[str]) -> set[str]:
 def _costs(name: str, forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> Variant:
     saved = _saved(forward, num_outputs)
     roots: dict[fx.Node, int] = {}
-    outputs = {_root(node) for node in private.outputs_of(forward)[:num_outputs]}
+    outputs = {_root(node) for node in graphs.outputs_of(forward)[:num_outputs]}
     for node in saved:
         root = _root(node)
         if root.op != "placeholder" and root not in outputs:
-            roots[root] = private.nbytes_of(root)
+            roots[root] = graphs.nbytes_of(root)
     repeated = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     again = [node for node in backward.graph.nodes if node.op == "call_function" and node.name in repeated]
     peak = backward_peak(backward)
@@ -175,15 +176,15 @@ def _costs(name: str, forward: fx.GraphModule, backward: fx.GraphModule, num_out
         name=name,
         sizes=tuple(size for size in roots.values() if size >= _SMALL_BYTES),
         small_bytes=sum(size for size in roots.values() if size < _SMALL_BYTES),
-        backward_flops=sum(private.matmul_flops(node) + private.attention_flops(node) for node in again),
-        backward_bytes=sum(private.nbytes_of(node) for node in again if _has_memory(node)),
+        backward_flops=sum(graphs.matmul_flops(node) + graphs.attention_flops(node) for node in again),
+        backward_bytes=sum(graphs.nbytes_of(node) for node in again if _has_memory(node)),
         peak_bytes=peak,
     )
 
 
 def _saved(forward: fx.GraphModule, num_outputs: int) -> list[fx.Node]:
     """What a forward graph returns beyond the user's outputs: the saved values."""
-    return private.outputs_of(forward)[num_outputs:]
+    return graphs.outputs_of(forward)[num_outputs:]
 
 
 def backward_peak(graph: fx.GraphModule) -> int:
@@ -208,13 +209,13 @@ def backward_peak(graph: fx.GraphModule) -> int:
     freed: dict[int, int] = {}
     for node in order:
         if node.op == "placeholder" and node in last and not node.name.startswith("primals"):
-            held += private.nbytes_of(node)
-            freed[last[node]] = freed.get(last[node], 0) + private.nbytes_of(node)
+            held += graphs.nbytes_of(node)
+            freed[last[node]] = freed.get(last[node], 0) + graphs.nbytes_of(node)
     peak = held
     for index, node in enumerate(order):
         if node.op == "call_function" and _has_memory(node) and node in last:
-            held += private.nbytes_of(node)
-            freed[last[node]] = freed.get(last[node], 0) + private.nbytes_of(node)
+            held += graphs.nbytes_of(node)
+            freed[last[node]] = freed.get(last[node], 0) + graphs.nbytes_of(node)
         peak = max(peak, held)
         held -= freed.get(index, 0)
     return peak
@@ -222,26 +223,26 @@ def backward_peak(graph: fx.GraphModule) -> int:
 
 def _has_memory(node: fx.Node) -> bool:
     """Whether a node's output lies in memory of its own."""
-    if private.is_view(node) or not isinstance(private.value_of(node), torch.Tensor):
+    if graphs.is_view(node) or not isinstance(graphs.value_of(node), torch.Tensor):
         return False
-    if not private.is_pointwise(node):
+    if not graphs.is_pointwise(node):
         return True
-    return any(not private.is_pointwise(user) for user in _readers(node))
+    return any(not graphs.is_pointwise(user) for user in _readers(node))
 
 
 def _readers(node: fx.Node) -> Sequence[fx.Node]:
     """Who reads a node's output, through views."""
     found: list[fx.Node] = []
     for user in node.users:
-        found += _readers(user) if private.is_view(user) else [user]
+        found += _readers(user) if graphs.is_view(user) else [user]
     return found
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The node whose memory a view shows."""
-    while node.op == "call_function" and private.is_view(node) and isinstance(node.args[0], fx.Node):
+    while node.op == "call_function" and graphs.is_view(node) and isinstance(node.args[0], fx.Node):
         source = node.args[0]
-        if not isinstance(private.value_of(source), torch.Tensor) and not private.is_view(source):
+        if not isinstance(graphs.value_of(source), torch.Tensor) and not graphs.is_view(source):
             return node  # one of several outputs: each has memory of its own
         node = source
     return node
@@ -250,13 +251,13 @@ def _root(node: fx.Node) -> fx.Node:
 def _joins_what_was_made(node: fx.Node) -> bool:
     """Whether a node joins tensors that the forward has made, as rotary embeddings do. Buffers may change meanwhile."""
     return (
-        private.packet_of(node) is torch.ops.aten.cat
-        and private.is_forward(node)
+        graphs.packet_of(node) is torch.ops.aten.cat
+        and graphs.is_forward(node)
         and all(_root(part).op == "call_function" for part in node.all_input_nodes)
     )
 
 
 def _version() -> str:
     """Changes with this file, so that Inductor's cache on disk forgets what an older one made."""
-    texts = [Path(name).read_bytes() for name in (__file__, private.__file__)]
+    texts = [Path(name).read_bytes() for name in (__file__, graphs.__file__, private.__file__)]
     return hashlib.sha256(b"".join(texts)).hexdigest()
