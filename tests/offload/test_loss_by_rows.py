@@ -4,8 +4,11 @@ less memory, and left alone where that is not what would be computed."""
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn._reduction import get_enum
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from offload.rehearsed import Rehearsal
@@ -457,49 +461,59 @@ def test_one_that_is_compiled_stays_compiled_within_steps() -> None:
         assert model.loss_function is placed
 
 
-def placed_loss(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LossByRows, list[How]]:
-    (module,) = with_losses(model)
-    loss = LossByRows(module, CrossEntropy())
+@contextmanager
+def placed_loss(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LossByRows, list[How]]]:
+    (module,) = with_losses(llama())
+    by_rows = CrossEntropy()
+    loss = LossByRows(module, by_rows)
     loss.place()
-    return loss, count_functions(monkeypatch)
+    with by_rows.running():
+        yield loss, count_functions(monkeypatch)
 
 
 @pytest.mark.usefixtures("all_are_worth_it")
 def test_it_is_computed_at_once_without_gradients_for_small_logits_and_within_transforms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loss, computed = placed_loss(llama(), monkeypatch)
     logits = torch.randn(2, 16, NUM_WORDS)
     labels = ids_of(0, 16)
+    with placed_loss(monkeypatch) as (loss, computed):
 
-    def of(logits: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = loss(logits, labels, vocab_size=NUM_WORDS)
-        return found
+        def of(logits: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = loss(logits, labels, vocab_size=NUM_WORDS)
+            return found
 
+        of(logits)
+        with torch.no_grad():
+            of(logits.requires_grad_())
+        with forward_ad.dual_level():
+            of(forward_ad.make_dual(logits, torch.ones_like(logits)))
+        expected = torch.autograd.grad(of(logits), logits)[0]
+        assert len(computed) == 2, "compared once, and computed once"
+        torch.testing.assert_close(torch.func.grad(of)(logits.detach()), expected, rtol=0, atol=0)
+        torch.func.vmap(torch.func.grad(of))(torch.stack([logits.detach()] * 2))
+        monkeypatch.setattr(cross_entropy, "WORTH_BYTES", logits.nbytes + 1)
+        of(logits)
+        assert len(computed) == 2
+    monkeypatch.setattr(cross_entropy, "WORTH_BYTES", 0)
     of(logits)
-    with torch.no_grad():
-        of(logits.requires_grad_())
-    with forward_ad.dual_level():
-        of(forward_ad.make_dual(logits, torch.ones_like(logits)))
-    expected = torch.autograd.grad(of(logits), logits)[0]
-    assert len(computed) == 2, "compared once, and computed once"
-    torch.testing.assert_close(torch.func.grad(of)(logits.detach()), expected, rtol=0, atol=0)
-    torch.func.vmap(torch.func.grad(of))(torch.stack([logits.detach()] * 2))
-    monkeypatch.setattr(cross_entropy, "WORTH_BYTES", logits.nbytes + 1)
-    of(logits)
-    assert len(computed) == 2
+    assert len(computed) == 2, "the step is over"
 
 
 @pytest.mark.usefixtures("all_are_worth_it")
 def test_whatever_is_no_cross_entropy_of_a_table_sees_the_logits_as_they_would_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loss, computed = placed_loss(llama(), monkeypatch)
     monkeypatch.setattr(by_rows, "_is_known", lambda _: True)
     labels = ids_of(0, 16).view(-1)
     of = nn.functional.cross_entropy
     weights = torch.rand(NUM_WORDS)
+
+    def shifted(given: torch.Tensor) -> torch.Tensor:
+        return of(given.float()[..., :-1, :].contiguous().view(-1, NUM_WORDS), labels[:30])
+
     losses: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        shifted,
         lambda given: of(given.float().view(-1, NUM_WORDS), labels, weight=weights),
         lambda given: of(given.float().view(-1, NUM_WORDS), labels, label_smoothing=0.1),
         lambda given: of(given.float().view(-1, NUM_WORDS), labels, reduction="none").sum(),
@@ -507,7 +521,6 @@ def test_whatever_is_no_cross_entropy_of_a_table_sees_the_logits_as_they_would_b
         lambda given: of(given.float().view(-1, NUM_WORDS), labels.to(torch.uint8)),
         lambda given: of(given.float().transpose(1, 2), labels.view(2, 16)),
         lambda given: of(given.float()[:, -7:].reshape(-1, NUM_WORDS), labels[:14]),
-        lambda given: of(given.float()[..., :-1, :].contiguous().view(-1, NUM_WORDS), labels[:30]),
         lambda given: of(given.view(-1, NUM_WORDS).view(torch.int16).float(), labels) + 0 * given.sum(),
         lambda given: given.float().logsumexp(-1).mean() + torch.softmax(given, -1).square().sum(),
         lambda given: (torch.ones(1) * given).sum(dtype=torch.float32) / given.shape[0] + given.float().dim(),
@@ -515,11 +528,119 @@ def test_whatever_is_no_cross_entropy_of_a_table_sees_the_logits_as_they_would_b
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 16, NUM_WORDS, generator=draw).bfloat16().requires_grad_()
     for function in losses:
-        loss._found = function
-        found, whole = loss(logits), function(logits)
+        with placed_loss(monkeypatch) as (loss, computed):
+            loss._found = function
+            found = loss(logits)
+            # What is no longer put off, PyTorch's operator computes by rows, if there are enough.
+            assert bool(computed) == (function is shifted)
+        whole = function(logits)
         ours, theirs = ([one.detach(), torch.autograd.grad(one, logits)[0]] for one in (found, whole))
         assert same_bits(ours, theirs)
-    assert not computed
+
+
+def test_only_transformers_own_functions_are_given_what_stands_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = llama().loss_function
+    assert by_rows._is_known(own)
+    assert not by_rows._is_known(functools.wraps(own)(lambda logits, labels, **_: (logits / 2).mean()))
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.loss.loss_utils, "fixed_cross_entropy", lambda *_, **__: None)
+        assert not by_rows._is_known(own)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "cross_entropy", lambda *_, **__: None)
+        assert not by_rows._is_known(own)
+    assert by_rows._is_known(own)
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_a_penalty_on_gradients_and_several_gradients_at_once_are_those_of_the_model_alone() -> None:
+    model = Head().double()
+    x, labels = torch.randn(50, 16, dtype=torch.float64), ids_of(0, 25).view(-1)
+    found = list[list[torch.Tensor]]()
+    with Session(model, unlimited=True) as session:
+        for step in (torch.enable_grad(), session.step()):
+            model.zero_grad()
+            with step:
+                loss = model(x, labels)
+                penalty, *_ = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+                penalty.square().sum().backward()
+                loss = model(x, labels)
+                several = torch.autograd.grad(
+                    loss, model.head.weight, torch.tensor([1.0, 3.0], dtype=torch.float64), is_grads_batched=True
+                )
+            found.append([*several, *grads_of(model)])
+    assert same_bits(*found)
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_only_the_thread_of_the_step_has_it_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = count_functions(monkeypatch)
+    model, labels = Head(), ids_of(0, 25).view(-1)
+
+    def beside() -> None:
+        model(torch.randn(50, 16), labels).backward()
+
+    with Session(model, unlimited=True) as session, session.step():
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        assert not computed
+        beside()
+        assert computed
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_modes_of_the_user_s_do_not_see_the_comparison() -> None:
+    class Counts(TorchDispatchMode):
+        num_log_softmax = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.num_log_softmax += func.overloadpacket is torch.ops.aten._log_softmax
+            return func(*args, **(kwargs or {}))
+
+    model, x, labels = Head(), torch.randn(50, 16), ids_of(0, 25).view(-1)
+    found = []
+    with Session(model, unlimited=True) as session:
+        for _ in range(2):
+            with session.step(), Counts() as counts:
+                model(x, labels).backward()
+            found.append(counts.num_log_softmax)
+    assert found[0] == found[1] > 2
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_every_type_and_number_of_classes_is_compared_and_strided_logits_are_computed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = list[tuple[int, torch.dtype, torch.dtype]]()
+
+    def compare(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
+        compared.append((logits.shape[1], logits.dtype, how.dtype))
+        return True
+
+    monkeypatch.setattr(cross_entropy, "has_same_bits", compare)
+    by_rows = CrossEntropy()
+    labels = ids_of(0, 16).view(-1) % 50
+    whole = None, MEAN, -100, 0.0
+    for num_words in (50, 60):
+        for dtype in (torch.bfloat16, torch.float32):
+            logits = torch.randn(32, num_words).to(dtype).requires_grad_()
+            for cast in (torch.float32, dtype):
+                assert by_rows(logits, cast, labels, *whole) is not None
+    assert compared == [
+        (num_words, *types)
+        for num_words in (50, 60)
+        for types in (
+            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.float32),
+        )
+    ]
+    strided = torch.randn(32, 120, requires_grad=True)[:, ::2]
+    assert by_rows(strided, torch.float32, labels, *whole) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = torch.randn(32, 50).bfloat16().requires_grad_()
+        assert by_rows(logits, torch.bfloat16, labels, *whole) is None
+        assert by_rows(logits, torch.float32, labels, *whole) is not None
 
 
 @pytest.mark.usefixtures("all_are_worth_it")

@@ -245,6 +245,22 @@ def asks_for_function_modes(kind: type[torch.nn.Module]) -> bool:
 _ASKING = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer)
 
 
+def is_of_several(tensor: torch.Tensor) -> bool:
+    """Whether what looks like one tensor stands for several, for which an operation is done at once."""
+    kinds = torch._C._functorch
+    return kinds.is_legacy_batchedtensor(tensor) or kinds.is_batchedtensor(tensor)
+
+
+def stash_in_thread(name: str, given: object) -> None:
+    """Keeps something for this thread, and for autograd's threads in what they run for it."""
+    torch._C._stash_obj_in_tls(name, given)
+
+
+def stashed_in_thread(name: str) -> Any:
+    """What is kept so by that name; None for nothing."""
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else None
+
+
 # ---------------------------------------------------------------------- checkpoints
 
 Seen = Callable[[torch.Tensor, torch.Tensor], None]

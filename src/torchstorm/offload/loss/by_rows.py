@@ -7,6 +7,7 @@ are put off: it gets what stands for them, and only what is no cross entropy mak
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn._reduction import get_enum, legacy_get_enum
 from torch.utils._pytree import tree_map_only
 
-from torchstorm.offload.loss.cross_entropy import CrossEntropy, is_plain, is_worth_it
+from torchstorm.offload.loss.cross_entropy import CrossEntropy, is_plain, is_worth_it, running
 from torchstorm.offload.loss.place import StandIn, function_set, with_losses
 from torchstorm.offload.recompute.watched import unwatched
 
@@ -47,7 +48,8 @@ class LossByRows(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
-        is_to_put_off = is_plain() and _is_seen_by_functions() and _is_known(function)
+        # Who has read it from the module in a step may call it after the step.
+        is_to_put_off = running() is not None and is_plain() and _is_seen_by_functions() and _is_known(function)
         if not is_to_put_off or not any(is_worth_it(one) for one in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         with unwatched():  # what is made of the logits here is small
@@ -108,7 +110,20 @@ class _PutOff:
 
 
 def _is_known(loss: Any) -> bool:
-    return getattr(loss, "__module__", "") == _MODULE and getattr(loss, "__name__", "") in _NAMES
+    """Whether it is one of transformers' own, and calls what they call."""
+    module = sys.modules.get(_MODULE)
+    own = [getattr(module, "fixed_cross_entropy", None), loss]
+    return (
+        getattr(loss, "__name__", "") in _NAMES
+        and all(_file_of(one) == getattr(module, "__file__", "") for one in own)
+        and nn.functional.cross_entropy is _cross_entropy
+        and _file_of(_cross_entropy) == nn.functional.__file__
+    )
+
+
+def _file_of(function: Any) -> str:
+    """Where a function's own code is, which those that wrap or replace it have elsewhere."""
+    return str(getattr(getattr(function, "__code__", None), "co_filename", None))
 
 
 def _called(

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.loss.place import WORTH_BYTES
 from torchstorm.offload.loss.rows import ALIGNED, MEAN, SUM, CrossEntropyByRows, How, has_same_bits, rows_at_a_time
 
@@ -22,7 +24,7 @@ _KINDS = frozenset({"cpu", "cuda", "meta"})  # of devices whose operators treat 
 
 _operator = torch.ops.aten.cross_entropy_loss.default
 _vmap_level = torch._C._functorch.maybe_current_level
-_running: list[CrossEntropy] = []  # of the steps that run now: whichever thread computes a part of one again
+_STEP = "torchstorm.step"
 _implementations: list[torch.library.Library] = []  # one at most
 
 
@@ -40,12 +42,13 @@ class CrossEntropy:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A step runs."""
-        _running.append(self)
+        """A step runs in this thread, and in those in which autograd runs its backward."""
+        before = running()
+        private.stash_in_thread(_STEP, self)
         try:
             yield
         finally:
-            _running.remove(self)
+            private.stash_in_thread(_STEP, before)
 
     def __call__(
         self,
@@ -75,13 +78,19 @@ class CrossEntropy:
         if key not in self._is_same:
             if logits.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():  # no mode of anybody's sees what is done only once
                 self._is_same[key] = logits.is_meta or has_same_bits(logits, target, how)
             self.differs |= not self._is_same[key]
         if not self._is_same[key]:
             return None
         loss: torch.Tensor = CrossEntropyByRows.apply(logits, target, how)  # type: ignore[no-untyped-call]
         return loss
+
+
+def running() -> CrossEntropy | None:
+    """Of the step that runs in this thread."""
+    found: CrossEntropy | None = private.stashed_in_thread(_STEP)
+    return found
 
 
 def is_plain() -> bool:
@@ -123,8 +132,9 @@ def _cross_entropy_loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     options = weight, reduction, ignore_index, label_smoothing
-    if _running and is_plain() and is_worth_it(logits):
-        loss = _running[-1](logits, logits.dtype, target, *options)
+    by_rows = running()
+    if by_rows is not None and is_plain() and is_worth_it(logits):
+        loss = by_rows(logits, logits.dtype, target, *options)
         if loss is not None:
             return loss
     return _operator.decompose(logits, target, *options)

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torchstorm.offload import torch_private as private
+
 ALIGNED = 8
 """Rows after which any type is aligned as at the beginning, for what a kernel reads at once."""
 
@@ -45,12 +47,6 @@ class How:
     ignore_index: int
     num_rows: int
 
-    def parts(self, logits: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Of every part the number of its first row, the log-softmax of its logits and its labels."""
-        for start in range(0, len(logits), self.num_rows):
-            labels = target[start : start + self.num_rows]
-            yield start, _aten._log_softmax(logits[start : start + self.num_rows].to(self.dtype), 1, False), labels
-
 
 def rows_at_a_time(logits: torch.Tensor, dtype: torch.dtype) -> int:
     """How many rows a part has.
@@ -72,9 +68,10 @@ def forward(logits: torch.Tensor, target: torch.Tensor, how: How) -> tuple[torch
         target: [num_rows], int64: a class each, or `how.ignore_index`.
     """
     picked = torch.empty(len(logits), dtype=how.dtype, device=logits.device)
-    for start, log_p, labels in how.parts(logits, target):
-        found, _ = _aten.nll_loss_forward(log_p, labels, None, NONE, how.ignore_index)
-        picked[start : start + how.num_rows] = found
+    scratch = _buffer(logits, how) if how.dtype != logits.dtype else logits
+    for rows, log_p in _parts(logits, how, scratch):
+        found, _ = _aten.nll_loss_forward(log_p, target[rows], None, NONE, how.ignore_index)
+        picked[rows] = found
     counted = torch.where(target == how.ignore_index, _IGNORED, 0)
     loss, weight = _aten.nll_loss_forward(-picked[:, None], counted, None, how.reduction, _IGNORED)
     return loss, weight
@@ -91,10 +88,46 @@ def backward(
         weight: the number of rows that count.
     """
     found = torch.empty_like(logits)
-    for start, log_p, labels in how.parts(logits, target):
-        of_log_p = _aten.nll_loss_backward(grad, log_p, labels, None, how.reduction, how.ignore_index, weight)
-        found[start : start + how.num_rows] = _aten._log_softmax_backward_data(of_log_p, log_p, 1, how.dtype)
+    is_cast = how.dtype != logits.dtype
+    scratch, cast = _buffer(logits, how), _buffer(logits, how) if is_cast else found
+    for rows, log_p in _parts(logits, how, scratch):
+        of_log_p, out = scratch[: len(log_p)], cast[: len(log_p)] if is_cast else found[rows]
+        given = grad, log_p, target[rows], None, how.reduction, how.ignore_index, weight
+        _aten.nll_loss_backward.grad_input(*given, grad_input=of_log_p)
+        _aten._log_softmax_backward_data.out(of_log_p, log_p, 1, how.dtype, out=out)
+        if is_cast:
+            found[rows] = out
     return found
+
+
+def _parts(logits: torch.Tensor, how: How, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Of every part which rows it has, and the log-softmax of its logits. All parts have the same memory: of what comes
+    and goes, a process on a CPU would keep more and more.
+
+    Args:
+        scratch: a buffer, if logits are cast.
+    """
+    log_p = _buffer(logits, how)
+    for start in range(0, len(logits), how.num_rows):
+        rows = slice(start, min(start + how.num_rows, len(logits)))
+        part, num_rows = logits[rows], rows.stop - start
+        if how.dtype != logits.dtype:
+            part = scratch[:num_rows].copy_(part)
+        yield rows, _aten._log_softmax.out(part, 1, False, out=log_p[:num_rows])
+
+
+def _buffer(logits: torch.Tensor, how: How) -> torch.Tensor:
+    return torch.empty(min(how.num_rows, len(logits)), logits.shape[1], dtype=how.dtype, device=logits.device)
+
+
+def _at_once(
+    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, how: How
+) -> torch.Tensor:
+    """What `backward` computes, by the operators as PyTorch calls them."""
+    log_p = _aten._log_softmax(logits.to(how.dtype), 1, False)
+    of_log_p = _aten.nll_loss_backward(grad, log_p, target, None, how.reduction, how.ignore_index, weight)
+    found: torch.Tensor = _aten._log_softmax_backward_data(of_log_p, log_p, 1, how.dtype)
+    return found.to(logits.dtype)
 
 
 class CrossEntropyByRows(torch.autograd.Function):
@@ -111,10 +144,11 @@ class CrossEntropyByRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, target, weight = ctx.saved_tensors
         how: How = ctx.how
-        if not torch.is_grad_enabled():
-            return backward(grad, logits, target, weight, how), None, None
-        whole = _aten.cross_entropy_loss(logits.to(how.dtype), target, None, how.reduction, how.ignore_index)
-        return torch.autograd.grad(whole, logits, grad, create_graph=True)[0], None, None
+        if torch.is_grad_enabled():  # a second derivative may follow
+            loss = _aten.nll_loss(logits.to(how.dtype).log_softmax(1), target, None, how.reduction, how.ignore_index)
+            return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None
+        compute = _at_once if private.is_of_several(grad) else backward
+        return compute(grad, logits, target, weight, how), None, None
 
 
 def has_same_bits(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
@@ -128,14 +162,12 @@ def has_same_bits(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
     num_rows = min(few, how.num_rows, len(logits) // 2 // ALIGNED * ALIGNED)
     logits, target = logits[: 2 * num_rows].detach(), target[: 2 * num_rows]
     target = torch.where(target == how.ignore_index, 0, target)  # so that all of them tell
+    in_parts = How(how.dtype, MEAN, _IGNORED, num_rows)
     log_p = _aten._log_softmax(logits.to(how.dtype), 1, False)
     loss, weight = _aten.nll_loss_forward(log_p, target, None, MEAN, _IGNORED)
-    grad = torch.ones_like(loss)
-    of_log_p = _aten.nll_loss_backward(grad, log_p, target, None, MEAN, _IGNORED, weight)
-    of_logits = _aten._log_softmax_backward_data(of_log_p, log_p, 1, how.dtype).to(logits.dtype)
-    in_parts = How(how.dtype, MEAN, _IGNORED, num_rows)
+    of_logits = _at_once(torch.ones_like(loss), logits, target, weight, in_parts)
     pairs = zip((loss, weight), forward(logits, target, in_parts), strict=True)
-    found = backward(grad, logits, target, weight, in_parts)
+    found = backward(torch.ones_like(loss), logits, target, weight, in_parts)
     return all(_has_bits_of(*pair) for pair in (*pairs, (of_logits, found)))
 
 
