@@ -279,3 +279,40 @@ def test_a_random_network_with_changing_lengths_is_exact(names: list[str], rows:
         session.close()
     assert highest is not None
     assert highest.ram_bytes <= budget
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+@settings(options, max_examples=4)
+@given(numel=st.integers(1100, 4000), odd=st.integers(1, 511))
+def test_small_storages_of_any_size_leave_together_within_a_budget_of_any(at_once: int, numel: int, odd: int) -> None:
+    torch.set_num_threads(1)
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(numel))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(70):
+                x = torch.tanh(x * self.weight)
+            return x
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.linspace(-1, 1, numel)).sum()
+        loss.backward()
+        return loss
+
+    expected, _ = train(Chain, step, None)
+    # A buffer takes a 32nd of the budget: so many such storages, and not quite the room that the last one rounds up to.
+    budget = 32 * (at_once * (-(-4 * numel // 512) * 512) - 512 + 4 * numel % 512) + odd
+    with tempfile.TemporaryDirectory() as directory:
+        found, session = train(
+            Chain, step, lambda m, o: Session(m, ram=budget, disk=directory, recompute=False, check=True)
+        )
+        assert session is not None
+        report = session.report()
+        session.close()
+    assert_same(expected, found)
+    assert report.highest is not None
+    assert report.highest.disk_bytes > 0
+    assert report.highest.ram_bytes <= budget

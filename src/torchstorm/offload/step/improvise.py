@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchstorm.offload.step.parcels import Parcel, bytes_in_a_buffer
+from torchstorm.offload.step.parcels import Parcel, bytes_in_a_buffer, whole_places
 from torchstorm.offload.step.policy import Decision, Policy
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.room import Room
@@ -33,7 +33,7 @@ class Improvise(Policy):
 
     def shared_bytes(self, number: int, nbytes: int) -> int:
         """As large as there is room for."""
-        size = max(self._room.part_of(self._buffers.shared_bytes), bytes_in_a_buffer(nbytes))
+        size = max(whole_places(self._room.part_of(self._buffers.shared_bytes)), bytes_in_a_buffer(nbytes))
         self._room.keep_free(size)
         return size
 

@@ -319,6 +319,11 @@ def bytes_in_a_buffer(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
+def whole_places(nbytes: int) -> int:
+    """What of so many bytes a buffer for small storages can take: each has whole places there."""
+    return nbytes // _ALIGNMENT * _ALIGNMENT
+
+
 @functools.cache
 def label_of(block: str) -> str:
     """What messages call a tensor that a module has saved."""

@@ -20,6 +20,7 @@ from torchstorm.offload.step.parcels import (
     Value,
     bytes_in_a_buffer,
     is_made_by,
+    whole_places,
 )
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
@@ -41,7 +42,7 @@ def least_moved_bytes(limit_bytes: int) -> int:
 
 def slab_bytes(limit_bytes: int) -> int:
     """Size of the buffers that small storages share, for a budget on the fast tier."""
-    return max(min(4 * SMALL_BYTES, limit_bytes // 32), 4 * TINY_BYTES)
+    return max(min(4 * SMALL_BYTES, whole_places(limit_bytes // 32)), 4 * TINY_BYTES)
 
 
 def small_bytes(limit_bytes: int) -> int:
