@@ -180,8 +180,11 @@ def test_parts_are_aligned_and_neither_many_nor_large(num_rows: int, num_words: 
     assert (each + ALIGNED) * num_words * 4 > 2**24
 
 
-def test_rows_that_depend_on_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels = logits_and_labels(64, 50, torch.float32)
+@pytest.mark.parametrize("ignored", [0.2, 1.0])
+def test_rows_that_depend_on_others_are_noticed_whatever_is_ignored(
+    ignored: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, labels = logits_and_labels(64, 50, torch.float32, ignored=ignored)
     how = How(torch.float32, MEAN, -100, 16)
     assert has_same_bits(logits, labels, how)
     backward = rows.backward
@@ -430,6 +433,27 @@ def test_it_is_there_within_steps_alone_and_gone_after_one_that_fails() -> None:
         with pytest.raises(KeyError), session.step():
             raise KeyError
         assert "_loss_function" not in vars(model)
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_one_of_transformers_that_was_set_is_set_again_after_a_step_and_none_is_put_off_where_functions_are_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = count_functions(monkeypatch)
+    model = llama()
+    own = model.loss_function
+    model.loss_function = own
+    ids = ids_of(0, 32)
+    with Session(model, unlimited=True) as session:
+        with session.step():
+            assert isinstance(model.loss_function, LossByRows)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert vars(model)["_loss_function"] is own
+        before = len(computed)
+        with session.step(), torch._C.DisableTorchFunctionSubclass():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            assert len(computed) == before + 1, "by PyTorch's operator"
+            loss.backward()
 
 
 @pytest.mark.usefixtures("all_are_worth_it")
