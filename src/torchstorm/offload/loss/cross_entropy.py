@@ -144,4 +144,4 @@ def _implement() -> None:
     if not _implementations:
         _implementations.append(torch.library.Library("aten", "IMPL"))
         for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-            _implementations[0].impl(_operator.name(), _cross_entropy_loss, key)
+            _implementations[0].impl("cross_entropy_loss", _cross_entropy_loss, key)
