@@ -208,13 +208,9 @@ def test_steps_within_a_budget_have_the_bits_of_the_model_alone_at_lengths_that_
         for index in range(6):
             ids = ids_of(index, lengths[index % 2])
             model.zero_grad()
-            if session is None:
+            with session.step() if session is not None else torch.enable_grad():
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 loss.backward()
-            else:
-                with session.step():
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-                    loss.backward()
             found.append([loss.detach(), *grads_of(model)])
         return found
 

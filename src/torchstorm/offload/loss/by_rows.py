@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn._reduction import get_enum, legacy_get_enum
 from torch.utils._pytree import tree_map_only
 
-from torchstorm.offload.loss.cross_entropy import CrossEntropy, is_plain, is_worth_it, running
+from torchstorm.offload.loss.cross_entropy import CrossEntropy, is_worth_it, running, wants_gradients
 from torchstorm.offload.loss.place import StandIn, function_set, with_losses
 from torchstorm.offload.recompute.watched import unwatched
 
@@ -48,9 +48,14 @@ class LossByRows(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function = self.function
-        # Who has read it from the module in a step may call it after the step.
-        is_to_put_off = running() is not None and is_plain() and _is_seen_by_functions() and _is_known(function)
-        if not is_to_put_off or not any(is_worth_it(one) for one in (*args, *kwargs.values())):
+        is_to_put_off = (
+            any(is_worth_it(one) for one in (*args, *kwargs.values()))
+            and running() is not None  # who has read it from the module in a step may call it after the step
+            and wants_gradients()
+            and _is_seen_by_functions()
+            and _is_known(function)
+        )
+        if not is_to_put_off:
             return function(*args, **kwargs)
         with unwatched():  # what is made of the logits here is small
             return function(

@@ -93,8 +93,8 @@ def running() -> CrossEntropy | None:
     return found
 
 
-def is_plain() -> bool:
-    """Whether a function does now no more than it is told to do, and gradients are asked for."""
+def wants_gradients() -> bool:
+    """Whether gradients are asked for, and a function does now no more than it is told to do."""
     return (
         torch.is_grad_enabled()
         and forward_ad._current_level < 0
@@ -133,7 +133,7 @@ def _cross_entropy_loss(
 ) -> Any:
     options = weight, reduction, ignore_index, label_smoothing
     by_rows = running()
-    if by_rows is not None and is_plain() and is_worth_it(logits):
+    if by_rows is not None and wants_gradients() and is_worth_it(logits):
         loss = by_rows(logits, logits.dtype, target, *options)
         if loss is not None:
             return loss

@@ -47,16 +47,13 @@ class StandIn:
         """What it stands in for. Asked for only when it is called: transformers warns of models whose kind of loss it
         does not know."""
         if self._found is _ABSENT:
-            present = vars(self._module)
-            ours = present.pop(_PLACE, _ABSENT)
-            if self._before is not _ABSENT:
-                present[_PLACE] = self._before
+            was_placed = self.is_placed
+            self.undo()
             try:
                 self._found = self._module.loss_function
             finally:
-                present.pop(_PLACE, None)
-                if ours is not _ABSENT:
-                    present[_PLACE] = ours
+                if was_placed:
+                    vars(self._module)[_PLACE] = self
         return self._found
 
     def undo(self) -> None:
@@ -78,7 +75,7 @@ def function_set(module: nn.Module) -> Any:
 
 
 def with_losses(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that compute a loss by a function that can be set, or the model itself."""
+    """The modules of a model, itself among them, that compute a loss by a function that can be set."""
     return [module for module in model.modules() if _has_loss(module)]
 
 

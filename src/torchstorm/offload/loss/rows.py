@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchstorm.offload import torch_private as private
+from torchstorm.storage.aligned import round_down
 
 ALIGNED = 8
 """Rows after which any type is aligned as at the beginning, for what a kernel reads at once."""
@@ -57,7 +58,7 @@ def rows_at_a_time(logits: torch.Tensor, dtype: torch.dtype) -> int:
     """
     row_bytes = logits.shape[1] * dtype.itemsize
     part_bytes = min(max(len(logits) * row_bytes // _NUM_PARTS, _LEAST_BYTES), _MOST_BYTES)
-    return max(part_bytes // row_bytes // ALIGNED * ALIGNED, ALIGNED)
+    return max(round_down(part_bytes // row_bytes, ALIGNED), ALIGNED)
 
 
 def forward(logits: torch.Tensor, target: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,8 +69,7 @@ def forward(logits: torch.Tensor, target: torch.Tensor, how: How) -> tuple[torch
         target: [num_rows], int64: a class each, or `how.ignore_index`.
     """
     picked = torch.empty(len(logits), dtype=how.dtype, device=logits.device)
-    scratch = _buffer(logits, how) if how.dtype != logits.dtype else logits
-    for rows, log_p in _parts(logits, how, scratch):
+    for rows, log_p in _parts(logits, how):
         found, _ = _aten.nll_loss_forward(log_p, target[rows], None, NONE, how.ignore_index)
         picked[rows] = found
     counted = torch.where(target == how.ignore_index, _IGNORED, 0)
@@ -100,19 +100,21 @@ def backward(
     return found
 
 
-def _parts(logits: torch.Tensor, how: How, scratch: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def _parts(logits: torch.Tensor, how: How, scratch: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
     """Of every part which rows it has, and the log-softmax of its logits. All parts have the same memory: of what comes
     and goes, a process on a CPU would keep more and more.
 
     Args:
-        scratch: a buffer, if logits are cast.
+        scratch: a buffer for logits that are cast, to which its caller may write between parts; None for its own.
     """
-    log_p = _buffer(logits, how)
+    log_p, cast = _buffer(logits, how), None
+    if how.dtype != logits.dtype:
+        cast = scratch if scratch is not None else _buffer(logits, how)
     for start in range(0, len(logits), how.num_rows):
         rows = slice(start, min(start + how.num_rows, len(logits)))
         part, num_rows = logits[rows], rows.stop - start
-        if how.dtype != logits.dtype:
-            part = scratch[:num_rows].copy_(part)
+        if cast is not None:
+            part = cast[:num_rows].copy_(part)
         yield rows, _aten._log_softmax.out(part, 1, False, out=log_p[:num_rows])
 
 
@@ -158,8 +160,8 @@ def has_same_bits(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
         logits, target: as in `forward`, of at least twice `ALIGNED` rows.
         how: in parts that are as large as they are to be.
     """
-    few = max(_LEAST_BYTES // (logits.shape[1] * how.dtype.itemsize) // ALIGNED, 1) * ALIGNED
-    num_rows = min(few, how.num_rows, len(logits) // 2 // ALIGNED * ALIGNED)
+    few = max(round_down(_LEAST_BYTES // (logits.shape[1] * how.dtype.itemsize), ALIGNED), ALIGNED)
+    num_rows = min(few, how.num_rows, round_down(len(logits) // 2, ALIGNED))
     logits, target = logits[: 2 * num_rows].detach(), target[: 2 * num_rows]
     target = torch.where(target == how.ignore_index, 0, target)  # so that all of them tell
     in_parts = How(how.dtype, MEAN, _IGNORED, num_rows)

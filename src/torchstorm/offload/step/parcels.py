@@ -16,6 +16,7 @@ from torchstorm.errors import OutOfVRAMError, TorchstormError, UnsupportedError
 from torchstorm.memory.tier import Copy, Handle, Tier
 from torchstorm.offload.recompute.operators import Operator
 from torchstorm.offload.step.views import View, weak_reference
+from torchstorm.storage.aligned import round_down, round_up
 
 _ALIGNMENT = 512
 
@@ -316,12 +317,12 @@ def is_made_by(call: Call, maker: tuple[int, str]) -> bool:
 
 def bytes_in_a_buffer(nbytes: int) -> int:
     """What a storage takes of a buffer that it shares with others, where each begins as the CUDA allocator's own do."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(nbytes, _ALIGNMENT)
 
 
 def whole_places(nbytes: int) -> int:
     """What of so many bytes a buffer for small storages can take: each has whole places there."""
-    return nbytes // _ALIGNMENT * _ALIGNMENT
+    return round_down(nbytes, _ALIGNMENT)
 
 
 @functools.cache
