@@ -4,8 +4,10 @@ less memory, and left alone where that is not what would be computed."""
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from offload.rehearsed import Rehearsal
 from offload.small_llama import llama
 from plan import naive
+from torchstorm.offload import torch_private as private
 from torchstorm.offload.loss import by_rows, cross_entropy, rows
 from torchstorm.offload.loss.by_rows import LossByRows, LossesByRows
 from torchstorm.offload.loss.cross_entropy import CrossEntropy
@@ -606,6 +609,33 @@ def test_only_the_thread_of_the_step_has_it_by_rows(monkeypatch: pytest.MonkeyPa
         assert not computed
         beside()
         assert computed
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["as it is", "PyTorch does not count its reference"])
+def test_what_computes_it_is_held_neither_too_often_nor_too_seldom(
+    counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stash = torch._C._stash_obj_in_tls
+
+    def stash_uncounted(name: str, given: object) -> None:
+        stash(name, given)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(given))
+
+    if not counts and not private._takes_without_counting():
+        monkeypatch.setattr(torch._C, "_stash_obj_in_tls", stash_uncounted)
+    private._takes_without_counting.cache_clear()
+    by_rows = CrossEntropy()
+    num_references = sys.getrefcount(by_rows)
+    try:
+        for _ in range(3):
+            with by_rows.running():
+                with by_rows.running():
+                    assert cross_entropy.running() is by_rows
+                assert cross_entropy.running() is by_rows
+            assert sys.getrefcount(by_rows) == num_references
+    finally:
+        monkeypatch.undo()
+        private._takes_without_counting.cache_clear()
 
 
 @pytest.mark.usefixtures("all_are_worth_it")

@@ -6,6 +6,7 @@ asked for before it is used. `custom_partitioner_fn` is Inductor's own opening f
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import sys
@@ -253,7 +254,21 @@ def is_of_several(tensor: torch.Tensor) -> bool:
 
 def stash_in_thread(name: str, given: object) -> None:
     """Keeps something for this thread, and for autograd's threads in what they run for it."""
+    if _takes_without_counting():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))
     torch._C._stash_obj_in_tls(name, given)
+
+
+@functools.cache
+def _takes_without_counting() -> bool:
+    """Whether PyTorch gives back a reference to what it keeps for a thread that it never took, as 2.11 does."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("torchstorm.probe", probe)
+    takes = sys.getrefcount(probe) == count
+    if takes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return takes
 
 
 def stashed_in_thread(name: str) -> Any:
