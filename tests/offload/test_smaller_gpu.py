@@ -16,12 +16,13 @@ pytestmark = pytest.mark.gpu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 LONGEST = 512
+NUM_WORDS = 2048  # so many that the loss goes by rows at every length
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=1024,
+        vocab_size=NUM_WORDS,
         hidden_size=512,
         intermediate_size=1376,
         num_hidden_layers=8,
@@ -34,7 +35,7 @@ def llama() -> nn.Module:
 
 
 def gradients(model: nn.Module, length: int, session: Session | None) -> list[torch.Tensor]:
-    ids = torch.randint(0, 1024, (8, length), generator=torch.Generator().manual_seed(length)).cuda()
+    ids = torch.randint(0, NUM_WORDS, (8, length), generator=torch.Generator().manual_seed(length)).cuda()
     if session is None:
         model(input_ids=ids, labels=ids).loss.backward()
     else:
