@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +32,6 @@ def profile_step(step: Callable[[], float]) -> Busy:  # pragma: gpu
     """
     from torch.profiler import ProfilerActivity, profile
 
-    # Else CUPTI stays in the process, and whatever is timed later takes the host longer.
-    os.environ["TEARDOWN_CUPTI"] = "1"
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as run:
         seconds = step()
     kernels: list[Interval] = []
