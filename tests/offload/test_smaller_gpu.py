@@ -15,7 +15,7 @@ from torchstorm.offload.session import Session
 pytestmark = pytest.mark.gpu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-LONGEST = 512
+LONGEST, MOST_ROUNDS = 512, 5
 NUM_WORDS = 2048  # so many that the loss goes by rows at every length
 
 
@@ -46,6 +46,10 @@ def gradients(model: nn.Module, length: int, session: Session | None) -> list[to
     return found
 
 
+def has_plans_for_smaller(session: Session) -> bool:
+    return any(small.plan is not None for one in session._shared.plans._all for small in one.smaller.values())
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_steps_of_random_sizes_keep_the_budget_bit_for_bit_and_get_plans_of_their_own(share: float) -> None:
     torch.use_deterministic_algorithms(True)  # put back by conftest.py
@@ -56,9 +60,11 @@ def test_steps_of_random_sizes_keep_the_budget_bit_for_bit_and_get_plans_of_thei
     expected = {length: gradients(model, length, None) for length in sorted(set(lengths), reverse=True)}
     budget = base + int(share * (torch.cuda.max_memory_allocated() - base))
     with Session(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), vram=budget) as session:
-        for length in lengths:
-            assert all(map(torch.equal, expected[length], gradients(model, length, session))), length
-            assert session.usage().vram_bytes <= budget, length
-        smaller = max(session._shared.plans._all, key=lambda one: one.trace.saved_bytes).smaller
-        assert any(one.plan is not None for one in smaller.values())
+        for _ in range(MOST_ROUNDS):  # such a plan waits until those for larger steps have been proven
+            for length in lengths:
+                assert all(map(torch.equal, expected[length], gradients(model, length, session))), length
+                assert session.usage().vram_bytes <= budget, length
+            if has_plans_for_smaller(session):
+                break
+        assert has_plans_for_smaller(session)
         assert not any("smaller" in note.lower() for note in session.report().notes), session.report().notes
