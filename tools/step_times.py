@@ -359,14 +359,14 @@ def main() -> None:
         if given.plans:
             show_plans(session)
         steps.settle(session, given.seconds, looks_at_slow=given.slow_steps)
-        steps.show(f"Session, {budget:.2f} GiB", session.step)
+        steps.show(f"Session, {budget:.3f} GiB", session.step)
         show_gaps(steps, session.step)
         show_python(steps, session.step)
         plan, report = session.plan(), session.report()
         tiers = Counter(one.tier for one in plan.placements) if plan is not None else {}
         print(f"  plan: {dict(tiers)}; moved {report.moved_bytes / 2**30:.2f} GiB; {report.forecast}")
         highest = report.highest.vram_bytes / 2**30 if report.highest is not None else 0.0
-        print(f"  highest peak of any step: {max(steps.highest_gib, highest):.2f} GiB")
+        print(f"  highest peak of any step: {max(steps.highest_gib, highest):.3f} GiB")
         print("\n".join(f"  {note}" for note in report.notes))
         if blocks is not None:
             for table in blocks.tables()[:1]:
