@@ -20,5 +20,5 @@ def test_it_shows_steps_of_a_session_and_what_runs_in_python(
     monkeypatch.setattr(sys, "argv", [str(TOOL), "llama-tiny", "--random-lengths", "--seconds", "0.2"])
     runpy.run_path(str(TOOL), run_name="__main__")
     said = capsys.readouterr().out
-    for part in ("everything kept: step ", "own checkpointing: step ", "Session, 0.00 GiB: step ", "  forward:\n"):
+    for part in ("everything kept: step ", "own checkpointing: step ", "Session, 0.000 GiB: step ", "  forward:\n"):
         assert part in said

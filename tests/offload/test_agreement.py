@@ -181,11 +181,13 @@ def unlimited(model: nn.Module) -> Session:
     return Session(model, unlimited=True)
 
 
+@pytest.mark.no_cover
 def limited(model: nn.Module) -> Session:
     """With a disk, so that blocks begin in the reference."""
     return Session(model, ram="64MiB", disk=f"{tempfile.gettempdir()}:64MiB")
 
 
+@pytest.mark.no_cover
 def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
     lean_is_off: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_variant_that_disagrees_is_left_out_and_the_report_says_why(
     assert "differs from that of 'cheap', by " in note
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("fails", [False, True])
 def test_variants_that_agree_are_timed_between_steps_and_all_is_put_back(
     fails: bool, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +249,7 @@ class Noting(nn.Module):
         return x + self.out(hidden)
 
 
+@pytest.mark.no_cover
 def test_what_a_block_notes_when_it_is_compared_and_timed_is_no_part_of_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,6 +276,7 @@ def test_what_a_block_notes_when_it_is_compared_and_timed_is_no_part_of_the_next
     assert trained(limited) == expected
 
 
+@pytest.mark.no_cover
 def test_a_variant_is_compared_between_steps_once_and_all_is_put_back(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
@@ -314,6 +319,7 @@ def _room_for(monkeypatch: pytest.MonkeyPatch, room: str) -> list[bool]:
     return compared
 
 
+@pytest.mark.no_cover
 def test_where_gradients_leave_no_room_variants_are_compared_when_the_next_step_begins(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
@@ -349,6 +355,7 @@ def test_without_room_to_compare_them_variants_are_left_out_and_the_report_says_
     )
 
 
+@pytest.mark.no_cover
 def test_blocks_are_compared_in_the_mode_in_which_they_ran_whatever_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared as the third step begins has run in the second one."""
 
@@ -365,6 +372,7 @@ def test_blocks_are_compared_in_the_mode_in_which_they_ran_whatever_it_is_now(mo
     assert any("is not used" in note for note in session.report().notes)
 
 
+@pytest.mark.no_cover
 def test_blocks_that_are_frozen_now_are_compared_as_they_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(index: int, model: Model, _: Session) -> None:
         model.blocks.requires_grad_(index != 2)
@@ -379,6 +387,7 @@ def test_blocks_that_are_frozen_now_are_compared_as_they_trained(monkeypatch: py
     assert not [note for note in session.report().notes if "is not used" in note]
 
 
+@pytest.mark.no_cover
 def test_a_variant_that_was_not_compared_for_new_sizes_is_not_used_for_them_even_if_it_is_set(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
@@ -433,6 +442,7 @@ def test_a_step_that_fits_is_not_refused_for_one_before_it_whose_conclusion_has_
         assert all(error.__traceback__ is None for error in session._shared.refused.values()), "frames hold tensors"
 
 
+@pytest.mark.no_cover
 def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = _room_for(monkeypatch, "as a step begins")
     choosing(monkeypatch, LEAN)
@@ -442,6 +452,7 @@ def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeyp
     assert not compared
 
 
+@pytest.mark.no_cover
 def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
@@ -465,6 +476,7 @@ def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytes
     assert private.num_compiled() - before == NUM_BLOCKS * 2, "a graph for each block in two variants"
 
 
+@pytest.mark.no_cover
 def test_blocks_with_hooks_stay_in_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -491,6 +503,7 @@ def test_blocks_with_hooks_stay_in_the_reference(
     assert model.num_calls == 6, "six steps"
 
 
+@pytest.mark.no_cover
 def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     monkeypatch: pytest.MonkeyPatch, lean_is_off: None
 ) -> None:
@@ -545,6 +558,7 @@ class Attending(Block):
         return attention(product(super().forward(x, cache, mask=mask)))
 
 
+@pytest.mark.no_cover
 def test_attention_that_is_deterministic_only_where_products_would_raise_is_no_disagreement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -726,6 +740,7 @@ def test_bits_are_compared_and_not_values(one: float, other: float, same: bool) 
     assert CHEAP == REFERENCE
 
 
+@pytest.mark.no_cover
 def test_variants_are_not_chosen_by_the_times_of_a_step_that_compiles_but_for_once(
     monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:

@@ -72,6 +72,7 @@ def native() -> library.Library:
     return found
 
 
+@pytest.mark.no_cover
 @settings(deadline=None)
 @given(VALUES)
 def test_arguments_look_the_same_to_cpp(native: library.Library, value: object) -> None:

@@ -364,6 +364,7 @@ def test_blocks_compiled_by_themselves_after_the_session_was_made_train_to_the_s
     assert_exact({CHANGED: compile_blocks}, tmp_path, moves=True, share=0.5)
 
 
+@pytest.mark.no_cover
 def test_a_function_that_was_compiled_with_the_model_in_it_gives_the_same_bits_or_says_what_it_needs(
     tmp_path: Path,
 ) -> None:

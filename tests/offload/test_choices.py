@@ -91,6 +91,7 @@ def until_chosen_beside(session: Session) -> Problem:
     raise AssertionError("nothing is chosen beside training")
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "outcome", ["taken", "taken, replaced before", "not worth compiling", "taken, compiled before", "not in agreement"]
 )
@@ -132,6 +133,7 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     assert torch.equal(run_steps(session, 1), expected)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("outcome", ["blocks have changed", "the user has chosen"])
 def test_a_choice_that_was_made_of_other_variants_is_not_taken(
     outcome: str, compiled: tuple[Session, CompiledBlocks]
@@ -183,6 +185,7 @@ def test_variants_are_chosen_until_answers_have_come_whoever_waits_for_them_no_l
     assert blocks.to_choose(problem.trace) is None
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("is_timed", [False, True])
 def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
     is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
@@ -242,6 +245,7 @@ def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_we
     assert not seen[-1].blocks_s
 
 
+@pytest.mark.no_cover
 def test_plans_for_other_variants_are_followed_by_no_step_of_any_size(
     compiled: tuple[Session, CompiledBlocks],
 ) -> None:

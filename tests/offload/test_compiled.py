@@ -250,6 +250,7 @@ class Rotating(nn.Module):
         return x * angles.cos() + torch.cat((-other, one), dim=-1) * angles.sin()
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_block_saves_little_but_its_input_where_attention_draws_nothing(dropout: float) -> None:
@@ -273,6 +274,7 @@ def rotating_step(model: nn.Module, index: int) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_where_nothing_can_move_blocks_begin_in_what_saves_least_and_a_small_budget_holds(tmp_path: Path) -> None:
     def make() -> nn.Module:
@@ -390,6 +392,7 @@ def test_under_autocast_the_variants_agree() -> None:
     assert_variants_agree(gpt, autocast_step)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_blocks_whose_graphs_break_agree_and_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     compiled = assert_variants_agree(lambda: nn.Sequential(Breaks(), Breaks()), row_step)
@@ -588,6 +591,7 @@ def test_what_a_session_counts_is_what_the_variant_saves_once_however_many_views
     assert not expected - sizes
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, needed = gpt_with_everything_kept()
@@ -676,6 +680,7 @@ def headed() -> Headed:
     return Headed()
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_what_is_around_compiled_blocks_is_computed_again_and_no_mode_sees_what_they_do(
     monkeypatch: pytest.MonkeyPatch,
@@ -726,6 +731,7 @@ class Counting(nn.Module):
         return out
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_blocks_of_which_a_part_runs_uncompiled_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.Changing", Counting)

@@ -88,6 +88,7 @@ def looks(draw: st.DrawFn) -> list[Look]:
     ]
 
 
+@pytest.mark.no_cover
 @settings(max_examples=60, deadline=None)
 @given(found=looks(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), last=st.sampled_from(["mul", "sub"]))
 def test_any_layout_is_walked_through(found: list[Look], dtype: torch.dtype, last: str) -> None:

@@ -99,6 +99,7 @@ def entries_in_a_step(make: Callable[[int], nn.Module], num_layers: int, share: 
     return Counter({name: count for name, count in every_time.items() if name not in _ONE_LINE})
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("share", [4.0, 0.7, 0.4])
 @pytest.mark.parametrize("make", [llama, gpt2, bert])
 def test_a_settled_step_enters_no_python_of_ours_once_a_layer(

@@ -80,6 +80,7 @@ def steps(model: Any, session: Session, lengths: tuple[int, ...], *, num_steps: 
     return found
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("all_are_worth_it", "as_captured", "quickly")
 def test_within_a_budget_it_has_the_same_bits_as_with_everything_kept_at_lengths_that_change(tmp_path: Path) -> None:
     lengths = (64, 48)

@@ -184,6 +184,7 @@ TINY += [("shrink", 3, 4), ("join", 5, 6), ("shrink", 7, 2)]
 ops = st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     data=st.data(),
@@ -247,6 +248,7 @@ def follow(session: Session, plan: Plan) -> None:
     assert session._shared.plans.replace(planned, replace(planned, plan=plan))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data(), base=st.lists(ops, min_size=3, max_size=9), seeds=st.integers(0, 9))
 def test_whatever_plans_follow_each_other_gradients_are_the_same(

@@ -341,6 +341,7 @@ class WithCompiled(nn.Module):
         return self.nets[1](self.scale(self.nets[0](x)))
 
 
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 @pytest.mark.parametrize("kind", [WithCustom, WithEncoder, WithCompiled])
 def test_models_with_parts_that_no_function_call_shows_train_to_the_same_bits(

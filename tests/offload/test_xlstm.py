@@ -67,6 +67,7 @@ def test_a_session_changes_no_bit(pattern: tuple[str, ...], step: Step, tmp_path
     assert_exact_within(xlstm(pattern), step, tmp_path, share=0.5)
 
 
+@pytest.mark.no_cover
 def test_a_session_changes_no_bit_where_lengths_change(tmp_path: Path) -> None:
     assert_exact_within(xlstm(PATTERNS[-1]), changing_length_step, tmp_path, share=0.6, num_steps=7)
 
@@ -94,6 +95,7 @@ def test_what_is_kept_computed_again_and_moved_at_random_mixes_to_the_same_bits(
     assert_same(expected, found)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_compiled_blocks_of_every_kind_have_the_same_bits_whatever_is_computed_again() -> None:
     outcomes = []
@@ -106,6 +108,7 @@ def test_compiled_blocks_of_every_kind_have_the_same_bits_whatever_is_computed_a
     assert_same(*outcomes)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_within_a_budget_a_compiled_model_has_the_same_bits_as_without(tmp_path: Path) -> None:
     def compiled(budget: int | None) -> tuple[Outcome, Session]:
