@@ -249,7 +249,6 @@ class Noting(nn.Module):
         return x + self.out(hidden)
 
 
-@pytest.mark.no_cover
 def test_what_a_block_notes_when_it_is_compared_and_timed_is_no_part_of_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -476,7 +475,6 @@ def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytes
     assert private.num_compiled() - before == NUM_BLOCKS * 2, "a graph for each block in two variants"
 
 
-@pytest.mark.no_cover
 def test_blocks_with_hooks_stay_in_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -503,7 +501,6 @@ def test_blocks_with_hooks_stay_in_the_reference(
     assert model.num_calls == 6, "six steps"
 
 
-@pytest.mark.no_cover
 def test_what_only_nondeterministic_algorithms_make_differ_is_no_disagreement(
     monkeypatch: pytest.MonkeyPatch, lean_is_off: None
 ) -> None:
@@ -558,7 +555,6 @@ class Attending(Block):
         return attention(product(super().forward(x, cache, mask=mask)))
 
 
-@pytest.mark.no_cover
 def test_attention_that_is_deterministic_only_where_products_would_raise_is_no_disagreement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -133,7 +133,6 @@ def test_variants_chosen_beside_training_are_taken_between_two_steps_if_they_are
     assert torch.equal(run_steps(session, 1), expected)
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("outcome", ["blocks have changed", "the user has chosen"])
 def test_a_choice_that_was_made_of_other_variants_is_not_taken(
     outcome: str, compiled: tuple[Session, CompiledBlocks]
@@ -185,7 +184,6 @@ def test_variants_are_chosen_until_answers_have_come_whoever_waits_for_them_no_l
     assert blocks.to_choose(problem.trace) is None
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("is_timed", [False, True])
 def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
     is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch

@@ -274,7 +274,6 @@ def rotating_step(model: nn.Module, index: int) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 def test_where_nothing_can_move_blocks_begin_in_what_saves_least_and_a_small_budget_holds(tmp_path: Path) -> None:
     def make() -> nn.Module:

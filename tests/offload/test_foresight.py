@@ -217,7 +217,6 @@ def test_a_foreseen_plan_goes_on_with_the_times_of_its_first_step_unless_these_a
     assert foresight.came_true(None, planned.trace, machine) is None
 
 
-@pytest.mark.no_cover
 def test_a_step_that_no_plan_fits_raises_before_the_model_runs_and_the_session_goes_on(tmp_path: Path) -> None:
     budget = unlimited_bytes(LONG) * 6 // 10
     plain, model = llama(), llama()

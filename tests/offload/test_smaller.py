@@ -118,7 +118,6 @@ def test_much_smaller_steps_follow_plans_in_which_more_stays(
     assert not any("smaller" in note for note in report.notes)
 
 
-@pytest.mark.no_cover
 def test_sizes_at_random_and_of_batches_too_are_exact_and_within_the_budget(tmp_path: Path) -> None:
     training, rng = Training(0.5, tmp_path), random.Random(0)
     for _ in range(30):
@@ -221,7 +220,6 @@ def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
     assert followed[-1] is found
 
 
-@pytest.mark.no_cover
 def test_another_state_of_the_model_forgets_plans_for_smaller_steps(followed: list[Planned | None]) -> None:
     training = Training(0.6)
     for length in (SHORTER, FULL, FULL, FULL, 100, 100):
@@ -317,7 +315,6 @@ def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found
     assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
 
 
-@pytest.mark.no_cover
 def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
 ) -> None:

@@ -67,7 +67,6 @@ def test_a_session_changes_no_bit(pattern: tuple[str, ...], step: Step, tmp_path
     assert_exact_within(xlstm(pattern), step, tmp_path, share=0.5)
 
 
-@pytest.mark.no_cover
 def test_a_session_changes_no_bit_where_lengths_change(tmp_path: Path) -> None:
     assert_exact_within(xlstm(PATTERNS[-1]), changing_length_step, tmp_path, share=0.6, num_steps=7)
 
