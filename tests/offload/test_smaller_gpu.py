@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 LONGEST, MOST_STEPS = 512, 240
-NUM_WORDS = 2048  # so many that the loss goes by rows at every length
+NUM_WORDS = 4096  # so many that the loss goes by rows at every length, half of the longest included
 
 
 def llama() -> nn.Module:
