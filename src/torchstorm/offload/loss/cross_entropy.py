@@ -9,17 +9,21 @@ it had been taken back, PyTorch 2.13 failed to compile the operator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchstorm.errors import KernelError
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.loss.gradient import Gradient
 from torchstorm.offload.loss.place import WORTH_BYTES
 from torchstorm.offload.loss.rows import ALIGNED, MEAN, SUM, CrossEntropyByRows, How, has_same_bits, rows_at_a_time
 
+_FAR = 110.0  # below a row's largest logit: an exponential that is zero in float32
 _KINDS = frozenset({"cpu", "cuda", "meta"})  # of devices whose operators treat every row by itself
 
 _operator = torch.ops.aten.cross_entropy_loss.default
@@ -38,6 +42,8 @@ class CrossEntropy:
     def __init__(self) -> None:
         self.differs = False
         self._is_same: dict[tuple[Any, ...], bool] = {}
+        self._gradients: dict[tuple[Any, ...], Gradient | None] = {}
+        self._are_compared: set[tuple[Any, ...]] = set()  # those whose kernel has the same bits
         _implement()
 
     @contextmanager
@@ -73,18 +79,41 @@ class CrossEntropy:
         is_table = logits.dim() == 2 and logits.is_contiguous() and len(logits) >= 2 * ALIGNED
         if not is_known or not is_table or not _are_classes(target, logits):
             return None
-        how = How(dtype, reduction, ignore_index, rows_at_a_time(logits, dtype))
         key = logits.shape[1], logits.dtype, dtype, logits.device
+        num_rows = rows_at_a_time(logits, dtype)
+        how = How(dtype, reduction, ignore_index, num_rows, keeps_numbers=_keeps_numbers(logits, dtype))
         if key not in self._is_same:
-            if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+            if _is_capturing(logits):
                 return None
+            self._gradients[key] = Gradient.of(logits) if how.keeps_numbers else None
             with torch.no_grad(), _disable_current_modes():  # no mode of anybody's sees what is done only once
                 self._is_same[key] = logits.is_meta or has_same_bits(logits, target, how)
             self.differs |= not self._is_same[key]
         if not self._is_same[key]:
             return None
+        if self._gradients[key] is not None:
+            how = self._by_kernel(key, logits, target, how)
         loss: torch.Tensor = CrossEntropyByRows.apply(logits, target, how)  # type: ignore[no-untyped-call]
         return loss
+
+    def _by_kernel(self, key: tuple[Any, ...], logits: torch.Tensor, target: torch.Tensor, how: How) -> How:
+        """With a kernel for the gradient, once that is compiled and has been found to have the same bits."""
+        gradient = self._gradients[key]
+        assert gradient is not None
+        if key not in self._are_compared:
+            if not gradient.is_compiled or _is_capturing(logits):
+                return how
+            # Few rows: it may be the moment of a step at which there is least room.
+            few = replace(how, num_rows=ALIGNED, gradient=gradient)
+            far = torch.linspace(0, -_FAR, logits.shape[1], device=logits.device, dtype=logits.dtype)
+            with torch.no_grad(), _disable_current_modes(), suppress(KernelError, torch.OutOfMemoryError):
+                tables = (logits, far.expand(2 * ALIGNED, -1).contiguous())
+                if gradient.is_exact() and all(has_same_bits(one, target, few) for one in tables):
+                    self._are_compared.add(key)
+            if key not in self._are_compared:
+                self._gradients[key] = None
+                return how
+        return replace(how, gradient=gradient)
 
 
 def running() -> CrossEntropy | None:
@@ -112,6 +141,15 @@ def is_worth_it(given: Any) -> bool:
         and given.is_floating_point()
         and given.device.type in _KINDS
     )
+
+
+def _is_capturing(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _keeps_numbers(logits: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a step saves what a kernel needs: on GPUs, and where one is simulated."""
+    return not logits.is_cpu and dtype == torch.float32
 
 
 def _are_classes(target: Any, logits: torch.Tensor) -> bool:

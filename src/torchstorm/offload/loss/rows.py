@@ -12,12 +12,13 @@ parts begin at a multiple of eight rows, which are aligned as they are in the wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from torchstorm.offload import torch_private as private
+from torchstorm.offload.loss.gradient import Gradient, numbers_of
 from torchstorm.storage.aligned import round_down
 
 ALIGNED = 8
@@ -41,12 +42,17 @@ class How:
         reduction: `MEAN` or `SUM`.
         ignore_index: the label of rows that do not count.
         num_rows: in a part, a multiple of `ALIGNED`.
+        keeps_numbers: whether two more numbers a row are kept, which a kernel needs. A GPU's steps save them with and
+            without one, so that a plan serves both.
+        gradient: by one kernel that has been found to have the same bits; None where there is none, or not yet.
     """
 
     dtype: torch.dtype
     reduction: int
     ignore_index: int
     num_rows: int
+    keeps_numbers: bool = False
+    gradient: Gradient | None = field(default=None, compare=False)
 
 
 def rows_at_a_time(logits: torch.Tensor, dtype: torch.dtype) -> int:
@@ -61,24 +67,37 @@ def rows_at_a_time(logits: torch.Tensor, dtype: torch.dtype) -> int:
     return max(round_down(part_bytes // row_bytes, ALIGNED), ALIGNED)
 
 
-def forward(logits: torch.Tensor, target: torch.Tensor, how: How) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss and the number of rows that count, both scalars of `how.dtype`.
+def forward(
+    logits: torch.Tensor, target: torch.Tensor, how: How
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The loss and the number of rows that count, both scalars of `how.dtype`; and what a kernel needs, if it is kept.
 
     Args:
         logits: [num_rows, num_classes], contiguous.
         target: [num_rows], int64: a class each, or `how.ignore_index`.
     """
     picked = torch.empty(len(logits), dtype=how.dtype, device=logits.device)
+    numbers = picked.new_empty(2, len(logits)) if how.keeps_numbers else None
     for rows, log_p in _parts(logits, how):
+        if numbers is not None:
+            numbers_of(logits[rows], log_p, numbers[:, rows])
         found, _ = _aten.nll_loss_forward(log_p, target[rows], None, NONE, how.ignore_index)
         picked[rows] = found
-    counted = torch.where(target == how.ignore_index, _IGNORED, 0)
-    loss, weight = _aten.nll_loss_forward(-picked[:, None], counted, None, how.reduction, _IGNORED)
-    return loss, weight
+    loss, weight = _aten.nll_loss_forward(-picked[:, None], _counted(target, how), None, how.reduction, _IGNORED)
+    return loss, weight, numbers
+
+
+def _counted(target: torch.Tensor, how: How) -> torch.Tensor:
+    return torch.where(target == how.ignore_index, _IGNORED, 0)
 
 
 def backward(
-    grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, how: How
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    how: How,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of the logits, in their dtype.
 
@@ -86,7 +105,13 @@ def backward(
         grad: of the loss.
         logits, target: as in `forward`.
         weight: the number of rows that count.
+        numbers: what `forward` has kept for a kernel; not needed by parts.
     """
+    if how.gradient is not None and numbers is not None and how.gradient.takes(logits, numbers):
+        none_yet = numbers.new_zeros(len(logits), 1)
+        given = grad, none_yet, _counted(target, how), None, how.reduction, _IGNORED, weight
+        of_label = _aten.nll_loss_backward(*given)[:, 0]
+        return how.gradient(logits, torch.where(target == how.ignore_index, 0, target), numbers, of_label)
     found = torch.empty_like(logits)
     is_cast = how.dtype != logits.dtype
     scratch, cast = _buffer(logits, how), _buffer(logits, how) if is_cast else found
@@ -137,20 +162,21 @@ class CrossEntropyByRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, how: How) -> torch.Tensor:
-        loss, weight = forward(logits, target, how)
-        ctx.save_for_backward(logits, target, weight)
+        loss, weight, numbers = forward(logits, target, how)
+        ctx.save_for_backward(logits, target, weight, *(() if numbers is None else (numbers,)))
         ctx.how = how
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, target, weight = ctx.saved_tensors
+        logits, target, weight, *numbers = ctx.saved_tensors
         how: How = ctx.how
         if torch.is_grad_enabled():  # a second derivative may follow
             loss = _aten.nll_loss(logits.to(how.dtype).log_softmax(1), target, None, how.reduction, how.ignore_index)
             return torch.autograd.grad(loss, logits, grad, create_graph=True)[0], None, None
-        compute = _at_once if private.is_of_several(grad) else backward
-        return compute(grad, logits, target, weight, how), None, None
+        if private.is_of_several(grad):
+            return _at_once(grad, logits, target, weight, how), None, None
+        return backward(grad, logits, target, weight, how, *numbers), None, None
 
 
 def has_same_bits(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
@@ -164,13 +190,18 @@ def has_same_bits(logits: torch.Tensor, target: torch.Tensor, how: How) -> bool:
     num_rows = min(few, how.num_rows, round_down(len(logits) // 2, ALIGNED))
     logits, target = logits[: 2 * num_rows].detach(), target[: 2 * num_rows]
     target = torch.where(target == how.ignore_index, 0, target)  # so that all of them tell
-    in_parts = How(how.dtype, MEAN, _IGNORED, num_rows)
+    in_parts = replace(how, reduction=MEAN, ignore_index=_IGNORED, num_rows=num_rows)
     log_p = _aten._log_softmax(logits.to(how.dtype), 1, False)
     loss, weight = _aten.nll_loss_forward(log_p, target, None, MEAN, _IGNORED)
-    of_logits = _at_once(torch.ones_like(loss), logits, target, weight, in_parts)
-    pairs = zip((loss, weight), forward(logits, target, in_parts), strict=True)
-    found = backward(torch.ones_like(loss), logits, target, weight, in_parts)
-    return all(_has_bits_of(*pair) for pair in (*pairs, (of_logits, found)))
+    *found, numbers = forward(logits, target, in_parts)
+    if not all(map(_has_bits_of, (loss, weight), found)):
+        return False
+    del log_p
+    for one in (1.0, -0.3, 0.0):
+        given = torch.full_like(loss, one), logits, target, weight, in_parts
+        if not _has_bits_of(_at_once(*given), backward(*given, numbers)):
+            return False
+    return True
 
 
 def _has_bits_of(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torchstorm import nvrtc
 from torchstorm.errors import KernelError
 from torchstorm.offload.recompute import pointwise
-from torchstorm.offload.recompute.geometry import Geometry, Look
+from torchstorm.offload.recompute.geometry import WIDTH, Geometry, Look
 from torchstorm.offload.recompute.pointwise import Input, Operand
 
 _COMPARED_ELEMENTS, _MOST_COMPARED = 1 << 18, 1 << 22
@@ -180,10 +180,12 @@ def _empty(look: Look, device: torch.device) -> torch.Tensor:
 
 
 def _small(look: Look) -> tuple[int, ...]:
-    """A size with all dimensions of a larger one, the innermost as it is as far as that goes."""
+    """A size with all dimensions of a larger one, the innermost as it is as far as that goes, and as good for reading
+    several elements at once."""
     size = list(look.size)
     for dim in sorted(range(len(size)), key=lambda d: -look.stride[d]):
-        size[dim] = min(size[dim], max(2, _COMPARED_ELEMENTS * size[dim] // math.prod(size)))
+        most = max(2 + WIDTH, _COMPARED_ELEMENTS * size[dim] // math.prod(size))
+        size[dim] = min(size[dim], most - (most - size[dim]) % WIDTH)
     return tuple(size)
 
 

@@ -12,7 +12,8 @@ from torchstorm.offload.recompute import pointwise
 
 _MOST_DIMS = 4
 _MOST_ELEMENTS = 1 << 31
-_WIDTH = 8
+WIDTH = 8
+"""Elements that a thread may compute at once."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ class Geometry:
         if len(merged) > _MOST_DIMS or max(farthest) >= _MOST_ELEMENTS or merged[-1][1][0] != 1:
             return None
         steps = [tuple(column[at + 1] for _, column in merged) for at in range(len(looks))]
-        is_wide = merged[-1][0] % _WIDTH == 0 and all(
+        is_wide = merged[-1][0] % WIDTH == 0 and all(
             step[-1] in (0, 1)
-            and (step[-1] == 0 or not any(one % _WIDTH for one in step[:-1]))
-            and offset % (look.dtype.itemsize * _WIDTH) == 0
+            and (step[-1] == 0 or not any(one % WIDTH for one in step[:-1]))
+            and offset % (look.dtype.itemsize * WIDTH) == 0
             for step, look, offset in zip(steps, looks, offsets, strict=True)
         )
-        width = _WIDTH if is_wide else 1
+        width = WIDTH if is_wide else 1
         return Geometry(math.prod(result.size), tuple(size for size, _ in merged), tuple(steps), width)
 
 

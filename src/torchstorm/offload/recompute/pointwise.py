@@ -15,6 +15,8 @@ C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 """The dtypes of operands and results."""
 KERNEL = "torchstorm_pointwise"
 THREADS = 256
+NEGATIVE_PRODUCT = "negative_product"
+"""The product of two operands taken from zero, rounded once. No operation of PyTorch's is called so."""
 
 _EXPONENTS = {2.0: "square", 3.0: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
 _OF_ONE = {
@@ -40,6 +42,7 @@ _OF_TWO = {
     "sub": "__fsub_rn({0}, {1})",
     "mul": "__fmul_rn({0}, {1})",
     "div": "__fdiv_rn({0}, {1})",
+    NEGATIVE_PRODUCT: "fmaf(-({0}), {1}, 0.0f)",
 }
 _OTHER_NAMES = {
     **dict.fromkeys(("to", "float", "half", "bfloat16", "_to_copy"), "convert"),
