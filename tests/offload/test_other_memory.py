@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -281,3 +282,49 @@ def test_a_measured_step_that_takes_more_than_the_budget_is_told_with_what_was_f
     assert [one for one in found.notes if one.startswith("A step that was measured")] == [
         f"A step that was measured {said}"
     ]
+
+
+class SavesAtItsEnd(torch.autograd.Function):
+    """Takes much memory in between, and saves all that backward needs at its end, as a compiled block does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        a = x @ weight
+        b = torch.cat([a] * 8).sigmoid()[: len(a)].clone()
+        ctx.save_for_backward(x, weight, a, b)
+        return b * a
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight, a, b = ctx.saved_tensors
+        of_a = grad * (b + a * b * (1 - b))
+        return of_a @ weight.T, x.T @ of_a
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x + SavesAtItsEnd.apply(x, weight)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("vram", [28 * MIB, 32 * MIB, 40 * MIB, 44 * MIB])
+def test_the_first_plan_counts_what_a_block_saved_until_the_next_one_has_run(
+    monkeypatch: pytest.MonkeyPatch, vram: int
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
+    model = Blocks()
+    with gpu.meter, gpu.session(model, vram) as storm:
+        for _ in range(4):
+            plan = storm.plan()
+            with storm.step():
+                model(torch.randn(ROWS, WIDTH)).backward()
+            model.zero_grad()
+            assert storm.usage().vram_bytes <= vram
+            if plan is not None:
+                assert plan.forecast.vram_bytes - 4096 <= storm.usage().vram_bytes <= plan.forecast.vram_bytes
+    assert not storm.report().notes

@@ -211,3 +211,20 @@ def test_what_was_compiled_in_backward_is_not_taken_for_the_models_work() -> Non
     found = without_compilation(replace(trace_of(moments), blocks_s=(("a", 4e-3), ("b", 4e-3)))).moments
     moments[trace.turn + 1] = moment(0.25 * 3 * 8e-3, kind=UNPACK)
     assert [one.compute_s for one in found] == pytest.approx([one.compute_s for one in moments])
+
+
+def test_what_was_compiled_in_forward_is_not_taken_for_the_models_work() -> None:
+    trace = saving_step(0.8, 0.1, 0.2, 0.4, is_known=False)
+    names = ("h.0", "h.1", "h.2")
+    storages = [replace(one, block=name) for one, name in zip(trace.storages, names, strict=True)]
+    ats = [one.made - 1 for one in storages]
+    moments = [replace(one, compute_s=9.0) if at in ats[:2] else one for at, one in enumerate(trace.moments)]
+    moments[-1] = replace(moments[-1], compute_s=7.0)
+    moments[ats[2]] = replace(moments[ats[2]], compute_s=0.31)  # hardly more than it takes by itself
+    blocks_s = (("h.0", 0.3), ("h.1", 0.5), ("h.2", 0.3), ("none of which anything was saved", 0.1))
+    found = without_compilation(
+        replace(trace, storages=tuple(storages), moments=tuple(moments), blocks_s=blocks_s)
+    ).moments
+    moments[ats[0]], moments[ats[1]] = replace(moments[ats[0]], compute_s=0.3), replace(moments[ats[1]], compute_s=0.5)
+    moments[-1] = replace(moments[-1], compute_s=0.25 * 3 * 1.2)
+    assert [one.compute_s for one in found] == pytest.approx([one.compute_s for one in moments])

@@ -175,10 +175,15 @@ def _usual(kinds: Sequence[Hashable], seconds: Sequence[float], *, part: int) ->
 
 
 def without_compilation(trace: Trace) -> Trace:
-    """The trace of a step that may have compiled something in backward, of which all compiled blocks are known: no
-    moment after the forward takes longer than a part of them that is long for a head and its loss."""
+    """The trace of a step that has compiled something, of which all compiled blocks are known. In the forward they take
+    what they do by themselves; and no other moment takes longer than a part of them that is long for a head and its
+    loss."""
     longest_s = _MOST_OF_BLOCKS * (1 + _BACKWARD) * sum(took_s for _, took_s in trace.blocks_s)
     if not longest_s:
         return trace
-    after = (min(one.compute_s, longest_s) for one in trace.moments[trace.turn :])
-    return replace(trace, moments=(*trace.moments[: trace.turn], *taking(trace.moments[trace.turn :], after)))
+    seconds = [min(one.compute_s, longest_s) for one in trace.moments]
+    for name, took_s in trace.blocks_s:
+        at = trace.first_save(name) - 1
+        if at < trace.turn and trace.moments[at].compute_s > LATE * took_s:
+            seconds[at] = took_s
+    return replace(trace, moments=taking(trace.moments, seconds))

@@ -28,6 +28,7 @@ from torchstorm.offload.fast import FastTier
 from torchstorm.offload.replan.planned import Kind as StepKind
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
+from torchstorm.plan.typical import without_compilation
 from torchstorm.plan.variants import CHEAP, VARIANTS, Blocks, BlockTable, Choice, choose_variants
 from torchstorm.sizes import format_size
 
@@ -144,7 +145,8 @@ class CompiledBlocks:
         for kind in set(self._kinds.values()) if self.has_room else ():
             kind.time(fast)
         ran_once = {name for name, kind in self._kinds.items() if kind.ran_once(name)}
-        return self._blocks(trace).timed_alone(trace, ran_once)
+        found = self._blocks(trace).timed_alone(trace, ran_once)
+        return without_compilation(found) if self._has_compiled and self.is_timed else found
 
     @property
     def needed_bytes(self) -> int:

@@ -17,7 +17,6 @@ from torchstorm.offload.step.inputs import NoteInputs
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.shared import Retiming, Shared
 from torchstorm.offload.step.tracing import Recorder
-from torchstorm.plan.typical import without_compilation
 
 _FREE = 1.01  # a plan that takes so little longer than the model's own compute needs nothing better
 
@@ -113,7 +112,6 @@ def _choose_at_once(shared: Shared, ended: Ended) -> None:
         return
     trace = shared.timed(recorder.trace())
     if compiled.is_timed:
-        trace = without_compilation(trace)
         base_bytes = trace.base_bytes + ended.reserve_bytes
         compiled.rechoose(trace, partial(shared.planner.quick_plan, base_bytes=base_bytes), most=1)
 

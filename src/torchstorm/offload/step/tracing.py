@@ -255,6 +255,11 @@ class Recorder:
             if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=parcel.num_aliases):
                 self._unowned.pop(saved).owned = interval
 
+    def is_alone(self, parcel: Parcel) -> bool:
+        """Whether nobody but the Session has held what lies in a parcel at the latest moment; plans let go of nothing
+        before that."""
+        return parcel.shared or all(saved not in self._unowned for saved in parcel.members)
+
     def held_alone(self, resident: Iterable[Parcel]) -> int:
         """Bytes on the fast device that only the Session keeps alive; of those on a CPU nobody asks."""
         if not self._fast.counts_all:
