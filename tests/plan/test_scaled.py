@@ -126,6 +126,12 @@ def test_what_the_model_takes_is_drawn_out_of_the_nearest_two_and_never_below_th
     assert {one.other_bytes for one in told(known, tokens).moments} == {other_gib * GIB}
 
 
+@pytest.mark.parametrize(("tokens", "other_gib"), [(24, 6), (16, 6), (12, 8), (8, 10), (4, 10)])
+def test_a_larger_step_takes_no_less_where_a_smaller_one_has_compiled_something(tokens: int, other_gib: int) -> None:
+    known = [on_a_gpu(8, other_gib=10), on_a_gpu(16, other_gib=6)]
+    assert {one.other_bytes for one in told(known, tokens).moments} == {other_gib * GIB}
+
+
 @pytest.mark.parametrize(
     ("tokens", "idle_s", "forward_ms", "left_ms"),
     [(16, 3e-3, 4.0, 3.0), (8, 3e-3, 2.0, 1.0), (4, 3e-3, 1.0, 0.0), (2, 3e-3, 1.0, 0.0), (8, 0.0, 4.0, 0.0)],

@@ -202,7 +202,8 @@ def _drawn_out(trace: Trace, traces: Sequence[Trace]) -> Trace:
     shift_low, shift_high = top.base_bytes - low.base_bytes, top.base_bytes - high.base_bytes
 
     def bytes_of(lower: int, higher: int) -> int:
-        return max(0, higher + round((higher - lower) * beyond))
+        """A larger step takes no less: where it would, the smaller one had compiled something there."""
+        return max(0 if beyond < 0 else higher, higher + round((higher - lower) * beyond))
 
     moments = tuple(
         replace(

@@ -160,7 +160,8 @@ def _made(index: int) -> Operand:
 
 
 def _negative_product(made: torch.Tensor, of_label: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (0.0 - made.double() * of_label.double()).float().to(dtype)  # in float64 the product is exact
+    exact = (0.0 - made.double() * of_label.double()).float()  # in float64 the product is exact
+    return (exact * 1.0).to(dtype)  # a NaN as operations in float32 make it, which one from float64 is not
 
 
 def _looks(logits: torch.Tensor, num_rows: int) -> tuple[Look, ...]:
