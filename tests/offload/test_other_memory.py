@@ -328,3 +328,18 @@ def test_the_first_plan_counts_what_a_block_saved_until_the_next_one_has_run(
             if plan is not None:
                 assert plan.forecast.vram_bytes - 4096 <= storm.usage().vram_bytes <= plan.forecast.vram_bytes
     assert not storm.report().notes
+
+
+def test_what_fits_is_kept_once_a_step_has_followed_a_plan_that_left_some_of_the_budget_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
+    model, vram = Blocks(), 41 * MIB + MIB // 4
+    peaks = []
+    with gpu.meter, gpu.session(model, vram) as storm:
+        for _ in range(3):
+            with storm.step():
+                model(torch.randn(ROWS, WIDTH)).backward()
+            model.zero_grad()
+            peaks.append(storm.usage().vram_bytes)
+    assert peaks[1] <= vram - vram // 100 < peaks[2] <= vram

@@ -68,7 +68,7 @@ def foresee(
             is_sure = False
             continue
         try:
-            found = _plan(planner, trace, base_bytes)
+            found = planner.plan(trace, base_bytes=base_bytes, num_measured=1)
         except BudgetError as too_little:
             error = error or too_little
             continue
@@ -77,13 +77,6 @@ def foresee(
     if error is not None and is_sure:
         raise error
     return None
-
-
-def _plan(planner: Planner, trace: Trace, base_bytes: int) -> Planned:
-    if planner.unseen_bytes:
-        with suppress(BudgetError):  # nothing fits with so much kept free
-            return planner.plan_within(planner.slack_bytes + planner.unseen_bytes, trace, base_bytes, 1)
-    return planner.plan(trace, base_bytes=base_bytes, num_measured=1)
 
 
 def came_true(planned: Planned | None, trace: Trace, machine: Machine) -> Planned | None:

@@ -50,7 +50,7 @@ class Planner(Problems):
         self._chosen: tuple[Planned, Blocks, Choice] | None = None
 
     def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None) -> Planned:
-        """Makes a plan that keeps the slack free, if any does so.
+        """Makes a plan that keeps the slack free, and `unseen_bytes` where none was followed so far, if any does so.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
@@ -59,10 +59,11 @@ class Planner(Problems):
         Raises:
             BudgetError: as `solve` does.
         """
-        found = None
-        if self.slack_bytes:
+        found, unseen_bytes = None, self.unseen_bytes if num_measured == 1 else 0
+        for free_bytes in sorted({self.slack_bytes + unseen_bytes, self.slack_bytes} - {0}, reverse=True):
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
-                found = self.plan_within(self.slack_bytes, trace, base_bytes, num_measured)
+                found = self.plan_within(free_bytes, trace, base_bytes, num_measured)
+                break
         if found is None:
             found = self.plan_within(0, trace, base_bytes, num_measured)
         if earlier is not None:

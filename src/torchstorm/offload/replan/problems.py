@@ -37,8 +37,8 @@ class Problems:
 
     @property
     def unseen_bytes(self) -> int:
-        """What a plan for a step that was never seen keeps free on a GPU. It is followed once, and how an allocator
-        rounds, and which workspaces libraries take, is no law of the sizes."""
+        """What a plan that no step has followed so far keeps free on a GPU. Only such a step tells how an allocator
+        rounds what stays (of 25 MiB PyTorch's makes 26), and which workspaces libraries take at other sizes."""
         return self._tiers.budget.vram // _UNSEEN_PART if self._tiers.fast.counts_all else 0
 
     def machine(self) -> Machine:
