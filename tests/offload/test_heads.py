@@ -145,6 +145,17 @@ def test_a_peak_is_what_was_forecast(head: Head, link_bytes_per_s: float, monkey
                 assert "device memory" not in str(storm.report())
 
 
+def test_a_step_runs_operations_again_only_where_the_budget_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=1e7, is_even=True)
+    model = Model(in_chunks)
+    with gpu.meter:
+        budget = smallest_budget(gpu, model)
+        with gpu.session(model, budget) as storm:
+            train(storm, model, num_steps=1)
+            assert storm.usage().vram_bytes <= budget
+
+
 @pytest.mark.parametrize("chosen", [2, 3, 5, 11])
 def test_attention_keeps_nothing_alive_that_the_operations_do_not_read_which_are_computed_again(
     chosen: int, monkeypatch: pytest.MonkeyPatch

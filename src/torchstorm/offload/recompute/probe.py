@@ -24,6 +24,8 @@ from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import flat_bytes, row_of
 
+_SUMS_BYTES = 2**19
+
 
 class TracingProbe(Probe):
     """Watches one step.
@@ -85,7 +87,9 @@ class TracingProbe(Probe):
             value = reference()
             if value is not None:
                 self._made[value] = (place, fingerprint(row), self._kind)
-        if self._is_new and rows:
+        # Again, and as much for the sums, of which the signs take an eighth.
+        needed_bytes = own_bytes + sum(9 * row.nbytes // 8 for row in rows) + _SUMS_BYTES
+        if self._is_new and rows and self._room_bytes() > needed_bytes:
             try:
                 again = self._again(call)
             except UnsupportedError:
