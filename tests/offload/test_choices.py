@@ -243,6 +243,24 @@ def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_we
     assert not seen[-1].blocks_s
 
 
+def test_compiling_is_taken_out_of_a_steps_times_only_where_all_blocks_were_timed_by_themselves(
+    compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, blocks = compiled
+    seen = time_blocks(blocks, monkeypatch)
+    run_steps(session, 1)
+    fast = session._shared.tiers.fast
+    long = replace(seen[-1], moments=tuple(replace(one, compute_s=100.0) for one in seen[-1].moments))
+    assert blocks._has_compiled
+    assert max(one.compute_s for one in blocks.timed(long, fast).moments) < 1.0
+    kind = next(iter(blocks._alike.values()))
+    monkeypatch.setattr(kind, "ran_once", lambda name: name != next(iter(blocks.variants)))
+    assert max(one.compute_s for one in blocks.timed(long, fast).moments) == 100.0
+    monkeypatch.undo()
+    monkeypatch.setattr(blocks, "_has_compiled", False)
+    assert max(one.compute_s for one in blocks.timed(long, fast).moments) == 100.0
+
+
 @pytest.mark.no_cover
 def test_plans_for_other_variants_are_followed_by_no_step_of_any_size(
     compiled: tuple[Session, CompiledBlocks],

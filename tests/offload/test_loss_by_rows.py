@@ -10,7 +10,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -745,3 +745,29 @@ def test_only_models_whose_loss_can_be_set_have_one() -> None:
     assert not with_losses(nn.Linear(2, 2))
     with LossesByRows(nn.Linear(2, 2)).placed():
         pass
+
+
+@pytest.mark.usefixtures("all_are_worth_it")
+def test_logits_that_a_users_hook_gives_back_with_other_strides_have_the_bits_of_the_model_alone() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda saved: saved.t().contiguous() if saved.dim() == 2 else saved,
+                lambda saved: saved.t() if saved.dim() == 2 else saved,
+            ):
+                return nn.functional.cross_entropy(logits, labels)
+
+    given, labels = 5 * torch.randn(40, 64), torch.randint(64, (40,))
+    model, found = Loss(), []
+    with Session(model, unlimited=True) as session:
+        for context in (session.step, nullcontext):
+            logits = given.clone().requires_grad_()
+            with context():
+                model(logits, labels).backward()
+            assert logits.grad is not None
+            found.append(logits.grad)
+    assert torch.equal(*found)

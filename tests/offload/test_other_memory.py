@@ -343,3 +343,57 @@ def test_what_fits_is_kept_once_a_step_has_followed_a_plan_that_left_some_of_the
             model.zero_grad()
             peaks.append(storm.usage().vram_bytes)
     assert peaks[1] <= vram - vram // 100 < peaks[2] <= vram
+
+
+@pytest.mark.parametrize("vram", [32 * MIB, 40 * MIB, 64 * MIB])
+def test_parts_of_a_storage_with_a_version_counter_each_leave_in_a_step_without_a_plan(
+    monkeypatch: pytest.MonkeyPatch, vram: int
+) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
+    model = nn.ParameterList(torch.randn(WIDTH, 2 * WIDTH) / WIDTH for _ in range(10))
+    with gpu.meter, gpu.session(model, vram) as storm:
+        for _ in range(3):
+            with storm.step():
+                x = torch.randn(2 * ROWS, WIDTH)
+                for weight in model:
+                    one, other = (x @ weight).unsafe_chunk(2, 1)
+                    x = x + one.sigmoid_() * other.tanh_()
+                x.square().mean().backward()
+            del x, one, other
+            model.zero_grad()
+            assert storm.usage().vram_bytes <= vram
+
+
+class SavesMuchAtItsEnd(torch.autograd.Function):
+    """What it has saved takes several times what it computes with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        many = [(x @ weight * (at + 1)).tanh() for at in range(7)]
+        ctx.save_for_backward(x, weight, *many)
+        return torch.stack(many).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x, weight, *many = ctx.saved_tensors
+        of_all = torch.zeros_like(grad)
+        for at, one in enumerate(many):
+            of_all += (at + 1) * grad * (1 - one * one)
+        return of_all @ weight.T, x.T @ of_all
+
+
+def test_the_budget_comes_first_in_steps_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
+    model, vram = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6)), 36 * MIB
+    with gpu.meter, gpu.session(model, vram) as storm:
+        for _ in range(3):
+            with storm.step():
+                x = torch.randn(2 * ROWS, WIDTH)
+                for weight in model:
+                    x = x + SavesMuchAtItsEnd.apply(x, weight)
+                loss = x.square().mean()
+                loss.backward(retain_graph=True)  # of such steps no plan is made
+                loss.backward()
+            del loss, x
+            model.zero_grad()
+            assert storm.usage().vram_bytes <= vram

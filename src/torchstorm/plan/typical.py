@@ -175,9 +175,9 @@ def _usual(kinds: Sequence[Hashable], seconds: Sequence[float], *, part: int) ->
 
 
 def without_compilation(trace: Trace) -> Trace:
-    """The trace of a step that has compiled something, of which all compiled blocks are known. In the forward they take
-    what they do by themselves; and no other moment takes longer than a part of them that is long for a head and its
-    loss."""
+    """The trace of a step that has compiled something, and in which what every compiled block takes by itself is known.
+    In the forward blocks take that; and no other moment takes longer than a part of all of them that is long for a head
+    and its loss."""
     longest_s = _MOST_OF_BLOCKS * (1 + _BACKWARD) * sum(took_s for _, took_s in trace.blocks_s)
     if not longest_s:
         return trace

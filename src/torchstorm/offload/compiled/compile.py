@@ -145,8 +145,10 @@ class CompiledBlocks:
         for kind in set(self._kinds.values()) if self.has_room else ():
             kind.time(fast)
         ran_once = {name for name, kind in self._kinds.items() if kind.ran_once(name)}
-        found = self._blocks(trace).timed_alone(trace, ran_once)
-        return without_compilation(found) if self._has_compiled and self.is_timed else found
+        blocks = self._blocks(trace)
+        found = blocks.timed_alone(trace, ran_once)
+        are_all_known = {table.name for table in blocks.tables} <= {name for name, _ in found.blocks_s}
+        return without_compilation(found) if self._has_compiled and are_all_known else found
 
     @property
     def needed_bytes(self) -> int:

@@ -36,7 +36,7 @@ def numbers_of(logits: torch.Tensor, log_p: torch.Tensor, out: torch.Tensor) -> 
         logits: [num_rows, num_classes].
         log_p: [num_rows, num_classes], their log-softmax in float32.
         out: [2, num_rows], float32: the largest logit, which no order of comparing changes; and the logarithm, which is
-            what the log-softmax of that one has taken from zero.
+            minus the row's largest log-softmax.
     """
     out[0] = logits.amax(1)
     torch.neg(log_p.amax(1), out=out[1])

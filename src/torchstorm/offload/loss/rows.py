@@ -112,6 +112,7 @@ def backward(
         given = grad, none_yet, _counted(target, how), None, how.reduction, _IGNORED, weight
         of_label = _aten.nll_loss_backward(*given)[:, 0]
         return how.gradient(logits, torch.where(target == how.ignore_index, 0, target), numbers, of_label)
+    logits = logits.contiguous()  # a hook of a user may have them otherwise; PyTorch's `out=` is wrong then on a CPU
     found = torch.empty_like(logits)
     is_cast = how.dtype != logits.dtype
     scratch, cast = _buffer(logits, how), _buffer(logits, how) if is_cast else found

@@ -180,8 +180,8 @@ def _empty(look: Look, device: torch.device) -> torch.Tensor:
 
 
 def _small(look: Look) -> tuple[int, ...]:
-    """A size with all dimensions of a larger one, the innermost as it is as far as that goes, and as good for reading
-    several elements at once."""
+    """A size with all dimensions of a larger one, the innermost as it is as far as that goes; shorter ones leave the
+    same remainder by the number of elements that are read at once."""
     size = list(look.size)
     for dim in sorted(range(len(size)), key=lambda d: -look.stride[d]):
         most = max(2 + WIDTH, _COMPARED_ELEMENTS * size[dim] // math.prod(size))

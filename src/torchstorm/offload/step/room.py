@@ -61,13 +61,24 @@ class Room:
         recorder = self._running().recorder
         excess = recorder.excess_bytes if recorder is not None else 0  # of any stretch of the user's work so far
         allowed = min(limit // 2, limit - 2 * excess)
+        held: list[Parcel] = []
         for victim in list(self._victims()):
             if residency.fast.allocated_bytes() + nbytes <= allowed:
                 return
             # What others hold as well frees nothing now. If it were gone when they let go of it, which a block does
             # that has saved all its tensors at its end, the next stretch would seem to take less than it does by plan.
-            if victim is not spare and (recorder is None or recorder.is_alone(victim)):
+            if recorder is not None and not recorder.is_alone(victim):
+                held.append(victim)
+            elif victim is not spare:
                 self._push_out(victim)
+        # But the budget comes first: where the next stretch does not fit beside it, it goes all the same.
+        expected = residency.fast.allocated_bytes() + nbytes + excess
+        for victim in held:
+            if expected <= limit:
+                return
+            if victim is not spare:
+                self._push_out(victim)
+                expected -= victim.nbytes
 
     def look_ahead(self) -> None:
         """Without a plan: brings back what was made just before the latest parcel that backward has reached."""

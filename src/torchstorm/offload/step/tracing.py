@@ -67,6 +67,7 @@ class Recorder:
         self._parcel_bytes: list[int] = []
         self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
         self._unowned: dict[Saved, StorageRecord] = {}  # of those, what the user may hold too
+        self._of_storage: dict[int, list[Saved]] = {}  # what autograd holds of a storage, by its address
         self._fast = fast
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
@@ -131,7 +132,7 @@ class Recorder:
             self._storages.append(record)
             if one is not None:
                 one.parcel.number = record.parcel
-                self._records[one] = record
+                self._note(one, record)
                 if self._fast.counts_all and record.owned is None:
                     self._unowned[one] = record
             if record.parcel >= len(self._parcel_bytes):
@@ -226,12 +227,16 @@ class Recorder:
             record.parcel = parcel.number
             self._parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
         self._storages.append(record)
-        self._records[saved] = record
+        self._note(saved, record)
         if self._fast.counts_all:
             if is_input:
                 record.owned = _NEVER
             else:
                 self._unowned[saved] = record
+
+    def _note(self, saved: Saved, record: StorageRecord) -> None:
+        self._records[saved] = record
+        self._of_storage.setdefault(saved.address, []).append(saved)
 
     def needed(self, saved: Saved) -> None:
         """A storage was unpacked at this moment."""
@@ -243,6 +248,7 @@ class Recorder:
         """Autograd has let go of a storage since the latest moment."""
         record = self._records.pop(saved, None)
         if record is not None:
+            self._of_storage[saved.address].remove(saved)
             record.freed = self.moment + 1
             if self._unowned.pop(saved, None) is not None:
                 record.owned = self.moment + 1
@@ -250,13 +256,18 @@ class Recorder:
     def watch(self, interval: int) -> None:
         """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
         for saved in list(self._unowned):
-            parcel = saved.parcel
-            hold = parcel.hold
-            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=parcel.num_aliases):
+            hold = saved.parcel.hold
+            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=self._num_aliases(saved)):
                 self._unowned.pop(saved).owned = interval
 
+    def _num_aliases(self, saved: Saved) -> int:
+        """How many tensors of the Session's own refer to the memory of a storage that is there. Parts of it that were
+        saved with a version counter each are parcels of their own."""
+        parcels = {one.parcel for one in self._of_storage[saved.address] if one.parcel.hold is not None}
+        return sum(parcel.num_aliases for parcel in parcels)
+
     def is_alone(self, parcel: Parcel) -> bool:
-        """Whether nobody but the Session has held what lies in a parcel at the latest moment; plans let go of nothing
+        """Whether nobody but the Session has held what lies in a parcel at the latest moment; plans move nothing away
         before that."""
         return parcel.shared or all(saved not in self._unowned for saved in parcel.members)
 
