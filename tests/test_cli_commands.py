@@ -20,6 +20,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.no_cover
 def test_plan_prints_blocks_and_forecast_and_writes_them(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     code, text = run("plan", *SMALL, "--ram", "12MiB", "--disk", f"{tmp_path}:1GiB", "--json", str(file))
@@ -41,6 +42,7 @@ def test_plan_answers_for_an_xlstm_here_and_elsewhere(tmp_path: Path) -> None:
     assert "FORECAST for rtx4090" in text
 
 
+@pytest.mark.no_cover
 def test_plan_answers_for_hardware_that_is_not_here_and_draws_its_curve(tmp_path: Path) -> None:
     picture, numbers, file = tmp_path / "curve.png", tmp_path / "curve.json", tmp_path / "plan.json"
     code, text = run("plan", *SMALL, "--machine", "rtx4090", "--vram", "2GiB", "--json", str(file))

@@ -63,6 +63,7 @@ def losses_in(file: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.no_cover
 def test_the_command_trains_compares_and_writes_json(text_file: Path, tmp_path: Path) -> None:
     # A step large enough that 60 % of it is more than the Session's staging.
     larger = ["--layers=4", "--width=32", "--seq=32"]
@@ -103,6 +104,7 @@ def test_a_plan_file_is_what_the_run_follows_from_its_first_step(text_file: Path
     assert "PlanError: This plan is for a batch of (8x64 int64, 8x64 int64), but GPT was given (4x64" in err
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on_and_the_resumed_run_equals_one_never_stopped(
     long_run: list[str],

@@ -435,6 +435,7 @@ def test_a_disk_is_measured_and_swept_in_the_home_directory(
         measure_disk(kind("~/missing"), nbytes=4096)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("kind", [str, Path])
 def test_pictures_go_to_the_home_directory_and_into_a_fifo(kind: type, home: Path) -> None:
     panels = [Panel(title="1x1", bars=[("ours", (1.0, 3.0))])]

@@ -19,6 +19,7 @@ from torchstorm.errors import BudgetError
 CPU = torch.device("cpu")
 
 
+@pytest.mark.no_cover
 def test_the_small_case_is_split_and_its_gradients_are_those_of_checkpointing(tmp_path: Path) -> None:
     text = io.StringIO()
     bench_chunks("cpu", steps=2, json_path=tmp_path / "chunks.json", console=Console(file=text, width=400))

@@ -145,6 +145,7 @@ def test_the_peer_stands_beside_ours_and_its_mistakes_are_not_ours(
     assert ours["peer"][0] == theirs["fwd_ms"]
 
 
+@pytest.mark.no_cover
 def test_a_peer_that_takes_its_process_down_leaves_the_others_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

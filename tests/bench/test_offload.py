@@ -47,6 +47,7 @@ def run(tmp_path: Path, *arguments: Any, **options: Any) -> tuple[list[Row], str
     return bench_offload(*(arguments or ("cpu",)), **given), text.getvalue()
 
 
+@pytest.mark.no_cover
 def test_the_small_case_runs_every_way_bit_for_bit(tmp_path: Path) -> None:
     rows, text = run(tmp_path)
     assert [row.way for row in rows] == ["unlimited", "checkpoint", "selective", *["session"] * 2, "unlimited-again"]
@@ -369,6 +370,7 @@ def test_budgets_are_those_asked_for_and_exactly_the_peaks_of_others() -> None:
     assert Budgets(shares=(0.5,), middle=True).found({"unlimited": 4.0}) == [(2.0, "50% of the unlimited peak")]
 
 
+@pytest.mark.no_cover
 def test_a_session_alone_takes_the_peaks_that_the_file_has(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
     first, _ = run(tmp_path, way_names="checkpoint,selective", steps=1, json_path=file)
@@ -431,6 +433,7 @@ def test_checkpointing_computes_again_and_the_selective_kind_no_products() -> No
     assert found["full"][1] == 2 * gelus
 
 
+@pytest.mark.no_cover
 def test_the_forecast_is_the_first_one_and_what_was_corrected_stands_beside_it(tmp_path: Path) -> None:
     bench = make_bench(tmp_path)
     meter, open_session = bench.meter, bench.open_session

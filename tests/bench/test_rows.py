@@ -87,6 +87,7 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(tmp_path: Path) -> 
     assert second.rows == [anew, other]
 
 
+@pytest.mark.no_cover
 def test_two_runs_at_once_fill_one_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     first, second = results(file), results(file)

@@ -69,6 +69,7 @@ def test_demands_on_speed_do_not_apply_to_a_cpu() -> None:
     assert lines[1].split() == ["peak", "/", "need", "0.4444", "must", "be", "at", "most", "0.45", "holds"]
 
 
+@pytest.mark.no_cover
 def test_the_small_case_proves_what_applies_and_writes_it_down(tmp_path: Path) -> None:
     file = tmp_path / "wall.json"
     file.write_text('{"op": "wall", "rows": []}')

@@ -238,6 +238,7 @@ class _NoSoftmax:
         loss.zero_()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("ignored", [8, 10**6])
 @pytest.mark.parametrize(("N", "K", "V"), [(32768, 4096, 131072), (8192, 768, 50257)])
 def test_an_eighth_of_the_memory_at_full_size(
@@ -385,6 +386,7 @@ def test_opcheck(reduction: str) -> None:
     )
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_without_a_break_and_not_again_for_other_tokens(reduction: Reduction) -> None:
     torch.compiler.reset()

@@ -186,6 +186,7 @@ def room(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Room]:
         assert os.listdir(place) == []
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 10 * MIB])
 def test_the_same_bytes_come_back_as_often_as_wanted(room: Room, nbytes: int) -> None:
     tier = room.tier()
@@ -201,6 +202,7 @@ def test_the_same_bytes_come_back_as_often_as_wanted(room: Room, nbytes: int) ->
     assert copy.done()
 
 
+@pytest.mark.no_cover
 def test_a_get_before_the_put_has_ended_follows_it(room: Room) -> None:
     tier = room.tier()
     data = [room.data(MIB + 1, seed) for seed in range(8)]
@@ -213,6 +215,7 @@ def test_a_get_before_the_put_has_ended_follows_it(room: Room) -> None:
     assert all(handle.written.done() for handle in handles)
 
 
+@pytest.mark.no_cover
 def test_freed_while_copies_are_under_way(room: Room) -> None:
     """The slot's next owner must not disturb a get still under way, nor the put of its last owner the next one's."""
     tier = room.tier(room.rounded(MIB + 1))
@@ -363,6 +366,7 @@ def test_many_threads(room: Room) -> None:
     assert tier.peak_bytes <= 6 * MIB
 
 
+@pytest.mark.no_cover
 def test_nothing_grows(room: Room) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -85,6 +85,7 @@ def test_a_position_does_not_see_what_comes_after_it(pattern: tuple[str, ...]) -
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
+@pytest.mark.no_cover
 @each_pattern
 def test_every_parameter_learns(pattern: tuple[str, ...]) -> None:
     model = XLSTM(replace(TINY, pattern=pattern, num_layers=6, input_gate_bias=-2.0))

@@ -184,6 +184,7 @@ def test_variants_are_chosen_until_answers_have_come_whoever_waits_for_them_no_l
     assert blocks.to_choose(problem.trace) is None
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("is_timed", [False, True])
 def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
     is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
@@ -223,6 +224,7 @@ def test_where_blocks_were_timed_by_themselves_the_second_step_is_planned_for_in
         assert (session.plan() is not None) is (num_steps >= 3 - is_timed)
 
 
+@pytest.mark.no_cover
 def test_times_belong_to_the_sizes_that_were_compiled_last_and_to_blocks_that_were_called_once(
     compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

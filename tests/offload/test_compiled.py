@@ -617,6 +617,7 @@ def test_where_the_variants_chosen_do_not_fit_after_all_others_are_chosen(monkey
     assert any(note.startswith("compiled blocks, by what they save: ") for note in report.notes)
 
 
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize(("promised_ms", "expected"), [(1.0, LEAN), (1.98, CHEAP)])
 def test_after_steps_of_one_mix_others_are_chosen_if_they_promise_enough(

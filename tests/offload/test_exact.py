@@ -288,6 +288,7 @@ def test_a_session_changes_no_bit(name: str, tmp_path: Path) -> None:
     assert_exact_within(make, step, tmp_path, share=share, num_steps=6)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", ["plain", "retain_graph", "double backward", "views of one buffer"])
 def test_check_mode_changes_no_bit(name: str, tmp_path: Path) -> None:
     make, step, share = CASES[name]
@@ -304,6 +305,7 @@ def test_an_unlimited_session_changes_no_bit_and_moves_nothing(name: str) -> Non
     assert session.usage().disk_bytes == 0
 
 
+@pytest.mark.no_cover
 def test_two_sessions_in_one_process_do_not_mix(tmp_path: Path) -> None:
     budget = int(saved_bytes(mlp, square) * 0.5)
 

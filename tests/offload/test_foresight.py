@@ -148,6 +148,7 @@ def test_on_a_gpu_a_plan_for_a_step_that_was_never_seen_keeps_more_free_where_it
     assert unseen.forecast.vram_bytes <= vram - vram // 100 < plan.forecast.vram_bytes <= vram
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("disk", [True, False], ids=["RAM and disk", "RAM alone"])
 def test_a_longer_step_than_all_before_follows_a_plan_at_once(
     disk: bool, tmp_path: Path, foreseen: list[Planned | None], traces: list[Trace]

@@ -573,6 +573,7 @@ EXACT = {
 }
 
 
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("name", EXACT)
 def test_what_a_step_does_is_exact(name: str, sessions: Callable[..., Session]) -> None:

@@ -420,6 +420,7 @@ class CompiledBlocks(nn.Module):
         return x
 
 
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings(*THIRD_PARTY)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks_train_to_the_same_bits(backend: str, tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def check_where_the_mode_is() -> None:
     assert any(len(one._covered) > 0.6 * len(one.moments) and len(one.numbers) > 6 * NUM_BLOCKS for one in known)
 
 
+@pytest.mark.no_cover
 def test_where_operators_are_known_the_mode_is_away_though_all_is_recorded() -> None:
     # In a process of its own: where others have loaded the library twice, the first one has the dispatcher's key.
     code = "from offload import test_operators as tests; tests.build(); tests.check_where_the_mode_is()"

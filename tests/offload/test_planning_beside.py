@@ -478,6 +478,7 @@ def test_a_plan_whose_steps_took_what_was_forecast_is_not_wrong_when_many_in_a_r
         search_out(storm)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("new_s", "disturbed_s", "is_kept"), [(0.9, 0.9, True), (1.01, 1.01, True), (1.0, 1.8, True), (1.1, 1.1, False)]
 )

@@ -503,6 +503,7 @@ def test_a_settled_step_of_another_size_looks_for_no_operations_and_needs_python
     assert (settled[1] < 5) is (library.library() is not None)
 
 
+@pytest.mark.no_cover
 def test_what_no_record_makes_is_met_again_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8}

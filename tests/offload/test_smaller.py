@@ -89,6 +89,7 @@ def num_leaving(planned: Planned | None) -> int:
     return sum(one.tier != KEEP for one in planned.plan.placements)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("disk", [True, False], ids=["RAM and disk", "RAM alone"])
 def test_much_smaller_steps_follow_plans_in_which_more_stays(
     disk: bool, tmp_path: Path, followed: list[Planned | None]
@@ -118,6 +119,7 @@ def test_much_smaller_steps_follow_plans_in_which_more_stays(
     assert not any("smaller" in note for note in report.notes)
 
 
+@pytest.mark.no_cover
 def test_sizes_at_random_and_of_batches_too_are_exact_and_within_the_budget(tmp_path: Path) -> None:
     training, rng = Training(0.5, tmp_path), random.Random(0)
     for _ in range(30):

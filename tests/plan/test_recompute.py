@@ -24,6 +24,7 @@ def at_random(trace: Trace, rng: random.Random, share: float) -> list[Placement]
     return [Placement(tier="recompute" if can and rng.random() < share else "keep") for can in able]
 
 
+@pytest.mark.no_cover
 @settings(max_examples=300, deadline=None)
 @given(
     trace=traces(max_storages=16, with_ops=True),

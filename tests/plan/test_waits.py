@@ -16,6 +16,7 @@ from torchstorm.plan.trace import SavedStorage, Trace
 from torchstorm.plan.waits import recompute_seconds, waiting_seconds
 
 
+@pytest.mark.no_cover
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), machine=machines())
 def test_compute_recompute_waiting_and_the_work_of_the_host_are_the_forecast(trace: Trace, machine: Machine) -> None:

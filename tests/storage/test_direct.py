@@ -54,6 +54,7 @@ LENGTHS = st.one_of(st.integers(0, LIMIT), st.sampled_from([1, 511, 512, 4095, 4
 SHIFTS = st.one_of(st.none(), st.sampled_from([0, 1, 64, 512, 4096]))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=150, deadline=None)
 @given(
     writes=st.lists(st.tuples(OFFSETS, LENGTHS, SHIFTS), max_size=6),

@@ -75,6 +75,7 @@ OFFSETS = st.one_of(st.integers(0, LIMIT), st.integers(0, LIMIT // PAGE).map(lam
 LENGTHS = st.one_of(st.integers(0, LIMIT), st.sampled_from([1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 8 * PAGE, LIMIT]))
 
 
+@pytest.mark.no_cover
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     writes=st.lists(st.tuples(OFFSETS, LENGTHS), max_size=5),

@@ -300,6 +300,7 @@ def spawned(path: str, results: Any) -> None:
         results.put(epoch(NVMeDataLoader(volume, 5)))
 
 
+@pytest.mark.no_cover
 def test_a_spawned_worker_reads_the_volume_of_its_own(volume: Volume) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

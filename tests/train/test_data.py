@@ -33,6 +33,7 @@ def test_a_folder_is_read_in_the_order_of_its_names_without_hidden_files(tmp_pat
     assert corpus.tokenizer.decode(both) == "A" * 50 + "B" * 50 + "C" * 50
 
 
+@pytest.mark.no_cover
 def test_the_default_text_is_the_standard_librarys_own_source_and_the_same_each_time() -> None:
     corpus = load(None, tokenizer="chars")
     again = load(None, tokenizer="chars")

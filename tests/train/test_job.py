@@ -44,6 +44,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int, signum: int = signal.
     monkeypatch.setattr(Display, "step", step_and_signal)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
 def test_a_run_stopped_twice_and_resumed_equals_one_never_stopped(
     model: str, options: dict[str, Any], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +84,7 @@ def test_checkpoints_come_every_so_often_and_at_the_end(
     assert record["tokenizer"] == {"kind": "bytes"}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("model", ["gpt-micro", "xlstm-micro"])
 def test_a_compared_run_is_the_same_to_the_last_bit_and_says_what_it_cost(
     model: str, options: dict[str, Any], tmp_path: Path, console: Console
