@@ -67,7 +67,7 @@ class Recorder:
         self._parcel_bytes: list[int] = []
         self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
         self._unowned: dict[Saved, StorageRecord] = {}  # of those, what the user may hold too
-        self._of_storage: dict[int, list[Saved]] = {}  # what autograd holds of a storage, by its address
+        self._of_storage: dict[int, set[Saved]] = {}  # what autograd holds of a storage, by its address
         self._fast = fast
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
@@ -236,7 +236,7 @@ class Recorder:
 
     def _note(self, saved: Saved, record: StorageRecord) -> None:
         self._records[saved] = record
-        self._of_storage.setdefault(saved.address, []).append(saved)
+        self._of_storage.setdefault(saved.address, set()).add(saved)
 
     def needed(self, saved: Saved) -> None:
         """A storage was unpacked at this moment."""
@@ -248,7 +248,7 @@ class Recorder:
         """Autograd has let go of a storage since the latest moment."""
         record = self._records.pop(saved, None)
         if record is not None:
-            self._of_storage[saved.address].remove(saved)
+            self._of_storage.get(saved.address, set()).discard(saved)
             record.freed = self.moment + 1
             if self._unowned.pop(saved, None) is not None:
                 record.owned = self.moment + 1
@@ -263,7 +263,8 @@ class Recorder:
     def _num_aliases(self, saved: Saved) -> int:
         """How many tensors of the Session's own refer to the memory of a storage that is there. Parts of it that were
         saved with a version counter each are parcels of their own."""
-        parcels = {one.parcel for one in self._of_storage[saved.address] if one.parcel.hold is not None}
+        others = self._of_storage.get(saved.address, set())
+        parcels = {saved.parcel, *(one.parcel for one in others if one.parcel.hold is not None)}
         return sum(parcel.num_aliases for parcel in parcels)
 
     def is_alone(self, parcel: Parcel) -> bool:
