@@ -382,9 +382,10 @@ class SavesMuchAtItsEnd(torch.autograd.Function):
         return of_all @ weight.T, x.T @ of_all
 
 
-def test_the_budget_comes_first_in_steps_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vram", [36 * MIB, 40 * MIB, 52 * MIB])
+def test_the_budget_comes_first_in_steps_that_no_plan_is_for(monkeypatch: pytest.MonkeyPatch, vram: int) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
-    model, vram = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6)), 36 * MIB
+    model = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6))
     with gpu.meter, gpu.session(model, vram) as storm:
         for _ in range(3):
             with storm.step():

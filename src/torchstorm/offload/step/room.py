@@ -35,6 +35,7 @@ class Room:
         self._residency = residency
         self._running = running
         self._give_up_kept = give_up_kept
+        self._excess_bytes = 0  # that any stretch of the user's work was measured to take so far
         residency.make_room = self.make
 
     def make(self, nbytes: int, block: str) -> None:
@@ -59,8 +60,9 @@ class Room:
         if not residency.fast.counts_all:
             return
         recorder = self._running().recorder
-        excess = recorder.excess_bytes if recorder is not None else 0  # of any stretch of the user's work so far
-        allowed = min(limit // 2, limit - 2 * excess)
+        if recorder is not None:
+            self._excess_bytes = max(self._excess_bytes, recorder.excess_bytes)
+        allowed = min(limit // 2, limit - 2 * self._excess_bytes)
         held: list[Parcel] = []
         for victim in list(self._victims()):
             if residency.fast.allocated_bytes() + nbytes <= allowed:
@@ -72,7 +74,7 @@ class Room:
             elif victim is not spare:
                 self._push_out(victim)
         # But the budget comes first: where the next stretch does not fit beside it, it goes all the same.
-        expected = residency.fast.allocated_bytes() + nbytes + excess
+        expected = residency.fast.allocated_bytes() + nbytes + self._excess_bytes
         for victim in held:
             if expected <= limit:
                 return
