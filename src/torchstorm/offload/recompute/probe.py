@@ -24,7 +24,7 @@ from torchstorm.offload.recompute.tensors import tensors_of
 from torchstorm.offload.step.parcels import Call, Leaf, Ref, Value
 from torchstorm.offload.step.views import flat_bytes, row_of
 
-_SUMS_BYTES = 2**19
+_SUMS_BYTES = 2**19  # of the rows and columns that a fingerprint adds up, and more
 
 
 class TracingProbe(Probe):

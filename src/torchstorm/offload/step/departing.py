@@ -168,7 +168,7 @@ class Departing:
                         one.value, value.saved, value.held = value, one, None
         measure.begin_late(plan.trace, run.moment, num_saved, saved)
         measure.name(departure.kind, departure.ordinal, departure.nbytes)
-        measure.watch(run.moment)
+        measure.watch(run.moment, self._residency.known)
         measure.lie_still(self._residency.resident.values())
         run.recorder = measure
         run.record_all(measure.clock.mark)

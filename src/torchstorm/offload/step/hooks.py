@@ -136,7 +136,7 @@ class SavedTensors:
                 pace.end(self._run.moment)
             if recorder is not None:
                 recorder.arrive()
-                recorder.watch(recorder.moment + 1)
+                recorder.watch(recorder.moment + 1, self.residency.known)
             if self._run.probe is not None:
                 self._run.probe.finish()
             self._end()
@@ -323,7 +323,7 @@ class SavedTensors:
             self._run.settled = self._settle_in()
         if self._run.recorder is not None:
             self._run.recorder.name(kind, ordinal, nbytes)
-            self._run.recorder.watch(self._run.moment)
+            self._run.recorder.watch(self._run.moment, self.residency.known)
         plan, table = self._run.plan, self._run.table
         if table is not None and not table.has(self._run.moment, kind, ordinal, nbytes, is_exact=self._run.is_exact):
             self._departing.depart(kind, ordinal, nbytes)

@@ -64,23 +64,22 @@ class Room:
             self._excess_bytes = max(self._excess_bytes, recorder.excess_bytes)
         allowed = min(limit // 2, limit - 2 * self._excess_bytes)
         held: list[Parcel] = []
-        for victim in list(self._victims()):
+        for victim in [one for one in self._victims() if one is not spare]:
             if residency.fast.allocated_bytes() + nbytes <= allowed:
                 return
             # What others hold as well frees nothing now. If it were gone when they let go of it, which a block does
             # that has saved all its tensors at its end, the next stretch would seem to take less than it does by plan.
             if recorder is not None and not recorder.is_alone(victim):
                 held.append(victim)
-            elif victim is not spare:
+            else:
                 self._push_out(victim)
         # But the budget comes first: where the next stretch does not fit beside it, it goes all the same.
         expected = residency.fast.allocated_bytes() + nbytes + self._excess_bytes
         for victim in held:
             if expected <= limit:
                 return
-            if victim is not spare:
-                self._push_out(victim)
-                expected -= victim.nbytes
+            self._push_out(victim)
+            expected -= victim.nbytes
 
     def look_ahead(self) -> None:
         """Without a plan: brings back what was made just before the latest parcel that backward has reached."""

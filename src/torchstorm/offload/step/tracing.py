@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.traced_ops import TracedOps, call_seconds, made_before
 from torchstorm.offload.step.clock import is_reached, seconds_between
+from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
@@ -67,7 +68,6 @@ class Recorder:
         self._parcel_bytes: list[int] = []
         self._records: dict[Saved, StorageRecord] = {}  # of what autograd still holds
         self._unowned: dict[Saved, StorageRecord] = {}  # of those, what the user may hold too
-        self._of_storage: dict[int, set[Saved]] = {}  # what autograd holds of a storage, by its address
         self._fast = fast
         self._base_bytes = base_bytes
         self._staging_bytes = staging_bytes
@@ -132,7 +132,7 @@ class Recorder:
             self._storages.append(record)
             if one is not None:
                 one.parcel.number = record.parcel
-                self._note(one, record)
+                self._records[one] = record
                 if self._fast.counts_all and record.owned is None:
                     self._unowned[one] = record
             if record.parcel >= len(self._parcel_bytes):
@@ -227,16 +227,12 @@ class Recorder:
             record.parcel = parcel.number
             self._parcel_bytes[parcel.number] = parcel.filled if parcel.shared else parcel.nbytes
         self._storages.append(record)
-        self._note(saved, record)
+        self._records[saved] = record
         if self._fast.counts_all:
             if is_input:
                 record.owned = _NEVER
             else:
                 self._unowned[saved] = record
-
-    def _note(self, saved: Saved, record: StorageRecord) -> None:
-        self._records[saved] = record
-        self._of_storage.setdefault(saved.address, set()).add(saved)
 
     def needed(self, saved: Saved) -> None:
         """A storage was unpacked at this moment."""
@@ -248,24 +244,21 @@ class Recorder:
         """Autograd has let go of a storage since the latest moment."""
         record = self._records.pop(saved, None)
         if record is not None:
-            self._of_storage.get(saved.address, set()).discard(saved)
             record.freed = self.moment + 1
             if self._unowned.pop(saved, None) is not None:
                 record.owned = self.moment + 1
 
-    def watch(self, interval: int) -> None:
-        """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks."""
+    def watch(self, interval: int, known: SavedStorages) -> None:
+        """Notes from which interval on storages are alive for autograd's sake alone. Only CUDA's budget asks.
+
+        Args:
+            interval: the one that begins.
+            known: all that autograd holds.
+        """
         for saved in list(self._unowned):
             hold = saved.parcel.hold
-            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=self._num_aliases(saved)):
+            if has_expired(saved.watch) if hold is None else held_only_here(hold, aliases=_num_aliases(saved, known)):
                 self._unowned.pop(saved).owned = interval
-
-    def _num_aliases(self, saved: Saved) -> int:
-        """How many tensors of the Session's own refer to the memory of a storage that is there. Parts of it that were
-        saved with a version counter each are parcels of their own."""
-        others = self._of_storage.get(saved.address, set())
-        parcels = {saved.parcel, *(one.parcel for one in others if one.parcel.hold is not None)}
-        return sum(parcel.num_aliases for parcel in parcels)
 
     def is_alone(self, parcel: Parcel) -> bool:
         """Whether nobody but the Session has held what lies in a parcel at the latest moment; plans move nothing away
@@ -347,3 +340,10 @@ class Recorder:
                 self._signatures[num_before:], self._intervals, self._stills, strict=True
             )
         )
+
+
+def _num_aliases(saved: Saved, known: SavedStorages) -> int:
+    """How many tensors of the Session's own refer to the memory of a storage that is there. Parts of it that were saved
+    with a version counter each are parcels of their own."""
+    parcels = {saved.parcel, *(one.parcel for one in known.at(saved.address) if one.parcel.hold is not None)}
+    return sum(parcel.num_aliases for parcel in parcels)
