@@ -209,7 +209,7 @@ def test_ceilings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TFLOP/s" in found.told(torch.float32)
 
 
-def test_where_a_benchmark_runs_products_may_be_asked_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_leaves_no_setting_behind_that_slows_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert bench_device("cpu") == torch.device("cpu")
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchstorm.offload.compiled.repeatable import Repeatable, deterministically, is_strict
+from torchstorm.offload.compiled.repeatable import Repeatable, allow_products, deterministically, is_strict
 
+PRODUCT = """
+import os, torch
+from torchstorm.offload.compiled.repeatable import allow_products, deterministically
+allow_products(torch.device("cuda"))
+assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+x = torch.randn(512, 512, device="cuda")
+with deterministically():
+    assert torch.equal(x @ x, x @ x)
+"""
 BACKWARD: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
@@ -98,3 +110,18 @@ def test_deterministic_algorithms_are_on_within_an_operation_and_put_back(before
         assert now == before
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+
+
+def test_a_setting_of_the_users_own_for_products_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    allow_products(torch.device("cuda"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.gpu
+def test_products_run_under_deterministic_algorithms_with_no_setting_left_that_slows_them() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torchstorm.bench import ways
 from torchstorm.bench.measure import Training
 from torchstorm.errors import ConfigError, DeviceError
 from torchstorm.models.gpt import Block, GPTConfig
+from torchstorm.offload.compiled.repeatable import allow_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def cases_for(device: torch.device, shapes: str | None = None) -> tuple[OffloadC
 
 
 def bench_device(name: str | None) -> torch.device:
-    """The device of a benchmark; for None CUDA if available. Its products may be asked to be deterministic from now on.
+    """The device of a benchmark; for None CUDA if available. It runs products where deterministic algorithms are on.
 
     Raises:
         DeviceError: there is no such CUDA device.
@@ -149,7 +149,7 @@ def bench_device(name: str | None) -> torch.device:
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"--device {device} was given, but PyTorch finds no GPU: --device cpu runs a small case.")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    allow_products(device)
     return device
 
 

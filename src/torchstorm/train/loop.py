@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch import nn
 from torchstorm.errors import ConfigError
 from torchstorm.models.families import SIZES, LanguageModel, ModelConfig, make_model
 from torchstorm.models.gpt import GPTConfig
-from torchstorm.offload.compiled.repeatable import deterministically
+from torchstorm.offload.compiled.repeatable import allow_products, deterministically
 from torchstorm.offload.report import first_said, known_ms
 from torchstorm.offload.session import Session
 from torchstorm.plan.forecast import Figures
@@ -287,9 +286,7 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
     """Turns PyTorch's deterministic algorithms on, and restores the settings at the end."""
-    if device.type == "cuda":  # pragma: gpu
-        # Without a fixed workspace, cuBLAS may use different kernels from run to run, so PyTorch raises an error.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    allow_products(device)
     # By default MKL chooses its number of threads per call, and its results are reproducible only for a fixed number
     # (oneMKL Developer Guide, "Reproducibility Conditions").
     torch.set_num_threads(torch.get_num_threads())

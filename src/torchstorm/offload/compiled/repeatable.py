@@ -9,12 +9,15 @@ CUBLAS_WORKSPACE_CONFIG was set when the process made its first one. cuDNN's att
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def is_strict() -> bool:
@@ -36,6 +39,24 @@ def deterministically(*, enabled: bool = True, warn_only: bool = False) -> Itera
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def allow_products(device: torch.device) -> None:
+    """Has PyTorch run matrix products on a GPU where deterministic algorithms are on. Products of a user who has set
+    CUBLAS_WORKSPACE_CONFIG are left as they are.
+
+    PyTorch asks once, at the process's first product, whether CUBLAS_WORKSPACE_CONFIG is set: so this is called before.
+    While it stays set, PyTorch 2.11 parses it in every product, for 30 to 180 us of the host's time. It gives cuBLAS a
+    workspace of its own for each stream with and without it, and that is what makes products repeat their bits.
+    """
+    if device.type != "cuda" or _WORKSPACE in os.environ:
+        return
+    os.environ[_WORKSPACE] = ":4096:8"  # pragma: gpu
+    try:  # pragma: gpu
+        one = torch.ones(1, 1, device=device)
+        torch.mm(one, one)
+    finally:  # pragma: gpu
+        del os.environ[_WORKSPACE]
 
 
 class Repeatable(TorchDispatchMode):
