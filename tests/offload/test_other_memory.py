@@ -241,7 +241,7 @@ def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_
     monkeypatch.setattr(budgets, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def release_one() -> None:
-        clock[0] += 0.010
+        clock[0] += 0.002
         PinnedArena.release_one(arena)
 
     monkeypatch.setattr(arena, "release_one", release_one)
@@ -257,7 +257,7 @@ def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_
     with gpu.meter:
         train(gpu, 1 << 40, num_steps=14, before=before, prepare=prepare)
     assert held[:5] == [6, 6, 6, 6, 6], "the plan was timed in the fourth step"
-    assert held[5:] == [5, 5, 5, 4, 4, 3, 3, 2, 2], "in every second step, for 1 % of the time, once it is idle"
+    assert held[5:] == [5, 5, 5, 4, 4, 3, 3, 2, 2], "in every second step, for 0.2 % of the time, once it is idle"
 
 
 def test_a_measured_step_that_takes_more_than_the_budget_is_told_with_what_was_forecast(

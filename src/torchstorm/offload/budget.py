@@ -32,7 +32,7 @@ _STRAIGHT_BYTES = 2**24
 # one of its segments is up to 1 MiB larger than what was asked for, by what else was there before.
 _LEAST_SPARE_BYTES, _MOST_SPARE_BYTES, _SPARE_PART = 16 * 2**20, 64 * 2**20, 400
 _LARGEST_SEGMENT_BYTES = 2**29  # to unpin 256 MiB takes 5 to 20 ms, in which CUDA does nothing else
-_GIVING_BACK = 0.01  # of the time of training, at most so much for unpinning what no plan has a use for
+_GIVING_BACK = 0.002  # of the time of training, at most so much for unpinning what no plan has a use for
 
 
 @dataclass(eq=False, kw_only=True)
