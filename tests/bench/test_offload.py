@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from torchstorm.bench import cases as bench_cases
 from torchstorm.bench import offload, sessions, ways
 from torchstorm.bench.cases import CASES, SMALL, cases_for, make_blocks, pick
 from torchstorm.bench.offload import bench_offload, offload_peers
@@ -472,6 +473,7 @@ def test_the_cases_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         cases_for(torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_cases, "allow_products", lambda device: None)
     assert cases_for(torch.device("cuda")) == CASES
     assert cases_for(torch.device("cuda"), "4096x4") == CASES[1:]
     assert CASES[1].title == "4096x4: 10 blocks, hidden 4096, 4096 tokens x 4"
@@ -510,3 +512,21 @@ def test_a_session_is_timed_once_it_has_said_the_same_of_five_steps(monkeypatch:
     assert (num_steps, last.num_in_force) == (11 + 5, 14)
     assert first is not None
     assert first.step_ms == 30.0
+
+
+def test_a_session_is_timed_though_hardly_a_step_is_the_very_one_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where lengths change on a CPU: each plan is followed by one step of its own length, before the next one."""
+    num_steps = 0
+
+    def step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def report() -> Any:
+        forecast = Figures(step_ms=num_steps, vram_bytes=1, ram_bytes=2, disk_bytes=3)
+        return types.SimpleNamespace(num_in_force=0, forecast=forecast)
+
+    session: Any = types.SimpleNamespace(report=report, plan=object)
+    monkeypatch.setattr(sessions, "time", types.SimpleNamespace(perf_counter=lambda: float(num_steps)))
+    assert settle(session, step)[0].num_in_force == 0
+    assert num_steps == 24 + 30

@@ -313,11 +313,14 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("vram", [28 * MIB, 32 * MIB, 40 * MIB, 44 * MIB])
+@pytest.mark.parametrize("beside", [0, 100 * MIB])
 def test_the_first_plan_counts_what_a_block_saved_until_the_next_one_has_run(
-    monkeypatch: pytest.MonkeyPatch, vram: int
+    monkeypatch: pytest.MonkeyPatch, vram: int, beside: int
 ) -> None:
     gpu = Rehearsal(monkeypatch, link_bytes_per_s=FAST_LINK, is_even=True)
     model = Blocks()
+    others = gpu.meter.hold(torch.empty(beside, dtype=torch.uint8))  # as weights and optimizer state are
+    vram += others.nbytes
     with gpu.meter, gpu.session(model, vram) as storm:
         for _ in range(4):
             plan = storm.plan()

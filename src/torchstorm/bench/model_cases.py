@@ -270,6 +270,24 @@ ON_A_CPU = (
         image=64,
         shares=_SHARES,
     ),
+    # Large enough that what a step computes counts, too.
+    ModelCase(
+        name="llama-small",
+        cls="LlamaForCausalLM",
+        config="LlamaConfig",
+        options={
+            "vocab_size": 1000,
+            "hidden_size": 256,
+            "intermediate_size": 688,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 256,
+        },
+        batch=8,
+        seq=256,
+        shares=(3 / 5,),
+    ),
 )
 
 

@@ -31,7 +31,8 @@ PLANNED_STEPS = 3
 """So many of these must follow a plan, whichever, and not be measured."""
 
 _MOST_WARM = 24
-_MOST_SEARCHED_S = 30.0  # of searches for better plans, which take ten; counted from the first step that follows one
+# Of searches for better plans, which take ten; counted from the first step that follows one, if that comes so soon.
+_MOST_SEARCHED_S = 30.0
 _SETTLED = 5  # steps by one plan, and by one forecast, after which a Session has nothing more to correct in it
 
 
@@ -161,7 +162,8 @@ def settle(session: Session, step: Callable[[], object]) -> tuple[Report, Figure
     num_steps, num_said, forecast, begun = 0, 0, None, math.inf
     report = session.report()
     while True:
-        if report.num_in_force:
+        # Where sizes differ, hardly a step is the very one that its plan is for.
+        if report.num_in_force or num_steps >= _MOST_WARM:
             begun = min(begun, time.perf_counter())
         is_followed, searched_s = report.num_in_force >= _SETTLED, time.perf_counter() - begun
         if report.forecast is None or searched_s >= _MOST_SEARCHED_S:

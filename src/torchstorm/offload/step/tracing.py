@@ -88,7 +88,7 @@ class Recorder:
         self._held_bytes = 0
         self.peak_bytes = 0
         self.excess_bytes = 0
-        self._start_bytes = 0
+        self._start_bytes = base_bytes  # what was allocated as the interval that is running began
 
     @property
     def moment(self) -> int:
