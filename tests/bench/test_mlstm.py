@@ -286,7 +286,8 @@ def test_a_yardstick_that_is_lost_lets_nothing_pass() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sizes": "huge"}, r"--sizes 'huge' names \['huge'\]; known names are small, 2x3x9 4/5"),
+        ({"sizes": "huge"}, "--sizes 'huge', but it takes small, target, all, or shapes BxHxS d_qk/d_v; not 'huge'"),
+        ({"sizes": "2x3x0 4/5"}, "not '2x3x0 4/5'"),
         ({"sizes": "target"}, "has shapes for a GPU"),
         ({"dtype": "float64"}, "--dtype 'float64'"),
         ({"variant_names": "fast"}, r"--variant 'fast' names \['fast'\]; known names are recurrent"),

@@ -147,7 +147,15 @@ def test_some_ways_and_a_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [("huge", "--sizes 'huge', but there are small, target and"), ("target", "--sizes target has shapes for a GPU")],
+    [
+        ("huge", "--sizes 'huge', but .* takes small, target, or shapes .*; not 'huge'"),
+        ("9", "not '9'"),
+        ("4x0x3", "not '4x0x3'"),
+        ("2x3x4x5x6", "not '2x3x4x5x6'"),
+        ("256x²x3", "not '256x²x3'"),
+        ("64x1000,", "not"),
+        ("target", "--sizes target has shapes for a GPU"),
+    ],
 )
 @pytest.mark.parametrize("name", sorted(name for name, op in OPS.items() if "cpu" not in op.targets))
 def test_sizes_that_are_not_there(name: str, sizes: str, message: str) -> None:
@@ -155,13 +163,28 @@ def test_sizes_that_are_not_there(name: str, sizes: str, message: str) -> None:
         bench_op(name, "cpu", sizes=sizes, console=Console(file=io.StringIO()))
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_any_shape_may_be_timed_and_every_way_is_checked_at_it(name: str) -> None:
+    shapes = {"matmul": "5x3x2,2x4x3x5", "elementwise": "3x5", "norms": "3x130"}.get(name, "9x6x5")
+    text = io.StringIO()
+    assert bench_op(
+        name,
+        "cpu",
+        sizes=shapes,
+        variant_names="reference,auto",
+        console=Console(file=text, width=300),
+    )
+    shown = {line.split()[1].rstrip(",") for line in text.getvalue().splitlines() if line.endswith(" float32")}
+    assert shown == set(shapes.split(","))
+
+
 def test_sizes_may_name_shapes() -> None:
     cases = bench._cases("matmul", "256x256x256,1024x1024x1024", torch.device("cpu"), torch.float32)
     assert [each.shape for each in cases] == ["256x256x256", "1024x1024x1024"]
     forms = bench._cases("elementwise", "64x1000", torch.device("cpu"), torch.float32)
     assert {each.shape for each in forms if each.op == "gelu"} == {"64x1000", "64x1000, tanh"}
-    with pytest.raises(ConfigError, match="'256x256x256,3x3x3', but there are small, target and, one or more of: 256x"):
-        bench._cases("matmul", "256x256x256,3x3x3", torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match="'256x256x256,3x3', but matmul takes small, target, or shapes MxNxK or BxMx"):
+        bench._cases("matmul", "256x256x256,3x3", torch.device("cpu"), torch.float32)
 
 
 def test_times_are_taken_in_turn_and_what_fails_later_keeps_its_reason() -> None:

@@ -225,7 +225,7 @@ def storage(
 @bench_app.command(epilog="Example: torchstorm bench mlstm --device cpu --json -")
 def mlstm(
     sizes: Annotated[
-        str, typer.Option(help="small, target (shapes with reference times; need a GPU) or all; or shapes.")
+        str, typer.Option(help="small, target (shapes with reference times; need a GPU) or all; or BxHxS d_qk/d_v.")
     ] = "small",
     device: BenchDevice = None,
     dtype: BenchDtype = None,
@@ -258,7 +258,7 @@ def _add(op: Op) -> None:
     def command(
         sizes: Annotated[
             str,
-            typer.Option(help="small; target: shapes with reference times, which need a GPU; or some of their shapes."),
+            typer.Option(help="small; target: shapes with reference times, which need a GPU; or any shapes."),
         ] = "small",
         device: BenchDevice = None,
         dtype: BenchDtype = None,
@@ -283,7 +283,8 @@ def _add(op: Op) -> None:
             ):
                 raise typer.Exit(1)
 
-    help_text = f"Compare all variants of {op.title}, each checked. Exit code 1 if a check of ours fails."
+    shapes = " or ".join(op.takes)
+    help_text = f"Compare all variants of {op.title}, each checked, at {shapes}. Exit code 1 if a check of ours fails."
     epilog = f"Example: torchstorm bench {op.name} --variant reference,auto"
     bench_app.command(op.name, help=help_text, epilog=epilog)(command)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchstorm import kernels
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, compiled
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Sizes, compiled
 from torchstorm.kernels.batch_norm.function import VARIANTS as _BATCH_NORM
 from torchstorm.kernels.dropout.function import VARIANTS as _DROPOUT
 from torchstorm.kernels.dropout.philox import keep, scale_of
@@ -100,10 +100,16 @@ OPERATIONS: dict[str, _Operation] = {
 }  # fmt: skip
 
 
-def elementwise_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """All operations at the shapes "small", or "target": 512 MiB in rows of 1k to 64k elements, and images."""
-    target = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS)
-    rows, images = (_SMALL, _SMALL_IMAGES) if sizes == "small" else (target, _IMAGES)
+def elementwise_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """All operations at the shapes "small", or "target": 512 MiB in rows of 1k to 64k elements, and images; or one."""
+    rows: tuple[tuple[int, ...], ...]
+    images: tuple[tuple[int, ...], ...]
+    if isinstance(sizes, tuple):
+        rows = images = (sizes,)
+    elif sizes == "small":
+        rows, images = _SMALL, _SMALL_IMAGES
+    else:
+        rows, images = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS), _IMAGES
     return tuple(
         _case(name, shape, device, dtype)
         for name in OPERATIONS

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way, compiled
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Sizes, Way, compiled
 from torchstorm.kernels import linear, linear_cross_entropy
 from torchstorm.kernels.linear import LADDER as LINEAR
 from torchstorm.kernels.linear.function import Activation
@@ -37,8 +37,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def linear_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """M x K x N with bias and activation, with z saved. "small" runs on any device in seconds."""
+def linear_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """M x K x N with bias and activation, with z saved; one shape has gelu. "small" runs on any device in seconds."""
+    if isinstance(sizes, tuple):
+        M, K, N = sizes
+        return (_linear_case(M, K, N, "gelu", device, dtype),)
     return tuple(_linear_case(*shape, device, dtype) for shape in _LINEAR_SHAPES[sizes])
 
 
@@ -73,8 +76,12 @@ def _linear_case(M: int, K: int, N: int, activation: Activation, device: torch.d
     )
 
 
-def linear_cross_entropy_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """Tokens x K x V, the mean over all tokens or all but every eighth. "small" runs on any device in seconds."""
+def linear_cross_entropy_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """Tokens x K x V, the mean over all tokens or all but every eighth; of one shape over all. "small" runs on any
+    device in seconds."""
+    if isinstance(sizes, tuple):
+        N, K, V = sizes
+        return (_loss_case((N, K, V, 0), device, dtype),)
     return tuple(_loss_case(shape, device, dtype) for shape in _LOSS_SHAPES[sizes])
 
 

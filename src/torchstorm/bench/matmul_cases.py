@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Sizes
 from torchstorm.kernels.matmul import MATMUL, matmul
 from torchstorm.kernels.variants import available
 
@@ -29,8 +29,11 @@ _SLOW = ("naive", "tiled")  # left out above this number of operations, since th
 _SLOW_FLOPS = 2.0 * 4096**3
 
 
-def matmul_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """The shapes "small", which take seconds on any device, or "target" for the device."""
+def matmul_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """The shapes "small", which take seconds on any device, or "target" for the device; or one, with or without B."""
+    if isinstance(sizes, tuple):
+        M, N, K = sizes[-3:]
+        return (matmul_case(sizes[0] if len(sizes) > 3 else 1, M, N, K, device, dtype),)
     known = {"small": _SMALL, "target": _TARGET_CPU if device.type == "cpu" else _TARGET}
     return tuple(matmul_case(*shape, device, dtype) for shape in known[sizes])
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchstorm.bench.cases import pick
 from torchstorm.errors import ConfigError
 
 Inputs = dict[str, Tensor]
@@ -120,10 +120,10 @@ _BEST_KNOWN_MS = {
 
 
 def mlstm_cases(sizes: str, device: torch.device) -> tuple[MLSTMCase, ...]:
-    """The shapes "small", "target" or "all", or comma-separated names of shapes ("2x4x1000 64/64").
+    """The shapes "small", "target" or "all", or any with commas between, as in "2x4x1000 64/64".
 
     Raises:
-        ConfigError: a name is unknown, or the shapes need a GPU.
+        ConfigError: one is no shape, or the shapes need a GPU.
     """
     if device.type == "cpu":
         if sizes in ("target", "all"):
@@ -131,5 +131,16 @@ def mlstm_cases(sizes: str, device: torch.device) -> tuple[MLSTMCase, ...]:
         sets: dict[str, tuple[MLSTMCase, ...]] = {"small": _SMALL_CPU}
     else:
         sets = {"small": _SMALL_GPU, "target": _TARGET, "all": _SMALL_GPU + _TARGET}
-    known = sets | {case.shape: (case,) for cases in sets.values() for case in cases}
-    return tuple(itertools.chain(*(known[name] for name in pick(sizes, tuple(known), option="--sizes"))))
+    names = tuple(dict.fromkeys(name.strip() for name in sizes.split(",")))
+    return tuple(itertools.chain(*(sets[name] if name in sets else (_parsed(name, sizes),) for name in names)))
+
+
+def _parsed(text: str, sizes: str) -> MLSTMCase:
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+) (\d+)/(\d+)", text, re.ASCII)
+    numbers = tuple(map(int, found.groups())) if found is not None else (0,)
+    if not all(numbers):
+        raise ConfigError(
+            f"--sizes {sizes!r}, but it takes small, target, all, or shapes BxHxS d_qk/d_v; not {text!r}."
+        )
+    batch, heads, seq, d_qk, d_v = numbers
+    return MLSTMCase(batch=batch, heads=heads, seq=seq, d_qk=d_qk, d_v=d_v)

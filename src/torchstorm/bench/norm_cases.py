@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Way, compiled
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Sizes, Way, compiled
 from torchstorm.kernels import layer_norm, log_softmax, rms_norm, softmax
 from torchstorm.kernels.norms.function import NORMS
 from torchstorm.kernels.norms.reference import layer_norm_reference, rms_norm_reference
@@ -43,11 +43,13 @@ _REFERENCES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def norm_cases(sizes: str, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
-    """All operations at the shapes "small", or "target" for a GPU: 512 MiB in rows of 1k to 64k elements."""
-    shapes = _SHAPES_SMALL
+def norm_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
+    """All operations at the shapes "small", or "target" for a GPU: 512 MiB in rows of 1k to 64k elements; or at one."""
+    shapes: tuple[tuple[int, ...], ...] = _SHAPES_SMALL
     if sizes == "target":
         shapes = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _TARGET_COLUMNS)
+    elif isinstance(sizes, tuple):
+        shapes = (sizes,)
     return tuple(
         _case(op, M, N, device, dtype)
         for op in _OURS

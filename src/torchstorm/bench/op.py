@@ -7,7 +7,7 @@ taken in turn until they have left the cache. The first row of the definition in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,7 @@ from torchstorm.bench.bars import Panel, draw_bars
 from torchstorm.bench.cases import bench_device, bench_dtype, dtype_name, pick
 from torchstorm.bench.ceilings import Ceilings
 from torchstorm.bench.measure import clean
-from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Way
+from torchstorm.bench.op_cases import Inputs, OpCase, Outputs, Pass, Sizes, Way
 from torchstorm.bench.op_rows import HEADER, OpRow, format_row
 from torchstorm.bench.ops import OPS
 from torchstorm.bench.record import Record
@@ -54,8 +54,8 @@ def bench_op(
     Args:
         op: a key of `OPS`.
         device: "cpu", "cuda" or "cuda:N"; None for CUDA where there is one.
-        sizes: "small", or "target" for the shapes with times to beat, on a GPU; or some of them, as in
-            "8192x8192x8192,4096x1024".
+        sizes: "small", or "target" for the shapes with times to beat, on a GPU; or any shapes, as in
+            "8192x8192x8192,500x300x200".
         dtype: "float32", "float16" or "bfloat16"; None for bfloat16 on a GPU and float32 on a CPU.
         variant_names: some of the ways, with commas between; None for all.
         json_path: where the rows go, after each shape; rows of the same machine that it has already stay.
@@ -103,16 +103,32 @@ def _cases(op: str, sizes: str, device: torch.device, dtype: torch.dtype) -> tup
     if sizes == "target" and device.type not in OPS[op].targets:
         raise ConfigError(f"--sizes target has shapes for a GPU, but --device is {device}: --sizes small.")
     module, _, function = OPS[op].cases.partition(":")
-    cases: dict[str, tuple[OpCase, ...]] = {
-        each: getattr(import_module(module), function)(each, device, dtype) for each in ("small", "target")
-    }
+    made: Callable[[Sizes, torch.device, torch.dtype], tuple[OpCase, ...]] = getattr(import_module(module), function)
+    cases = {"small": made("small", device, dtype), "target": made("target", device, dtype)}
     if sizes in cases:
         return cases[sizes]
-    named = {_sizes_of(case): case for each in cases.values() for case in each}
-    wanted = sizes.split(",")
-    if not named.keys() >= set(wanted):
-        raise ConfigError(f"--sizes {sizes!r}, but there are small, target and, one or more of: {', '.join(named)}.")
-    return tuple(case for each in cases.values() for case in each if _sizes_of(case) in wanted)
+    found: dict[str, tuple[OpCase, ...]] = {}
+    for text in sizes.split(","):
+        shape = _parsed(op, text.strip(), sizes)
+        name = "x".join(map(str, shape))
+        known = tuple(case for each in cases.values() for case in each if _sizes_of(case) == name)
+        found[name] = known or made(shape, device, dtype)
+    return tuple(case for each in found.values() for case in each)
+
+
+def _parsed(op: str, text: str, sizes: str) -> tuple[int, ...]:
+    """A shape of an operation.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    parts, takes = text.split("x"), OPS[op].takes
+    is_shape = all(part.isascii() and part.isdigit() and int(part) for part in parts)
+    if not is_shape or len(parts) not in {len(names.split("x")) for names in takes}:
+        raise ConfigError(
+            f"--sizes {sizes!r}, but {op} takes small, target, or shapes {' or '.join(takes)}; not {text!r}."
+        )
+    return tuple(map(int, parts))
 
 
 def _sizes_of(case: OpCase) -> str:

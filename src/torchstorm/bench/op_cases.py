@@ -12,6 +12,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+Sizes = Literal["small", "target"] | tuple[int, ...]
+"""Shapes that take seconds on any device, those with times to beat, or one shape of anybody's choice."""
+
 Inputs = Mapping[str, Tensor]
 Outputs = dict[str, Tensor]
 Way = Callable[[Inputs], Outputs]
