@@ -50,7 +50,9 @@ def test_it_ends_as_any_other(code: str, returncode: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_reaches_it_and_a_time_limit_ends_it(signum: signal.Signals) -> None:
-    waits = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
+    # Where the tests run in the background of a shell, SIGINT is ignored, and processes begin so.
+    listens = "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    waits = [sys.executable, "-c", f"{listens}; print('ready', flush=True); time.sleep(60)"]
     with forked.Popen(waits, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"ready\n"
