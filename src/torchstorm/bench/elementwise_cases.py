@@ -102,14 +102,9 @@ OPERATIONS: dict[str, _Operation] = {
 
 def elementwise_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[OpCase, ...]:
     """All operations at the shapes "small", or "target": 512 MiB in rows of 1k to 64k elements, and images; or one."""
-    rows: tuple[tuple[int, ...], ...]
-    images: tuple[tuple[int, ...], ...]
-    if isinstance(sizes, tuple):
-        rows = images = (sizes,)
-    elif sizes == "small":
-        rows, images = _SMALL, _SMALL_IMAGES
-    else:
-        rows, images = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS), _IMAGES
+    target = tuple((_TARGET_BYTES // dtype.itemsize // N, N) for N in _COLUMNS)
+    known = {"small": (_SMALL, _SMALL_IMAGES), "target": (target, _IMAGES)}
+    rows, images = ((sizes,), (sizes,)) if isinstance(sizes, tuple) else known[sizes]
     return tuple(
         _case(name, shape, device, dtype)
         for name in OPERATIONS
