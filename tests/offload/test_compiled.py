@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -553,6 +554,22 @@ def test_attention_counts_two_products_and_half_of_them_where_it_is_causal(causa
     pairs = tokens * tokens // (2 if causal else 1)
     assert max(found.values()) == (0, 2 * 2 * batch * heads * pairs * width)
     assert sum(attention > 0 for _, attention in found.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "as_many"),
+    [(197, 197, 64, (256, 256, 128)), (128, 256, 128, (128, 256, 128)), (1, 300, 256, (128, 384, 256))],
+)
+def test_attention_takes_as_long_as_products_of_whole_tiles(
+    queries: int, keys: int, width: int, as_many: tuple[int, int, int]
+) -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 3, n, width, device="cuda", dtype=torch.float16) for n in (queries, keys))
+        graph = make_fx(lambda q, k: attention(q, k, k, 0.0, False)[0])(q, k)
+        product = make_fx(torch.mm)(torch.empty(4, 5), torch.empty(5, 6))
+    assert max(map(graphs.flops_as_products, graph.graph.nodes)) == 2 * 2 * 2 * 3 * math.prod(as_many)
+    assert sum(map(graphs.flops_as_products, product.graph.nodes)) == 2 * 4 * 5 * 6
 
 
 def test_attention_that_pytorch_does_not_count_is_counted_by_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

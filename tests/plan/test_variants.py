@@ -264,6 +264,29 @@ def test_blocks_that_were_timed_take_in_another_variant_what_that_differs_by() -
     assert found.compute_s == pytest.approx(trace_of(before).compute_s + more_s)
 
 
+def test_a_variant_that_was_not_timed_takes_what_lies_between_those_that_were() -> None:
+    before, after = [CHEAP, CHEAP], [LEAN, INPUTS]
+    tables = [
+        replace(one, variants={**table(number).variants, **{name: one.variants[name] for name in (CHEAP, LEAST)}})
+        for number, one in enumerate(map(timed_table, range(2)))
+    ]  # what is computed again takes 1.2 times as long as at the speed of the forward
+    found = mixed_trace(trace_of(before), tables, names(before), names(after), memory_bytes_per_s=1e12)
+    more_s = (FLOPS[LEAN] + FLOPS[INPUTS]) / RATE * 1.2
+    assert found.compute_s == pytest.approx(trace_of(before).compute_s + more_s)
+
+
+def test_a_variant_beyond_those_that_were_timed_is_reckoned_from_the_nearest() -> None:
+    before, after = [CHEAP, CHEAP], [LEAST, SAVE]
+    tables = [
+        replace(one, variants={**table(number).variants, **{name: one.variants[name] for name in (CHEAP, LEAN)}})
+        for number, one in enumerate(map(timed_table, range(2)))
+    ]
+    found = mixed_trace(trace_of(before), tables, names(before), names(after), memory_bytes_per_s=1e12)
+    alone = FORWARD_S / 2 / 1000  # seconds a floating-point operation of a block by itself
+    more_s = FLOPS[LEAN] / RATE * 1.2 + (FLOPS[LEAST] - FLOPS[LEAN]) * alone - (FLOPS[CHEAP] - FLOPS[SAVE]) * alone
+    assert found.compute_s == pytest.approx(trace_of(before).compute_s + more_s)
+
+
 def test_a_variant_that_was_not_timed_computes_again_at_the_speed_that_its_block_has_by_itself() -> None:
     before, after = [CHEAP, CHEAP], [LEAN, CHEAP]
     tables = [

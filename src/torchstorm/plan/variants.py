@@ -39,7 +39,7 @@ class Variant:
         name: one of `VARIANTS`.
         sizes: bytes of every saved storage of at least 1 KiB.
         small_bytes: total bytes of smaller ones.
-        backward_flops: floating-point operations of the matrix products and attention that are recomputed in backward.
+        backward_flops: those of matrix products that take about as long as what is recomputed in backward.
         backward_bytes: bytes that recomputed operations write in backward.
         peak_bytes: peak memory of backward, saved tensors included.
         forward_s: seconds that the forward takes a GPU by itself; 0.0 where that was not timed.
@@ -86,7 +86,7 @@ class BlockTable:
     Attributes:
         name: qualified name, as in the trace.
         variants: variants by name, without those that save no less than the previous one.
-        forward_flops: floating-point operations of its matrix products, convolutions and attention.
+        forward_flops: the same of its forward.
         kind: an equal value for blocks with equal structure, which take equally long.
     """
 
@@ -229,10 +229,9 @@ def choose_variants(
         else:
             step //= 2
     feasible = score(best)[0] == 0
-    chosen = best if feasible else (num,) * num_cuts
     does_not_fit, measured_ms = planned({table.name: table.nearest(measured[table.name]).name for table in tables})
     return Choice(
-        variants=names(chosen),
+        variants=names(best if feasible else (num,) * num_cuts),
         step_ms=score(best)[1] if feasible else None,
         measured_ms=None if does_not_fit else measured_ms,
         num_tried=len(scores),
@@ -349,11 +348,9 @@ def mixed_trace(
     """Rewrites a trace for other variants.
 
     Storages that a block does not save in its new variant get 0 bytes. Additional storages are packed and unpacked with
-    the block's others. Recomputation adds time: what the two variants were timed to differ in, or at the speed of the
-    block's forward.
+    the block's others. Recomputation adds time: as timed, or at the speed of the block's forward (`_backward_s`).
     """
-    moments = list(trace.moments)
-    storages = list(trace.storages)
+    moments, storages = list(trace.moments), list(trace.storages)
     inserted: list[tuple[int, Moment]] = []  # (old moment to insert before, moment)
     added: list[tuple[int, int, int, SavedStorage]] = []  # (pack, unpack) in `inserted`, old moment of freeing
     for table in tables:
@@ -382,17 +379,11 @@ def mixed_trace(
                 places.append(len(inserted))
                 inserted.append((at, moment))
             block = storages[own[-1]].block
-            fields = {"made": 0, "owned": 0, "needed": 0, "freed": 0}
-            storage = SavedStorage(nbytes=nbytes, parcel=-1, block=block, **fields)
+            storage = SavedStorage(nbytes=nbytes, parcel=-1, block=block, made=0, owned=0, needed=0, freed=0)
             added.append((places[0], places[1], unpacked + 1, storage))
-        if old.backward_s and new.backward_s:
-            extra = new.backward_s - old.backward_s
-        else:
-            seconds = old.forward_s or sum(moments[at].compute_s for at in span.forward())
-            rate = table.forward_flops / seconds if seconds > 0 else 0.0
-            extra = (new.backward_bytes - old.backward_bytes) / memory_bytes_per_s
-            if rate:
-                extra += (new.backward_flops - old.backward_flops) / rate
+        seconds = old.forward_s or sum(moments[at].compute_s for at in span.forward())
+        backward_s = _backward_s(table, seconds / max(1, table.forward_flops), 1 / memory_bytes_per_s)
+        extra = backward_s[new.name] - backward_s[old.name]
         working = (new.peak_bytes - new.saved_bytes) - (old.peak_bytes - old.saved_bytes)
         moments[unpacked] = replace(
             moments[unpacked],
@@ -400,6 +391,20 @@ def mixed_trace(
             other_bytes=max(0, moments[unpacked].other_bytes + working) if trace.device == "cuda" else 0,
         )
     return _with_inserted(trace, moments, storages, inserted, added)
+
+
+def _backward_s(table: BlockTable, s_per_flop: float, s_per_byte: float) -> dict[str, float]:
+    """Seconds of backward by variant: as timed, or on the line between the two timed ones that compute again next less
+    and next more. What is not between two is reckoned from the nearest; where none was timed, without what all share.
+    """
+    again = {v.name: v.backward_flops * s_per_flop + v.backward_bytes * s_per_byte for v in table.variants.values()}
+    found = {v.name: v.backward_s for v in table.variants.values() if v.backward_s}
+    timed = sorted((again[name], seconds) for name, seconds in found.items()) or [(0.0, 0.0)]
+    for name in again.keys() - found.keys():
+        at = bisect_right(timed, (again[name], inf))
+        (less, less_s), (more, more_s) = timed[max(0, at - 1)], timed[min(at, len(timed) - 1)]
+        found[name] = less_s + (again[name] - less) * ((more_s - less_s) / (more - less) if more > less else 1.0)
+    return found
 
 
 def _with_inserted(
@@ -434,8 +439,7 @@ def _with_inserted(
     parcel_bytes: list[int] = []
     for number, storage in enumerate(moved):
         is_new = number >= len(storages)
-        stays = storage.nbytes < _SMALL_BYTES if is_new else storage.parcel < 0
-        if stays:
+        if storage.nbytes < _SMALL_BYTES if is_new else storage.parcel < 0:  # it stays
             continue
         key = -1 - number if is_new else storage.parcel
         if key not in numbers:

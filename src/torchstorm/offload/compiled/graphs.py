@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
+
+_TILE = 128  # what fused attention computes at least, whatever is asked of it
 
 
 def value_of(node: fx.Node) -> Any:
@@ -47,6 +50,21 @@ def matmul_flops(node: fx.Node) -> int:
 def attention_flops(node: fx.Node) -> int:
     """Floating-point operations of attention, half of all pairs where it is causal; 0 for everything else."""
     return _flops(node) // (2 if _argument(node, "is_causal") else 1) if _is_attention(node) else 0
+
+
+def flops_as_products(node: fx.Node) -> int:
+    """Floating-point operations of matrix products that take a GPU roughly as long as a node takes it: its own of a
+    product or convolution; of attention those of whole tiles of 128 queries and 128 keys, in heads of at least 128.
+    0 for everything else."""
+    query, key = (_argument(node, name) for name in ("query", "key"))
+    shapes = [tuple(_shape(value_of(one))) for one in (query, key) if isinstance(one, fx.Node)]
+    if not _is_attention(node) or [len(shape) for shape in shapes] != [4, 4]:
+        return matmul_flops(node) + attention_flops(node)
+    (rows, width), columns = shapes[0][2:], shapes[1][2]
+    ratio = Fraction(max(width, _TILE), width) if width else Fraction(1)
+    for size in (rows, columns):
+        ratio *= Fraction(-(-size // _TILE) * _TILE, size) if size else 1
+    return round(attention_flops(node) * ratio)
 
 
 def _flops(node: fx.Node) -> int:

@@ -36,7 +36,7 @@ class GraphCosts:
 
     Attributes:
         variants: by name, "save" first; a variant that equals the one before is left out.
-        forward_flops: of its matrix products, convolutions and attention.
+        forward_flops: of its matrix products, convolutions and attention, as `Variant.backward_flops` counts them.
         failed: variants that PyTorch could not partition, with the reason.
     """
 
@@ -96,7 +96,7 @@ def graph_costs(joint: fx.GraphModule, inputs: Any, **options: Any) -> GraphCost
         if not found or variant.saved_bytes < min(other.saved_bytes for other in found.values()):
             found[name] = variant
     nodes = [node for node in joint.graph.nodes if graphs.is_forward(node)]
-    flops = sum(graphs.matmul_flops(node) + graphs.attention_flops(node) for node in nodes)
+    flops = sum(graphs.flops_as_products(node) for node in nodes)
     return GraphCosts(found, flops, failed)
 
 
@@ -176,7 +176,7 @@ def _costs(name: str, forward: fx.GraphModule, backward: fx.GraphModule, num_out
         name=name,
         sizes=tuple(size for size in roots.values() if size >= _SMALL_BYTES),
         small_bytes=sum(size for size in roots.values() if size < _SMALL_BYTES),
-        backward_flops=sum(graphs.matmul_flops(node) + graphs.attention_flops(node) for node in again),
+        backward_flops=sum(graphs.flops_as_products(node) for node in again),
         backward_bytes=sum(graphs.nbytes_of(node) for node in again if _has_memory(node)),
         peak_bytes=peak,
     )
