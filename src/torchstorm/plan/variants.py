@@ -39,7 +39,7 @@ class Variant:
         name: one of `VARIANTS`.
         sizes: bytes of every saved storage of at least 1 KiB.
         small_bytes: total bytes of smaller ones.
-        backward_flops: those of matrix products that take about as long as what is recomputed in backward.
+        backward_flops: floating-point operations of matrix products that take as long as what backward recomputes.
         backward_bytes: bytes that recomputed operations write in backward.
         peak_bytes: peak memory of backward, saved tensors included.
         forward_s: seconds that the forward takes a GPU by itself; 0.0 where that was not timed.
@@ -86,7 +86,7 @@ class BlockTable:
     Attributes:
         name: qualified name, as in the trace.
         variants: variants by name, without those that save no less than the previous one.
-        forward_flops: the same of its forward.
+        forward_flops: of its forward, counted as `Variant.backward_flops`.
         kind: an equal value for blocks with equal structure, which take equally long.
     """
 

@@ -56,15 +56,13 @@ def flops_as_products(node: fx.Node) -> int:
     """Floating-point operations of matrix products that take a GPU roughly as long as a node takes it: its own of a
     product or convolution; of attention those of whole tiles of 128 queries and 128 keys, in heads of at least 128.
     0 for everything else."""
-    query, key = (_argument(node, name) for name in ("query", "key"))
-    shapes = [tuple(_shape(value_of(one))) for one in (query, key) if isinstance(one, fx.Node)]
-    if not _is_attention(node) or [len(shape) for shape in shapes] != [4, 4]:
-        return matmul_flops(node) + attention_flops(node)
-    (rows, width), columns = shapes[0][2:], shapes[1][2]
-    ratio = Fraction(max(width, _TILE), width) if width else Fraction(1)
-    for size in (rows, columns):
-        ratio *= Fraction(-(-size // _TILE) * _TILE, size) if size else 1
-    return round(attention_flops(node) * ratio)
+    flops = attention_flops(node)
+    given = [_argument(node, name) for name in ("query", "key", "value")] if flops else []
+    shapes = [_shape(value_of(one)) for one in given if isinstance(one, fx.Node)]
+    if [len(shape) for shape in shapes] != [4, 4, 4]:
+        return matmul_flops(node) + flops
+    tiled = [(*shape[:2], -(-shape[2] // _TILE) * _TILE, max(shape[3], _TILE)) for shape in shapes]
+    return round(Fraction(flops * _grouped_attention_flops(*tiled), _grouped_attention_flops(*shapes)))
 
 
 def _flops(node: fx.Node) -> int:
