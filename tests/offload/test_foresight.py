@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import transformers
 from torch import nn
 
 from offload import families
-from offload.rehearsed import Rehearsal
+from offload.rehearsed import Rehearsal, _Fast
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import foresight
 from torchstorm.offload.replan.planned import Planned
@@ -100,6 +101,38 @@ def _bytes(trace: Trace) -> tuple[object, ...]:
         trace.values,
         [(one.name, one.inputs, one.outputs, one.number) for one in trace.ops],
     )
+
+
+@pytest.mark.no_cover
+def test_better_plans_keep_free_what_may_be_missing_from_a_forecast_until_such_a_step_has_shown_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a step that was never seen, a forecast knows nothing of what an allocator rounds up."""
+    gpu, rounded_bytes, peak_bytes = Rehearsal(monkeypatch, link_bytes_per_s=1e12), 2**12, _Fast.peak_bytes
+    with gpu.meter, gpu.session(model := llama(), 2**30) as session:
+        planner = session._shared.planner
+
+        def kept_free(planned: Planned) -> int:
+            assert planned.plan is not None
+            planner._search_beside(asked := Mock(), planned, planned.plan, planned.trace, limit_s=1.0)
+            (problem,) = asked.ask.call_args.args
+            return int(problem.spare.vram)
+
+        for _ in range(4):
+            gradients(model, LONGER, session)
+        seen = session._shared.plans.in_force
+        assert seen is not None
+        unseen = planner.plan(seen.trace, base_bytes=seen.base_bytes, num_measured=1)
+        assert kept_free(unseen) == planner.unseen_bytes > rounded_bytes
+        unseen.took_bytes(unseen.forecast.vram_bytes - 1, is_exact=False)  # a shorter one shows nothing of it
+        assert kept_free(unseen) == planner.unseen_bytes
+
+        monkeypatch.setattr(_Fast, "peak_bytes", lambda self: peak_bytes(self) + rounded_bytes)
+        gradients(model, LONGER, session)
+        last = session._shared.measured.last
+        assert last is not None
+        assert session._shared.plans.in_force is seen
+        assert kept_free(seen) == last.vram_bytes - seen.forecast.vram_bytes > 0
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["RAM and disk", "RAM alone"])

@@ -70,6 +70,8 @@ class Planned:
         is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
+        margin_bytes: kept free beside the slack, by this plan and by better ones for such steps. As long as no step of
+            just their sizes has followed one, that is what may be missing from its forecast; then what was.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
             no plan while that is searched for, and where none fits.
         num_marked: steps that marked their waits, since it is in use.
@@ -99,6 +101,7 @@ class Planned:
     is_quick: bool = False
     is_unrecorded: bool = False
     stands_for_smaller: bool = False
+    margin_bytes: int = 0
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
     num_marked: int = 0
     num_smaller: int = 0
@@ -111,6 +114,11 @@ class Planned:
     def is_to_tell(self) -> bool:
         """Whether a much smaller step is to be traced, since a single size tells nothing of others."""
         return any(at <= self.num_untold < at + _NUM_TRIES for at in _UNTOLD)
+
+    def took_bytes(self, vram_bytes: int, *, is_exact: bool) -> None:
+        """A step has followed it whose peak was this; `is_exact`: it was of just the sizes that the plan is for."""
+        missed_bytes = max(0, vram_bytes - self.forecast.vram_bytes)
+        self.margin_bytes = missed_bytes if is_exact else max(self.margin_bytes, missed_bytes)
 
     def told(self) -> None:
         """Such a step is traced."""

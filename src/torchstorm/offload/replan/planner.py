@@ -49,22 +49,25 @@ class Planner(Problems):
         self.lessons: list[str] = []
         self._chosen: tuple[Planned, Blocks, Choice] | None = None
 
-    def plan(self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None) -> Planned:
-        """Makes a plan that keeps the slack free, and `unseen_bytes` where none was followed so far, if any does so.
+    def plan(
+        self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None, margin_bytes: int = 0
+    ) -> Planned:
+        """Makes a plan that keeps the slack free, and a margin if any does: `unseen_bytes` where none was followed yet.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
-            earlier: the plan that such steps followed, which may have taught something of their memory.
+            earlier, margin_bytes: the plan that such steps followed, and what it kept free beside the slack.
 
         Raises:
             BudgetError: as `solve` does.
         """
-        found, unseen_bytes = None, self.unseen_bytes if num_measured == 1 else 0
-        for free_bytes in sorted({self.slack_bytes + unseen_bytes, self.slack_bytes} - {0}, reverse=True):
+        margin_bytes = self.unseen_bytes if num_measured == 1 else margin_bytes
+        for free_bytes in sorted({self.slack_bytes + margin_bytes, self.slack_bytes} - {0}, reverse=True):
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
                 found = self.plan_within(free_bytes, trace, base_bytes, num_measured)
+                found.margin_bytes = free_bytes - self.slack_bytes
                 break
-        if found is None:
+        else:
             found = self.plan_within(0, trace, base_bytes, num_measured)
         if earlier is not None:
             found.is_over, found.is_least = earlier.is_over, earlier.is_least
@@ -111,10 +114,8 @@ class Planner(Problems):
     def search_after_choice(self, planned: Planned, blocks: Blocks | None) -> None:
         """Compiled blocks stay as they are, so what was put off is searched for; or other variants, of these blocks."""
         if self._beside is not None and planned.plan is not None:
-            forecast = planned.forecast
-            self._search_beside(
-                self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_QUICK_S, blocks=blocks
-            )
+            known = planned, planned.plan, planned.trace, planned.forecast
+            self._search_beside(self._beside, *known, limit_s=_QUICK_S, blocks=blocks)
 
     @property
     def has_chosen(self) -> bool:
@@ -140,7 +141,9 @@ class Planner(Problems):
     ) -> None:
         """A plan goes on for a step of other times, and a better one is searched for. Its forecast is what it takes by
         those times, or what was measured."""
-        problem = self._problem(self.slack_bytes, trace, planned.base_bytes, time_limit_s=limit_s)
+        problem = self._problem(
+            self.slack_bytes + planned.margin_bytes, trace, planned.base_bytes, time_limit_s=limit_s
+        )
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s, blocks=blocks)
         plan = replace(plan, trace=problem.trace)
@@ -161,8 +164,8 @@ class Planner(Problems):
         planned.num_smaller += 1
         if planned.num_smaller >= _NUM_UNTIMED:
             planned.is_quick = False
-            forecast = planned.forecast
-            self._search_beside(self._beside, planned, planned.plan, planned.trace, forecast, limit_s=_FULL_S)
+            known = planned, planned.plan, planned.trace, planned.forecast
+            self._search_beside(self._beside, *known, limit_s=_FULL_S)
 
     def plan_smaller(self, larger: Planned, trace: Trace) -> Planned:
         """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
@@ -173,8 +176,9 @@ class Planner(Problems):
             trace: of such steps.
         """
         found = replace(larger, plan=None, trace=trace, smaller={}, untold={}, asked=None, replaced=None)
-        time_limit_s = _QUICK_S if self._beside is None else _FULL_S
-        problem = self._problem(self.slack_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
+        found.margin_bytes = self.unseen_bytes
+        free_bytes, time_limit_s = self.slack_bytes + self.unseen_bytes, _QUICK_S if self._beside is None else _FULL_S
+        problem = self._problem(free_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
         if self._beside is not None:
             found.asked = problem
             self._beside.ask(problem)
@@ -317,8 +321,8 @@ class Planner(Problems):
             self.lessons.append(said + "such steps are measured anew.")
             return None
         # What was not forecast, and not only what was over: the next plan may use room that this one left.
-        missed = max(self.slack_bytes + (vram_bytes - budget), vram_bytes - planned.forecast.vram_bytes)
-        slack = missed + _MARGIN_BYTES
+        missed = vram_bytes - planned.forecast.vram_bytes
+        slack = max(self.slack_bytes + (vram_bytes - budget), missed) + _MARGIN_BYTES
         try:
             anew = self.plan_within(slack, planned.trace, planned.base_bytes, planned.num_measured)
         except BudgetError:

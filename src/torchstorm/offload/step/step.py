@@ -263,6 +263,8 @@ class Step:
         self._span.end()
         if shared.compiled is not None:
             shared.compiled.step_ended()
+        if self._planned is not None and self._fast.counts_all and not left_plan and not isinstance(recorder, Recorder):
+            self._planned.took_bytes(self._fast.peak_bytes(), is_exact=self._is_exact)
         self._count(recorder, self._planned if recorder is None and not left_plan else None)
         return Ended(
             key=self._key,
