@@ -92,6 +92,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("no_cover")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a process of several, pytest-cov begins to measure twice, and what it saves is the second's. Where `no_cover`
+    stops that one, the first would go on, at the same cost."""
+    coverage = session.config.pluginmanager.getplugin("_cov")
+    if hasattr(session.config, "workerinput") and coverage is not None and coverage.cov_controller is not None:
+        coverage.cov_controller.pause()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,

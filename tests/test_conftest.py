@@ -1,4 +1,5 @@
-"""What `make test-gpu` stands on: a run in which something skips, or nothing runs, has failed."""
+"""What `make test-gpu` stands on: a run in which something skips, or nothing runs, has failed. And what `make coverage`
+leaves out is not slowed by it, in several processes either."""
 
 import json
 import re
@@ -21,6 +22,21 @@ NO_SKIPS = {
     "test_passes": "def test_passes():\n    pass\n",
     "test_fails": "import pytest\n\n@pytest.mark.xfail\ndef test_fails_as_expected():\n    assert False\n",
 }
+MEASURED = {
+    "test_measured": """
+import sys, pytest
+
+def test_is_measured():
+    assert sys.gettrace() is not None
+
+@pytest.mark.no_cover
+def test_is_not_measured():
+    assert sys.gettrace() is None
+
+def test_is_measured_after_it():
+    assert sys.gettrace() is not None
+""",
+}
 
 
 RUNS = {
@@ -28,6 +44,7 @@ RUNS = {
     "strict": (SKIPS | NO_SKIPS, ["--fail-on-skip"]),
     "strict without skips": (NO_SKIPS, ["--fail-on-skip"]),
     "strict without tests": (NO_SKIPS, ["--fail-on-skip", "-k", "nothing"]),
+    "measured in several processes": (MEASURED, ["--cov", "--cov-report=", "--numprocesses", "1"]),
 }
 # A process that has imported torch, and what the fixtures let it import, forks one for each run.
 FORKS = """
@@ -90,3 +107,11 @@ def test_a_run_of_no_tests_fails(runs: dict[str, tuple[int, str]]) -> None:
     code, said = runs["strict without tests"]
     assert code == 5
     assert "2 deselected" in said
+
+
+def test_coverage_in_several_processes_stops_where_a_test_says_so_and_goes_on_after_it(
+    runs: dict[str, tuple[int, str]],
+) -> None:
+    code, said = runs["measured in several processes"]
+    assert code == 0, said
+    assert "3 passed" in said
