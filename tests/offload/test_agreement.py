@@ -465,6 +465,7 @@ def test_a_call_of_another_shape_runs_in_the_reference_until_it_was_compared(
     assert session.report().num_steps == len(rows)
 
 
+@pytest.mark.no_cover
 def test_comparing_compiles_nothing_that_the_steps_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would compare another specialization than the one that trains."""
     choosing(monkeypatch, LEAN)
