@@ -104,6 +104,32 @@ def _bytes(trace: Trace) -> tuple[object, ...]:
 
 
 @pytest.mark.no_cover
+def test_on_a_gpu_two_sizes_that_are_nearly_the_same_tell_of_a_much_larger_one_only_that_it_does_not_fit(
+    foreseen: list[Planned | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, nearly = Rehearsal(monkeypatch, link_bytes_per_s=1e12), SHORT + 1
+    with gpu.meter, gpu.session(model := llama(), vram := 2**24) as session:
+        for length in (SHORT, SHORT, nearly, nearly, nearly + 2):
+            gradients(model, length, session)
+        told = foreseen[-1]
+        gradients(model, LONG, session)
+        untold = foreseen[-1]
+        highest = session.report().highest
+        gradients(model, 2 * LONG, session)  # of which such a step tells
+        told_by_more = foreseen[-1]
+        forwards: list[object] = []
+        begins = model.get_submodule("model.layers.0").register_forward_pre_hook(lambda *_: forwards.append(None))
+        with begins, pytest.raises(BudgetError):
+            gradients(model, 32 * LONG, session)
+    assert told is not None
+    assert untold is None
+    assert highest is not None
+    assert highest.vram_bytes <= vram
+    assert told_by_more is not None
+    assert not forwards
+
+
+@pytest.mark.no_cover
 def test_better_plans_keep_free_what_may_be_missing_from_a_forecast_until_such_a_step_has_shown_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

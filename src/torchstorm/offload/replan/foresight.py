@@ -16,7 +16,7 @@ from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.workload import sizes_of
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.packing import Buffers
-from torchstorm.plan.scaled import Known, Law, UnknownLawError, run_alike, scaled
+from torchstorm.plan.scaled import Known, Law, UnknownLawError, is_too_far, run_alike, scaled
 from torchstorm.plan.trace import Trace
 
 _MOST_TRACES = 4  # that a law is told from
@@ -63,11 +63,16 @@ def foresee(
     error: BudgetError | None = None
     is_sure = all(tells(each.planned) for each in seen)
     for group in _groups([each for each in seen if tells(each.planned)]):
-        trace = scaled(_known(group), sizes, buffers)
+        known = _known(group)
+        trace = scaled(known, sizes, buffers)
         if trace is None:
             is_sure = False
             continue
         try:
+            if is_too_far(known, trace):
+                planner.quick_plan(trace, base_bytes)  # where the least that it takes fits, the step itself will tell
+                is_sure = False
+                continue
             found = planner.plan(trace, base_bytes=base_bytes, num_measured=1)
         except BudgetError as too_little:
             error = error or too_little
