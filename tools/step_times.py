@@ -90,10 +90,11 @@ class Steps:
 
     def show(self, name: str, context: Context) -> float:
         """Prints the medians of the timed steps, per full batch; returns the highest peak in GiB."""
-        if self.case.has_random_sizes:
-            self.run_timed(context)
-        all_of = self.run_timed(context)
         shares = [self.case.share(_TIMED_SEED + number) for number in range(_NUM_TIMED)]
+        if self.case.has_random_sizes:
+            new = [one[0] / share for one, share in zip(self.run_timed(context), shares, strict=True)]
+            print(f"{name}: step {statistics.median(new):.1f} ms the first time, when lengths may be new", flush=True)
+        all_of = self.run_timed(context)
         step, forward, backward = (
             statistics.median(one[at] / share for one, share in zip(all_of, shares, strict=True)) for at in range(3)
         )
