@@ -24,8 +24,9 @@ from torchstorm.offload.compiled.stop_watch import StopWatch
 from torchstorm.offload.fast import Cpu
 from torchstorm.offload.session import Session
 from torchstorm.offload.step.shared import Shared
+from torchstorm.plan.choose import Blocks, Choice
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAN, SAVE, Blocks, Choice
+from torchstorm.plan.variants import CHEAP, LEAN, SAVE
 
 ROWS, WIDTH = 8, 64
 NUM_BLOCKS = 2  # each is compiled for itself, which is what takes the time

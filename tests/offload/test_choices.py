@@ -21,8 +21,9 @@ from torchstorm.offload.session import Session
 from torchstorm.offload.step.clock import Took
 from torchstorm.offload.step.shared import Shared
 from torchstorm.plan.beside import PLAN_NOW, Problem, _solved
+from torchstorm.plan.choose import Blocks, Choice, choose_variants
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, LEAST, SAVE, Blocks, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, LEAST, SAVE
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler", "told_once"),

@@ -34,8 +34,9 @@ from torchstorm.offload.compiled import kind as kind_module
 from torchstorm.offload.compiled.call import refuse_compiled_whole
 from torchstorm.offload.compiled.compile import CompiledBlocks
 from torchstorm.offload.session import Session
+from torchstorm.plan.choose import Blocks, Choice
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, Blocks, Choice
+from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS
 
 CONFIG = GPTConfig(vocab_size=32, max_seq_len=32, num_layers=4, num_heads=2, width=64, dropout=0.1)
 BATCH = 8

@@ -11,26 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchstorm.plan.choose import Blocks, choose_variants
 from torchstorm.plan.forecast import KEEP, Placement, fast_profile
 from torchstorm.plan.machine import Machine
+from torchstorm.plan.mixed import as_measured, mixed_trace, warm_trace
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import ENTER, PACK, UNPACK, Moment, Op, SavedStorage, Trace, make_parcels
-from torchstorm.plan.variants import (
-    CHEAP,
-    INPUTS,
-    LEAN,
-    LEAST,
-    SAVE,
-    VARIANTS,
-    Blocks,
-    BlockTable,
-    Variant,
-    as_measured,
-    choose_variants,
-    mixed_trace,
-    warm_trace,
-)
+from torchstorm.plan.variants import CHEAP, INPUTS, LEAN, LEAST, SAVE, VARIANTS, BlockTable, Variant
 
 MIB = 2**20
 SIZES = {SAVE: (6, 2, 8, 8), CHEAP: (6, 2, 8), LEAN: (6, 2), INPUTS: (2,), LEAST: (1,)}  # in half a MiB

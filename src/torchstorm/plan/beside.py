@@ -20,11 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from torchstorm.errors import BudgetError
+from torchstorm.plan.choose import Blocks, Choice, choose_variants
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
 from torchstorm.plan.solve import solve
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import Blocks, Choice, choose_variants
 
 PLAN_NOW = "TORCHSTORM_PLAN_NOW"
 """Set to 1, this environment variable has everything planned at once, while steps wait: plans are the same in every

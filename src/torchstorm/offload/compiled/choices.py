@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchstorm.offload.replan.planned import NOISE, Kind
-from torchstorm.plan.variants import Choice
+from torchstorm.plan.choose import Choice
 
 _MOST_CHOICES = 4
 # Of a step's time that other variants must promise. Where one is compiled first, that takes many seconds; else a step

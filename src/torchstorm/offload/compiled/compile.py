@@ -26,10 +26,11 @@ from torchstorm.offload.compiled.kind import WITHOUT_GRADIENTS, Kind
 from torchstorm.offload.compiled.loss import compiled_losses
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.replan.planned import Kind as StepKind
+from torchstorm.plan.choose import Blocks, Choice, choose_variants
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
 from torchstorm.plan.typical import without_compilation
-from torchstorm.plan.variants import CHEAP, VARIANTS, Blocks, BlockTable, Choice, choose_variants
+from torchstorm.plan.variants import CHEAP, VARIANTS, BlockTable
 from torchstorm.sizes import format_size
 
 # Bytes per second that element-wise kernels write, roughly: only a share of the small difference between variants

@@ -21,10 +21,10 @@ from torchstorm.offload.replan.proven import as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
 from torchstorm.plan.beside import Beside
+from torchstorm.plan.choose import Blocks, Choice
 from torchstorm.plan.forecast import Figures, forecast_s
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import Blocks, Choice
 from torchstorm.sizes import format_size
 
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever

@@ -28,11 +28,11 @@ from torchstorm.offload.step.inputs import ModelTensors
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.saving import buffers_of
+from torchstorm.plan.choose import Blocks, Choice
 from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.packing import Buffers
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import Trace
-from torchstorm.plan.variants import Blocks, Choice
 from torchstorm.sizes import format_size
 
 
