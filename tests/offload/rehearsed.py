@@ -90,7 +90,7 @@ class _Even:
         return self._now_s
 
 
-class _Fast:
+class Fast:
     """The CPU as a fast tier that is like a GPU: see `FastTier`."""
 
     name = "vram"
@@ -186,7 +186,7 @@ class Rehearsal:
         """
         for tensor in [*model.parameters(), *model.buffers()]:
             self.meter.hold(tensor)
-        fast = _Fast(self.meter, self._clock)
+        fast = Fast(self.meter, self._clock)
         tiers = _Tiers(
             fast=fast,
             budget=Budget(vram=vram, ram=_RAM_BYTES),

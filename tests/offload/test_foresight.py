@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from offload import families
-from offload.rehearsed import Rehearsal, _Fast
+from offload.rehearsed import Fast, Rehearsal
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import foresight
 from torchstorm.offload.replan.planned import Planned
@@ -134,7 +134,7 @@ def test_better_plans_keep_free_what_may_be_missing_from_a_forecast_until_such_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a step that was never seen, a forecast knows nothing of what an allocator rounds up."""
-    gpu, rounded_bytes, peak_bytes = Rehearsal(monkeypatch, link_bytes_per_s=1e12), 2**12, _Fast.peak_bytes
+    gpu, rounded_bytes, peak_bytes = Rehearsal(monkeypatch, link_bytes_per_s=1e12), 2**12, Fast.peak_bytes
     with gpu.meter, gpu.session(model := llama(), 2**30) as session:
         planner = session._shared.planner
 
@@ -153,7 +153,7 @@ def test_better_plans_keep_free_what_may_be_missing_from_a_forecast_until_such_a
         unseen.took_bytes(unseen.forecast.vram_bytes - 1, is_exact=False)  # a shorter one shows nothing of it
         assert kept_free(unseen) == planner.unseen_bytes
 
-        monkeypatch.setattr(_Fast, "peak_bytes", lambda self: peak_bytes(self) + rounded_bytes)
+        monkeypatch.setattr(Fast, "peak_bytes", lambda self: peak_bytes(self) + rounded_bytes)
         gradients(model, LONGER, session)
         last = session._shared.measured.last
         assert last is not None

@@ -151,16 +151,16 @@ def scaled(known: Sequence[Known], sizes: tuple[int, ...], buffers: Buffers) -> 
         values=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.values, values, strict=True)),
         storages=tuple(replace(one, nbytes=nbytes) for one, nbytes in zip(high.storages, storages, strict=True)),
     )
-    return _drawn_out(_with_parcels(trace, high, buffers), ordered, is_too_far=is_too_far(known, trace))
+    return _drawn_out(_with_parcels(trace, high, buffers), ordered)
 
 
-def is_too_far(known: Sequence[Known], trace: Trace) -> bool:
+def is_too_far(traces: Iterable[Trace], trace: Trace) -> bool:
     """Whether traced steps do not tell what the model itself takes on a GPU in one that was foreseen from them.
 
     It is much larger than they are, and they are so much alike that what an allocator rounds is as much as what rises
     from one to the other. All that is known then is that the larger step takes no less than they did.
     """
-    low, high = sorted(one.trace.saved_bytes for one in known)[-2:]
+    low, high = sorted(one.saved_bytes for one in traces)[-2:]
     return trace.device == "cuda" and trace.saved_bytes - high > _FARTHEST * (high - low)
 
 
@@ -196,21 +196,20 @@ def _with_parcels(trace: Trace, before: Trace, buffers: Buffers) -> Trace:
     return replace(trace, storages=tuple(storages), parcels=make_parcels(storages, packing.parcel_bytes))
 
 
-def _drawn_out(trace: Trace, traces: Sequence[Trace], *, is_too_far: bool) -> Trace:
+def _drawn_out(trace: Trace, traces: Sequence[Trace]) -> Trace:
     """With times, and bytes that the model itself takes on a GPU, as they rise with what is saved.
 
     Args:
         trace: of the step that is foreseen.
         traces: those seen, the largest last. Bytes are on the line through the two between which it lies, or the
-            largest two. What is smaller than all has those of the smallest.
-        is_too_far: whether it has those of the largest.
+            largest two. What is smaller than all has those of the smallest, and what `is_too_far` those of the largest.
     """
     top = traces[-1]
     above = next((at for at, one in enumerate(traces) if one.saved_bytes >= trace.saved_bytes), len(traces) - 1)
     low, high = traces[max(0, above - 1)], traces[above]
     rise = trace.saved_bytes / max(1, top.saved_bytes)
     between = high.saved_bytes - low.saved_bytes
-    beyond = (trace.saved_bytes - high.saved_bytes) / between if between and not is_too_far else 0.0
+    beyond = (trace.saved_bytes - high.saved_bytes) / between if between and not is_too_far(traces, trace) else 0.0
 
     shift_low, shift_high = top.base_bytes - low.base_bytes, top.base_bytes - high.base_bytes
 

@@ -69,7 +69,7 @@ def foresee(
             is_sure = False
             continue
         try:
-            if is_too_far(known, trace):
+            if is_too_far((one.trace for one in known), trace):
                 planner.quick_plan(trace, base_bytes)  # where the least that it takes fits, the step itself will tell
                 is_sure = False
                 continue

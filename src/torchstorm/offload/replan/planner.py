@@ -177,7 +177,7 @@ class Planner(Problems):
         """
         found = replace(larger, plan=None, trace=trace, smaller={}, untold={}, asked=None, replaced=None)
         found.margin_bytes = self.unseen_bytes
-        free_bytes, time_limit_s = self.slack_bytes + self.unseen_bytes, _QUICK_S if self._beside is None else _FULL_S
+        time_limit_s, free_bytes = _QUICK_S if self._beside is None else _FULL_S, self.slack_bytes + found.margin_bytes
         problem = self._problem(free_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
         if self._beside is not None:
             found.asked = problem

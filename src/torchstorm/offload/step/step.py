@@ -263,9 +263,7 @@ class Step:
         self._span.end()
         if shared.compiled is not None:
             shared.compiled.step_ended()
-        if self._planned is not None and self._fast.counts_all and not left_plan and not isinstance(recorder, Recorder):
-            self._planned.took_bytes(self._fast.peak_bytes(), is_exact=self._is_exact)
-        self._count(recorder, self._planned if recorder is None and not left_plan else None)
+        self._count(recorder, self._planned if not left_plan else None)
         return Ended(
             key=self._key,
             inputs=self._inputs,
@@ -282,13 +280,21 @@ class Step:
             is_recorded=self._tape is not None,
         )
 
-    def _count(self, recorder: Recorder | Pace | None, followed: Planned | None) -> None:
-        """Takes note of what the step took."""
+    def _count(self, recorder: Recorder | Pace | None, planned: Planned | None) -> None:
+        """Takes note of what the step took.
+
+        Args:
+            recorder: who has measured it.
+            planned: what it has followed to its end.
+        """
+        followed = planned if recorder is None else None
         shared, fast, vram = self._shared, self._fast, self._fast.peak_bytes()
         if isinstance(recorder, Recorder):
             vram = max(vram, recorder.peak_bytes)
             if fast.counts_all and vram > max(shared.tiers.fast_bytes, shared.measured.highest_vram_bytes):
                 self._note_over(vram)
+        elif planned is not None and fast.counts_all:
+            planned.took_bytes(vram, is_exact=self._is_exact)
         figures = Figures(
             step_ms=0.0 if fast.is_beside_host else self._span.took().step_s * 1e3,
             vram_bytes=vram,
