@@ -163,18 +163,6 @@ void settle_kept(const Way *way) {
     }
 }
 
-// settle_all(way): the same, by the way of the step that runs.
-PyObject *settle_all(PyObject *, PyObject *way) {
-    return guarded([&]() -> PyObject * {
-        if (Py_TYPE(way) != way_type) {
-            PyErr_SetString(PyExc_TypeError, "settle_all() takes a Way");
-            throw Failed();
-        }
-        settle_kept(reinterpret_cast<Way *>(way));
-        Py_RETURN_NONE;
-    });
-}
-
 // Whether `LetGo.settle` has more to do than `KeptTensors.settle`.
 bool has_more(const Way *way, PyObject *let_go) {
     return size_at(let_go, s__dropped) || size_of(see(way->kept, kept_tensors_awaited)) > get_int(let_go, s__num_awaited);

@@ -117,7 +117,7 @@ PyObject *holds(PyObject *, PyObject *const *given, Py_ssize_t num) {
 PyMethodDef methods[] = {
     METHOD(use, METH_VARARGS), METHOD(look, METH_FASTCALL), METHOD(holds, METH_FASTCALL), METHOD(may_have_hooks, METH_O), METHOD(kinds, METH_FASTCALL), METHOD(hooks, METH_O), METHOD(run, METH_FASTCALL), METHOD(again, METH_FASTCALL),
     METHOD(over, METH_FASTCALL), METHOD(watch, METH_FASTCALL), METHOD(see_writes, METH_O), METHOD(own_memory, METH_O),
-    METHOD(own_memory_figures, METH_NOARGS), METHOD(own_memory_of, METH_O), METHOD(settle_all, METH_O),
+    METHOD(own_memory_figures, METH_NOARGS), METHOD(own_memory_of, METH_O),
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 

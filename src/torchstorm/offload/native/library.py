@@ -103,9 +103,6 @@ class Library(Protocol):
     def own_memory_figures(self) -> tuple[int, int]:
         """Bytes of what is allocated there, and of what the system has given for it."""
 
-    def settle_all(self, way: object, /) -> None:
-        """Uncounts what autograd has let go of in the step whose way this is; as `KeptTensors.settle`."""
-
     def use(self, classes: Mapping[str, object]) -> None:
         """Tells it what it makes and reads."""
 

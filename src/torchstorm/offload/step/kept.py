@@ -149,7 +149,6 @@ class KeptTensors:
         self.by_address: dict[int, KeptStorage] = {}  # likewise, the latest at each
         self.in_parts: set[int] = set()  # addresses of those that were saved in parts
         self.awaited: list[KeptStorage] = []  # autograd has let go of them, and something else is yet to read them
-        self.settle_natively: Callable[[], None] | None = None  # by way of C++, as long as a step has one
         self.is_read_later: Callable[[KeptStorage], bool] = lambda _: False
         self._count = count
 
@@ -180,8 +179,6 @@ class KeptTensors:
     def settle(self) -> None:
         """Uncounts what autograd has let go of."""
         released = self.released
-        if self.settle_natively is not None:
-            self.settle_natively()
         while released:
             storage = released.popleft()
             storage.num_live -= 1
@@ -234,7 +231,6 @@ class KeptTensors:
     def give_up(self) -> Iterator[tuple[KeptStorage, list[Kept]]]:
         """The running step is over, or no settled one any more: gives out what autograd still holds, uncounted."""
         self.settle()
-        self.settle_natively = None
         storages, self.by_ordinal, self.by_address = list(self.by_ordinal.values()), {}, {}
         self.in_parts.clear()
         for storage in storages:

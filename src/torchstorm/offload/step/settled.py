@@ -5,7 +5,6 @@ Everything else, a tensor that moves as well as a step that turns out to be anot
 
 from __future__ import annotations
 
-import functools
 import threading
 import types
 from collections.abc import Callable
@@ -114,7 +113,6 @@ class Settled:
             of_step = progress, lock, fixed, residency.kept, residency, repeats, tape, owner
             moments = table.moments_for(found) if table is not None else None
             self.native = found.Way(moments, *of_step, self._index, is_exact)
-            residency.kept.settle_natively = functools.partial(found.settle_all, self.native)
 
     def pack(self, tensor: torch.Tensor) -> Kept | Placeholder | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
