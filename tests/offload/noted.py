@@ -15,6 +15,7 @@ from torchstorm.offload.recompute import watched
 from torchstorm.offload.recompute.operators import operator
 from torchstorm.offload.recompute.repeats import NOT_REPEATED, Repeats
 from torchstorm.offload.step import step as steps
+from torchstorm.offload.step.kept import Kept
 
 
 class SeenOperations(TorchDispatchMode):
@@ -36,7 +37,13 @@ def note_packed(patch: pytest.MonkeyPatch, found: list[object]) -> None:
 
     def hooks_of(saved_tensors: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         pack, unpack = library.hooks_of(saved_tensors)
-        return lambda tensor: found.append(type(packed := pack(tensor))) or packed, unpack  # type: ignore[func-returns-value]
+
+        def noted(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            found.append(Kept if type(packed).__name__ == "Stay" else type(packed))  # what C++ has in place of it
+            return packed
+
+        return noted, unpack
 
     patch.setattr(steps, "hooks_of", hooks_of)
 

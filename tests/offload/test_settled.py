@@ -310,6 +310,42 @@ def test_a_backward_after_the_step_and_after_the_next_one_is_exact(way: str, tmp
     assert all(map(torch.equal, gradients(plain), gradients(model)))
 
 
+@pytest.mark.parametrize("within", ["forward", "backward"])
+def test_what_cpp_keeps_is_there_for_python_once_that_asks(way: str, within: str, tmp_path: Path) -> None:
+    plain, model = chain(), chain()
+    session = session_on(model, way, tmp_path)
+    settle(model, session)
+    residency, counted, found = session._shared.residency, list[int](), list[int]()
+
+    def ask(_: torch.Tensor) -> None:
+        residency.kept.settle()  # what backward has let go of
+        before = residency.resident_bytes
+        kept = residency.kept.in_step().values()
+        by_cpp = residency.kept.by_cpp
+        assert by_cpp is None or not any(by_cpp.holds(one.address) for one in kept)
+        assert all(residency.kept.holds(one.address) for one in kept if one.num_live)
+        found.append(sum(len(one.alive()) for one in kept))
+        counted.append(residency.resident_bytes - before)
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        if within == "backward":
+            x.register_hook(ask)
+        else:
+            ask(x)
+        return x * x * x  # saved before and after
+
+    plain.middle = lambda x: x * x * x
+    model.middle = middle
+    for index in range(8):
+        plain(data(index)).square().mean().backward()
+        with session.step():
+            model(data(index)).square().mean().backward()
+        assert all(map(torch.equal, gradients(plain), gradients(model))), index
+        assert residency.resident_bytes == residency.staging_bytes
+    assert found[-1] >= 1, found
+    assert counted[-1] == 0
+
+
 def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Path) -> None:
     model, session = settled(way, tmp_path)
     shared = session._shared

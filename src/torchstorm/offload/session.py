@@ -103,6 +103,7 @@ class Session:
         self.device = fast.device
         if not fast.is_beside_host:
             first_calls.settle()
+        library.begin(classes)
         state = OptimizerState(model, optimizer)
         residency = Residency(
             fast,
@@ -129,7 +130,6 @@ class Session:
             watch=misuse.Watch(model, state.optimizer),
             losses=LossesByRows(model),
         )
-        library.begin(classes)
         self._running = threading.Lock()
         self._runs = RunMemory()
 

@@ -20,6 +20,7 @@ from torchstorm.offload.step.packed import Placeholder, Untouched, is_own_thread
 from torchstorm.offload.step.parcels import TINY_BYTES, Call, Chain, Leaf, Parcel, Ref, Saved, Value, label_of
 from torchstorm.offload.step.residency import Residency
 from torchstorm.offload.step.running import Running
+from torchstorm.offload.step.settled import Settled
 from torchstorm.offload.step.views import View, WeakStorage, content_of
 from torchstorm.transfer.engine import CudaCopy, Engine, Queue
 from torchstorm.transfer.pinned import PinnedArena, Slot
@@ -45,6 +46,7 @@ def classes() -> Mapping[str, object]:
         "operation": Operator,
         "saved": Saved,
         "saved_tensors": SavedTensors,
+        "settled": Settled,
         "chain": Chain,
         "parcel": Parcel,
         "weak": WeakStorage,

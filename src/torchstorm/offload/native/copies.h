@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "objects.h"
+#include "locks.h"
 
 namespace {
 

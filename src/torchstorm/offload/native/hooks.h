@@ -23,6 +23,8 @@ struct Unseen {
     ~Unseen() { Modes::set_disabled_state(before); }
 };
 
+bool is_closed(PyObject *saved_tensors) { return PyUnicode_GET_LENGTH(see(saved_tensors, saved_tensors_closed)) != 0; }
+
 // When it saves a tensor.
 PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
     return guarded([&]() -> PyObject * {
@@ -33,7 +35,7 @@ PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
         const at::Tensor &tensor = THPVariable_Unpack(object);
         if (!has_bytes(tensor)) return otherwise();
         if (Py_TYPE(object) == of.parameter) return new_untouched(object, tensor);
-        Own run(get(saved_tensors, s__run)), settled(take(run.at, running_settled)), holder;
+        Own run(take(saved_tensors, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
         Way *way = way_of(settled.at, holder);
         PyObject *packed = way == nullptr ? nullptr : pack_settled(way, settled.at, object, tensor);
         return packed != nullptr ? packed : otherwise();
@@ -41,31 +43,68 @@ PyObject *pack_now(PyObject *saved_tensors, PyObject *object) {
 }
 
 // As `Settled.arrive`; false where that must be asked.
-bool arrives(Way *way, PyObject *settled, PyObject *storage) {
+bool arrives(Way *way, PyObject *settled, int64_t ordinal, int64_t nbytes) {
     if (way->moments == nullptr) return true;
-    Locked locked(way->lock);
+    const Locked locked(way->lock, true);
     if (!is_current(way, settled)) return false;
     const int64_t moment = see_int(way->progress, running_moment) + 1;
     if (moment >= static_cast<int64_t>(way->moments->all->size())) return false;
     const Moment &one = moment_of(way, moment);
-    if (one.kind != Moment::unpacks || one.ordinal != see_int(storage, kept_storage_ordinal)) return false;
-    if (!fits(way, see_int(storage, kept_storage_nbytes), one.nbytes)) return false;
+    if (one.kind != Moment::unpacks || one.ordinal != ordinal) return false;
+    if (!fits(way, nbytes, one.nbytes)) return false;
     put_int(way->progress, running_moment, moment);
     begin(way, settled, one, moment);
     finish(way, settled, one, moment);
     return true;
 }
 
+void count_as_used(PyObject *saved_tensors) {
+    put_int(saved_tensors, saved_tensors_num_used, see_int(saved_tensors, saved_tensors_num_used) + 1);
+}
+
+// A tensor whose moment has come.
+PyObject *given_back(PyObject *saved_tensors, PyObject *kept) {
+    if (see(kept, kept_placeholder) != Py_None)  // it has left the plan just now
+        return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, kept);
+    PyObject *tensor = see(kept, kept_tensor);
+    return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(kept, s_unpack);
+}
+
+// A tensor that stays, as backward needs it; nullptr without an error where Python must have it first.
+PyObject *unpack_stay(PyObject *saved_tensors, Stay *stay) {
+    if (version_of(stay->tensor) != stay->version || stay->tensor.const_data_ptr() != stay->pointer) return nullptr;
+    if (is_closed(saved_tensors)) return nullptr;
+    Own run(take(saved_tensors, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
+    Way *way = way_of(settled.at, holder);
+    if (way != stay->way || see(run.at, running_open) != Py_None) return nullptr;
+    const StayingStorage &storage = way->staying->storages[stay->storage];
+    if (!arrives(way, settled.at, storage.ordinal, storage.nbytes)) return nullptr;
+    count_as_used(saved_tensors);
+    return stay->kept != nullptr ? given_back(saved_tensors, stay->kept) : THPVariable_Wrap(stay->tensor);
+}
+
 // When backward needs a saved tensor.
 PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
     return guarded([&]() -> PyObject * {
         const auto otherwise = [&] { return PyObject_CallMethodOneArg(saved_tensors, s_unpack, packed); };
+        if (Py_TYPE(packed) == stay_type) {
+            Stay *stay = reinterpret_cast<Stay *>(packed);
+            if (stay->kept == nullptr) {
+                PyObject *tensor = unpack_stay(saved_tensors, stay);
+                if (tensor != nullptr || PyErr_Occurred()) return tensor;
+                if (stay->kept == nullptr) {
+                    const Own way(Py_NewRef(reinterpret_cast<PyObject *>(stay->way)));
+                    bring_over(reinterpret_cast<Way *>(way.at));
+                }
+            }
+            packed = stay->kept;
+        }
         const bool is_kept = Py_TYPE(packed) == of.kept;
         if (Py_TYPE(packed) == of.placeholder) {
-            Own closed(get(saved_tensors, s_closed)), run(get(saved_tensors, s__run));
+            Own run(take(saved_tensors, saved_tensors__run));
             Own settled(take(run.at, running_settled)), holder;
             Way *way = planned_way_of(settled.at, holder);
-            if (way == nullptr || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            if (way == nullptr || is_closed(saved_tensors)) return otherwise();
             PyObject *tensor = unpack_placeholder(way, saved_tensors, settled.at, packed);
             return tensor != nullptr ? tensor : otherwise();
         }
@@ -75,20 +114,16 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
         const at::Tensor &is = THPVariable_Unpack(tensor);
         if (version_of(is) != see_int(packed, is_kept ? kept_version : untouched_version)) return otherwise();
         if (is_kept) {
-            Own closed(get(saved_tensors, s_closed));
-            if (see(packed, kept_placeholder) != Py_None || checked(PyObject_IsTrue(closed.at))) return otherwise();
+            if (see(packed, kept_placeholder) != Py_None || is_closed(saved_tensors)) return otherwise();
             if (PyLong_AsVoidPtr(see(packed, kept_pointer)) != is.data_ptr()) return otherwise();
-            Own run(get(saved_tensors, s__run)), settled(take(run.at, running_settled)), holder;
+            Own run(take(saved_tensors, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
             Way *way = way_of(settled.at, holder);
             if (way == nullptr || see(run.at, running_open) != Py_None) return otherwise();
-            if (!arrives(way, settled.at, see(packed, kept_storage))) return otherwise();
+            PyObject *storage = see(packed, kept_storage);
+            if (!arrives(way, settled.at, see_int(storage, kept_storage_ordinal), see_int(storage, kept_storage_nbytes))) return otherwise();
         }
-        set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
-        if (!is_kept) return Py_NewRef(tensor);
-        if (see(packed, kept_placeholder) != Py_None)  // it has left the plan just now
-            return PyObject_CallMethodOneArg(saved_tensors, s__give_back_late, packed);
-        tensor = see(packed, kept_tensor);
-        return tensor != Py_None ? Py_NewRef(tensor) : PyObject_CallMethodNoArgs(packed, s_unpack);
+        count_as_used(saved_tensors);
+        return is_kept ? given_back(saved_tensors, packed) : Py_NewRef(tensor);
     });
 }
 
@@ -111,6 +146,10 @@ PyMethodDef pack_method = {"pack", pack, METH_O, nullptr}, unpack_method = {"unp
 // hooks(saved_tensors): what `torch.autograd.graph.saved_tensors_hooks` takes, in place of its `pack` and `unpack`.
 PyObject *hooks(PyObject *, PyObject *saved_tensors) {
     return guarded([&]() -> PyObject * {
+        if (Py_TYPE(saved_tensors) != of.saved_tensors) {
+            PyErr_SetString(PyExc_TypeError, "hooks are those of a SavedTensors");
+            return nullptr;
+        }
         Own both(checked(PyTuple_New(2)));
         PyTuple_SET_ITEM(both.at, 0, checked(PyCFunction_New(&pack_method, saved_tensors)));
         PyTuple_SET_ITEM(both.at, 1, checked(PyCFunction_New(&unpack_method, saved_tensors)));

@@ -28,11 +28,12 @@ bool count_if_it_fits(const Way *way, int64_t nbytes) {
     return true;
 }
 
-PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
+// As `Kept`; takes the alias over.
+PyObject *new_kept(PyObject *alias, int64_t version, const void *pointer, PyObject *storage, PyObject *released) {
     Own kept(allocate(of.kept));
-    put(kept.at, kept_tensor, THPVariable_Wrap(tensor.tensor_data()));
-    put_int(kept.at, kept_version, version_of(tensor));
-    put(kept.at, kept_pointer, PyLong_FromVoidPtr(tensor.data_ptr()));
+    put(kept.at, kept_tensor, alias);
+    put_int(kept.at, kept_version, version);
+    put(kept.at, kept_pointer, PyLong_FromVoidPtr(const_cast<void *>(pointer)));
     put_shared(kept.at, kept_placeholder, Py_None);
     Own weak(weak_reference(kept.at)), count(an_int(see_int(storage, kept_storage_num_live) + 1));
     PyObject *saved = see(storage, kept_storage_saved);
@@ -48,6 +49,10 @@ PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *releas
     return kept.give();
 }
 
+PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
+    return new_kept(THPVariable_Wrap(tensor.tensor_data()), version_of(tensor), tensor.const_data_ptr(), storage, released);
+}
+
 // With the numbers' references taken over.
 PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, PyObject *counted_bytes, PyObject *movable, PyObject *block) {
     Own storage(allocate(of.kept_storage));
@@ -61,6 +66,45 @@ PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, Py
     for (const Py_ssize_t place : {kept_storage_saved, kept_storage_lost, kept_storage_value, kept_storage_owner, kept_storage_beside, kept_storage__held})
         put_shared(storage.at, place, Py_None);
     return storage.give();
+}
+
+// From now on `KeptTensors` has what stays, too, and a `Kept` stands for each `Stay`.
+void bring_over(const Way *way) {
+    Staying &staying = *way->staying;
+    count(way, -forget_released(staying));
+    if (staying.storages.empty()) return;
+    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), by_address(take(way->kept, kept_tensors_by_address));
+    Own released(take(way->kept, kept_tensors_released)), storages(checked(PyList_New(0)));
+    for (size_t at = 0; at < staying.storages.size(); ++at) {
+        const StayingStorage is = staying.storages[at];
+        Own address(checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl *>(is.address)))), ordinal(an_int(is.ordinal));
+        Own storage(new_storage(address.at, Py_NewRef(ordinal.at), an_int(is.nbytes), an_int(is.counted_bytes), is.movable, is.block));
+        checked(PyList_Append(storages.at, is.num_live ? storage.at : Py_None));
+        if (!is.num_live) continue;
+        checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
+        checked(PyDict_SetItem(by_address.at, address.at, storage.at));
+    }
+    for (size_t at = 0; at < staying.stays.size(); ++at) {
+        Stay *stay = staying.stays[at];
+        if (stay == nullptr) continue;
+        const Own held(Py_NewRef(reinterpret_cast<PyObject *>(stay)));
+        PyObject *storage = PyList_GET_ITEM(storages.at, static_cast<Py_ssize_t>(stay->storage));
+        stay->kept = new_kept(THPVariable_Wrap(stay->tensor), stay->version, stay->pointer, storage, released.at);
+        staying.stays[at] = nullptr;
+        Py_CLEAR(stay->way);
+    }
+    staying = Staying();
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(storages.at); ++at) {
+        PyObject *storage = PyList_GET_ITEM(storages.at, at);
+        if (storage != Py_None && !see_int(storage, kept_storage_num_live)) forget_kept(way, storage);  // let go meanwhile
+    }
+}
+
+PyObject *way_bring_over(PyObject *self, PyObject *) {
+    return guarded([&]() -> PyObject * {
+        bring_over(reinterpret_cast<Way *>(self));
+        Py_RETURN_NONE;
+    });
 }
 
 // Whether a function runs whose results autograd may save: where `Tape.value_to_save` looks for their place.
@@ -150,44 +194,55 @@ void hold(const Way *way, PyObject *storage, PyObject *value, PyObject *alias, i
     put_shared(value, value_held, held.at);
 }
 
+// As `Settled._pack_planned`, for what stays and the tape is told of.
+PyObject *keep_noticed(
+    const Way *way, PyObject *settled, const Moment &one, const at::Tensor &tensor, PyObject *address, int64_t nbytes, int64_t counted_bytes) {
+    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), by_address(take(way->kept, kept_tensors_by_address));
+    Own released(take(way->kept, kept_tensors_released)), value(notice(way, settled, tensor, address, one.ordinal));
+    PyObject *ordinal = PyTuple_GET_ITEM(one.stay, 0);
+    Own storage(new_storage(address, Py_NewRef(ordinal), an_int(nbytes), an_int(counted_bytes), one.movable, one.block));
+    Own kept(new_kept(tensor, storage.at, released.at));
+    checked(PyDict_SetItem(by_ordinal.at, ordinal, storage.at));
+    checked(PyDict_SetItem(by_address.at, address, storage.at));
+    if (one.is_read && value.at != Py_None) hold(way, storage.at, value.at, see(kept.at, kept_tensor), version_of(tensor));
+    return kept.give();
+}
+
+// Whether Python has a storage at an address among what stays or what may leave.
+bool is_saved_at(const Way *way, PyObject *address) {
+    Own by_address(take(way->kept, kept_tensors_by_address)), at(saved_at(way));
+    return find(by_address.at, address) != nullptr || find(at.at, address) != nullptr;
+}
+
 // As `Settled._pack_planned`, for what stays; nullptr without an error where that must be called.
 PyObject *pack_stay(Way *way, PyObject *settled, PyObject *object, const at::Tensor &tensor, PyObject *address, int64_t moment) {
     const Moment &one = moment_of(way, moment);
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (!fits(way, nbytes, one.nbytes)) return nullptr;
     begin(way, settled, one, moment);
-    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), released(take(way->kept, kept_tensors_released));
-    PyObject *ordinal = PyTuple_GET_ITEM(one.stay, 0);
-    Own value, storage, kept;
+    const StayingStorage *staying = staying_at(way, tensor);
+    Own packed;
     if (one.ordinal == see_int(way->progress, running_num_saved)) {
-        Own by_address(take(way->kept, kept_tensors_by_address));
-        Own at(saved_at(way));
-        if (find(by_address.at, address) != nullptr || find(at.at, address) != nullptr) return nullptr;
-        const int64_t counted_bytes = nbytes < one.counted_bytes ? nbytes : one.counted_bytes;
+        if (staying != nullptr || is_saved_at(way, address)) return nullptr;
+        const int64_t counted_bytes = std::min(nbytes, one.counted_bytes);
         if (!is_its_own(way, object, tensor) || !count_if_it_fits(way, counted_bytes)) return nullptr;
         put_int(way->progress, running_num_saved, one.ordinal + 1);
-        if (one.is_noticed && way->tape != Py_None) value.at = notice(way, settled, tensor, address, one.ordinal);
-        const auto number = [&](int64_t is, int64_t planned, Py_ssize_t place) {  // mostly as it was planned
-            return is == planned ? Py_NewRef(PyTuple_GET_ITEM(one.stay, place)) : an_int(is);
-        };
-        storage.at = new_storage(
-            address, Py_NewRef(ordinal), number(nbytes, one.nbytes, 1), number(counted_bytes, one.counted_bytes, 2), one.movable, one.block);
-        kept.at = new_kept(tensor, storage.at, released.at);
-        checked(PyDict_SetItem(by_ordinal.at, ordinal, storage.at));
-        checked(PyDict_SetItem(by_address.at, address, storage.at));
+        if (one.is_noticed && way->tape != Py_None)
+            packed.at = keep_noticed(way, settled, one, tensor, address, nbytes, counted_bytes);
+        else
+            packed.at = stay_of_new(way, tensor, {storage_of(tensor), one.ordinal, nbytes, counted_bytes, 0, one.movable, one.block});
+    } else if (staying != nullptr) {
+        if (staying->ordinal != one.ordinal || !staying->num_live) return nullptr;
+        packed.at = stay_of(way, tensor, staying);
     } else {
-        PyObject *found = find(by_ordinal.at, ordinal);
-        if (found == nullptr || !equal(see(found, kept_storage_address), address)) return nullptr;
-        if (!see_int(found, kept_storage_num_live)) return nullptr;
-        storage.at = Py_NewRef(found);
-        kept.at = new_kept(tensor, found, released.at);
+        Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), released(take(way->kept, kept_tensors_released));
+        Own found(Py_XNewRef(find(by_ordinal.at, PyTuple_GET_ITEM(one.stay, 0))));
+        if (!found || !equal(see(found.at, kept_storage_address), address) || !see_int(found.at, kept_storage_num_live)) return nullptr;
+        packed.at = new_kept(tensor, found.at, released.at);
     }
     put_int(way->progress, running_moment, moment);
-    if (one.is_read && value && value.at != Py_None) {
-        hold(way, storage.at, value.at, see(kept.at, kept_tensor), version_of(tensor));
-    }
     finish(way, settled, one, moment);
-    return kept.give();
+    return packed.give();
 }
 
 // As `settled._is_of_all`.
@@ -200,23 +255,12 @@ bool is_of_all(const at::Tensor &tensor, int64_t nbytes) {
 PyObject *pack_unplanned(Way *way, PyObject *object, const at::Tensor &tensor, PyObject *address) {
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (!nbytes || !is_of_all(tensor, nbytes)) return nullptr;
-    Own by_address(take(way->kept, kept_tensors_by_address)), released(take(way->kept, kept_tensors_released));
-    Own found(Py_XNewRef(find(by_address.at, address)));
-    if (found) {
-        const bool is_in_parts = checked(PySet_Contains(see(way->kept, kept_tensors_in_parts), address));
-        return is_in_parts || see_int(found.at, kept_storage_nbytes) != nbytes ? nullptr : new_kept(tensor, found.at, released.at);
-    }
-    Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), at(saved_at(way));
-    if (!is_its_own(way, object, tensor) || find(at.at, address) != nullptr) return nullptr;
+    if (const StayingStorage *staying = staying_at(way, tensor)) return staying->nbytes == nbytes ? stay_of(way, tensor, staying) : nullptr;
+    if (!is_its_own(way, object, tensor) || is_saved_at(way, address)) return nullptr;
     if (is_input(way, address) || is_small_part(tensor, nbytes) || !count_if_it_fits(way, nbytes)) return nullptr;
     const int64_t num_saved = see_int(way->progress, running_num_saved);
     put_int(way->progress, running_num_saved, num_saved + 1);
-    Own ordinal(an_int(num_saved)), size(an_int(nbytes));
-    Own storage(new_storage(address, Py_NewRef(ordinal.at), Py_NewRef(size.at), Py_NewRef(size.at), Py_True, of.no_block));
-    Own kept(new_kept(tensor, storage.at, released.at));
-    checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
-    checked(PyDict_SetItem(by_address.at, address, storage.at));
-    return kept.give();
+    return stay_of_new(way, tensor, {storage_of(tensor), num_saved, nbytes, nbytes, 0, Py_True, of.no_block});
 }
 
 PyObject *new_untouched(PyObject *object, const at::Tensor &tensor) {

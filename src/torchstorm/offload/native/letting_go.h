@@ -3,7 +3,7 @@
 #pragma once
 
 #include "copies.h"
-#include "moments.h"
+#include "staying.h"
 
 namespace {
 
@@ -17,7 +17,7 @@ bool is_current(const Way *way, PyObject *settled) { return see(way->progress, r
 
 Way *way_of(PyObject *settled, Own &holder) {  // nullptr where a step has none
     if (settled == Py_None) return nullptr;
-    holder.at = get(settled, s_native);
+    holder.at = take(settled, settled_native);
     return Py_TYPE(holder.at) == way_type ? reinterpret_cast<Way *>(holder.at) : nullptr;
 }
 
@@ -146,8 +146,28 @@ void forget_kept(const Way *way, PyObject *storage) {
     checked(PySet_Discard(in_parts.at, address));
 }
 
+// Whether autograd has let go of something that stays, and is still counted.
+bool is_waiting(const Way *way) {
+    return !way->staying->released.empty() || size_of(see(way->kept, kept_tensors_released));
+}
+
+PyObject *way_is_waiting(PyObject *self, PyObject *) {
+    return PyBool_FromLong(!reinterpret_cast<Way *>(self)->staying->released.empty());
+}
+
+// Whether the storage at an address is among what stays.
+PyObject *way_holds(PyObject *self, PyObject *address) {
+    return guarded([&]() -> PyObject * {
+        const Staying &staying = *reinterpret_cast<Way *>(self)->staying;
+        const auto found = staying.by_address.find(static_cast<c10::StorageImpl *>(PyLong_AsVoidPtr(address)));
+        if (PyErr_Occurred()) return nullptr;
+        return PyBool_FromLong(found != staying.by_address.end() && staying.storages[found->second].num_live);
+    });
+}
+
 // As `KeptTensors.settle`.
 void settle_kept(const Way *way) {
+    if (!way->staying->released.empty()) count(way, -forget_released(*way->staying));
     Own released(take(way->kept, kept_tensors_released));
     while (size_of(released.at)) {
         Own storage(checked(PyObject_CallMethodNoArgs(released.at, s_popleft)));
@@ -161,6 +181,14 @@ void settle_kept(const Way *way) {
             forget_kept(way, storage.at);
         }
     }
+}
+
+PyObject *way_settle(PyObject *self, PyObject *) {
+    return guarded([&]() -> PyObject * {
+        const Way *way = reinterpret_cast<Way *>(self);
+        count(way, -forget_released(*way->staying));
+        Py_RETURN_NONE;
+    });
 }
 
 // Whether `LetGo.settle` has more to do than `KeptTensors.settle`.
@@ -180,26 +208,10 @@ void settle(const Way *way, PyObject *let_go) {
     if (!is_quiet(way, let_go)) Own done(checked(PyObject_CallMethodNoArgs(let_go, s_settle)));
 }
 
-// Holds the lock, as `SavedTensors._locked`; what was let go meanwhile is settled in the end.
-struct Holding {
-    const Way *way;
+// The lock, as `SavedTensors._locked` takes it, and what was let go.
+struct Holding : Locked {
     Own let_go;
-    bool is_held = false;
-    Holding(const Way *given, PyObject *owner) : way(given), let_go(get(owner, s__let_go)) {}
-    bool take(bool waits) {
-        Own taken(checked(PyObject_CallMethodOneArg(way->lock, s_acquire, waits ? Py_True : Py_False)));
-        return is_held = taken.at == Py_True;
-    }
-    void release() {
-        if (!std::exchange(is_held, false)) return;
-        Own released(checked(PyObject_CallMethodNoArgs(way->lock, s_release)));
-    }
-    ~Holding() {
-        if (!is_held) return;
-        const ErrorAside aside;
-        Own released(PyObject_CallMethodNoArgs(way->lock, s_release));
-        if (!released) PyErr_WriteUnraisable(way->lock);
-    }
+    Holding(const Way *way, PyObject *owner) : Locked(way->lock), let_go(::take(owner, saved_tensors__let_go)) {}
 };
 
 // Whether the thread is one that copies, which may hold its tier's lock just now.
@@ -213,7 +225,7 @@ bool is_own_thread() {
 PyObject *settle_soon(PyObject *owner) {
     const auto otherwise = [&] { return PyObject_CallMethodNoArgs(owner, s_settle_soon); };
     if (Py_TYPE(owner) != of.saved_tensors || is_own_thread()) return otherwise();
-    Own run(get(owner, s__run)), settled(take(run.at, running_settled)), holder;
+    Own run(take(owner, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
     Way *way = way_of(settled.at, holder);
     if (way == nullptr) return otherwise();
     do {
@@ -223,7 +235,7 @@ PyObject *settle_soon(PyObject *owner) {
         const bool is_more = has_more(way, holding.let_go.at);
         holding.release();
         if (is_more) return otherwise();
-    } while (size_of(see(way->kept, kept_tensors_released)));
+    } while (is_waiting(way));
     Py_RETURN_NONE;
 }
 
@@ -237,7 +249,7 @@ PyObject *placeholder_dropped(PyObject *placeholder, PyObject *) {
             return PyObject_CallMethodObjArgs(owner.at, s_let_go, saved.at, number.at, nullptr);
         };
         if (Py_TYPE(owner.at) != of.saved_tensors || is_own_thread()) return otherwise();
-        Own run(get(owner.at, s__run)), settled(take(run.at, running_settled)), holder;
+        Own run(take(owner.at, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
         Way *way = planned_way_of(settled.at, holder);
         if (way == nullptr) return otherwise();
         {
@@ -257,7 +269,7 @@ PyObject *placeholder_dropped(PyObject *placeholder, PyObject *) {
             const int64_t live = see_int(saved.at, saved_live) - 1;
             put_int(saved.at, saved_live, live);
             if (!live) remove(way, saved.at);
-            const bool is_done = is_quiet(way, holding.let_go.at) && !size_of(see(way->kept, kept_tensors_released));
+            const bool is_done = is_quiet(way, holding.let_go.at) && !is_waiting(way);
             holding.release();
             if (is_done) Py_RETURN_NONE;
         }

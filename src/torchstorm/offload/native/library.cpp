@@ -121,12 +121,16 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "torchstorm_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
 
+PyMethodDef way_methods[] = {
+    {"holds", way_holds, METH_O, nullptr}, {"is_waiting", way_is_waiting, METH_NOARGS, nullptr}, {"settle", way_settle, METH_NOARGS, nullptr},
+    {"bring_over", way_bring_over, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot moments_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(moments_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(moments_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void *>(moments_traverse)}, {0, nullptr}};
 PyType_Slot way_slots[] = {
-    {Py_tp_new, reinterpret_cast<void *>(way_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(way_dealloc)},
+    {Py_tp_new, reinterpret_cast<void *>(way_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(way_gone)},
     {Py_tp_traverse, reinterpret_cast<void *>(way_traverse)}, {Py_tp_clear, reinterpret_cast<void *>(way_clear)},
+    {Py_tp_methods, way_methods},
     {0, nullptr}};
 PyMethodDef operators_methods[] = {{"covered", operators_covered, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot operators_slots[] = {
@@ -137,6 +141,13 @@ PyType_Slot watch_slots[] = {
     {Py_tp_clear, reinterpret_cast<void *>(watch_clear)}, {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
     {Py_tp_members, watch_members}, {Py_tp_methods, watch_methods}, {Py_tp_getset, watch_getters}, {0, nullptr}};
 constexpr unsigned flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+PyType_Slot stay_slots[] = {{Py_tp_dealloc, reinterpret_cast<void *>(stay_dealloc)}, {0, nullptr}};
+PyType_Slot lock_slots[] = {
+    {Py_tp_new, reinterpret_cast<void *>(lock_new)}, {Py_tp_dealloc, reinterpret_cast<void *>(lock_dealloc)},
+    {Py_tp_methods, lock_methods}, {0, nullptr}};
+PyType_Spec stay_spec = {
+    "torchstorm_native.Stay", sizeof(Stay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, stay_slots};
+PyType_Spec lock_spec = {"torchstorm_native.Lock", sizeof(Lock), 0, Py_TPFLAGS_DEFAULT, lock_slots};
 PyType_Spec moments_spec = {"torchstorm_native.Moments", sizeof(Moments), 0, flags, moments_slots};
 PyType_Spec way_spec = {"torchstorm_native.Way", sizeof(Way), 0, flags, way_slots};
 PyType_Spec operators_spec = {"torchstorm_native.Operators", sizeof(Operators), 0, Py_TPFLAGS_DEFAULT, operators_slots};
@@ -154,10 +165,13 @@ PyMODINIT_FUNC PyInit_torchstorm_native(void) {
     first = Py_BuildValue("(i)", 0);
     moments_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&moments_spec));
     way_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&way_spec));
+    stay_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&stay_spec));
+    lock_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&lock_spec));
     watch_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&watch_spec));
     operators_type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(&operators_spec));
-    if (watch_type == nullptr || operators_type == nullptr || first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
-    if (PyModule_AddObjectRef(module, "Moments", reinterpret_cast<PyObject *>(moments_type)) < 0 ||
+    if (stay_type == nullptr || lock_type == nullptr || watch_type == nullptr || operators_type == nullptr || first == nullptr || moments_type == nullptr || way_type == nullptr) return nullptr;
+    if (PyModule_AddObjectRef(module, "Lock", reinterpret_cast<PyObject *>(lock_type)) < 0 ||
+        PyModule_AddObjectRef(module, "Moments", reinterpret_cast<PyObject *>(moments_type)) < 0 ||
         PyModule_AddObjectRef(module, "Way", reinterpret_cast<PyObject *>(way_type)) < 0 ||
         PyModule_AddObjectRef(module, "Operators", reinterpret_cast<PyObject *>(operators_type)) < 0)
         return nullptr;

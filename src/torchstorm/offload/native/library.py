@@ -40,11 +40,28 @@ class KnownOperators(Protocol):
         """The moments all of whose recorded calls are seen as operators; None if these are as they were last said."""
 
 
+class Way(Protocol):
+    """What C++ keeps of a settled step, as `KeptTensors` does."""
+
+    def is_waiting(self) -> bool:
+        """Whether autograd has let go of something that is still counted."""
+
+    def holds(self, address: int, /) -> bool:
+        """Whether the storage at an address is among it."""
+
+    def settle(self) -> None:
+        """Uncounts what autograd has let go of."""
+
+    def bring_over(self) -> None:
+        """From now on `KeptTensors` has all of it."""
+
+
 class Library(Protocol):
     """What the C++ gives."""
 
+    Lock: Callable[[], threading.Lock]
     Moments: Callable[..., object]
-    Way: Callable[..., object]
+    Way: Callable[..., Way]
     Operators: Callable[[Set[int]], KnownOperators]
 
     def look(self, *tensors: list[Any]) -> int | None:
@@ -124,6 +141,12 @@ _lock = threading.Lock()
 def library() -> Library | None:
     """The library, if it is there by now."""
     return _building.found
+
+
+def new_lock() -> threading.Lock:
+    """A lock; one that C++ takes without a call of Python, where that is there."""
+    found = _building.found
+    return found.Lock() if found is not None else threading.Lock()
 
 
 def hooks_of(saved_tensors: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

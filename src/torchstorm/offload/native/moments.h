@@ -1,5 +1,4 @@
-// What a settled step looks up, in arrays: the moments of a plan (`Moments`, of a `Table`), and what one step needs beside
-// them (`Way`, of a `Settled`).
+// What a settled step looks up, in arrays: the moments of a plan (`Moments`, of a `Table`).
 
 #pragma once
 
@@ -113,42 +112,6 @@ PyObject *moments_new(PyTypeObject *type, PyObject *args, PyObject *) {
     return reinterpret_cast<PyObject *>(self);
 }
 
-struct Way {
-    PyObject_HEAD
-    Moments *moments;  // nullptr where everything stays
-    PyObject *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
-    int device;  // as `Tensor.get_device()`
-    bool is_exact;
-};
-
-#define EACH_OF_WAY(X) X(moments) X(progress) X(lock) X(fixed) X(kept) X(residency) X(repeats) X(tape) X(owner)
-
-COLLECTED(Way, way, EACH_OF_WAY)
-
-PyTypeObject *moments_type, *way_type;
-
-PyObject *way_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *moments, *progress, *lock, *fixed, *kept, *residency, *repeats, *tape, *owner;
-    int device, is_exact;
-    if (!PyArg_ParseTuple(
-            args, "OOOO!OOOOOip", &moments, &progress, &lock, &PySet_Type, &fixed, &kept, &residency,
-            &repeats, &tape, &owner, &device, &is_exact))
-        return nullptr;
-    const bool is_planned = moments != Py_None;
-    if ((is_planned && Py_TYPE(moments) != moments_type) || !PyObject_TypeCheck(residency, of.residency) ||
-        !PyObject_TypeCheck(kept, of.kept_tensors)) {
-        PyErr_SetString(PyExc_TypeError, "a way needs Moments or None, a Residency and its KeptTensors");
-        return nullptr;
-    }
-    Way *self = reinterpret_cast<Way *>(type->tp_alloc(type, 0));
-    if (self == nullptr) return nullptr;
-    self->moments = is_planned ? reinterpret_cast<Moments *>(Py_NewRef(moments)) : nullptr;
-#define KEEP(name) self->name = Py_NewRef(name);
-    KEEP(progress) KEEP(lock) KEEP(fixed) KEEP(kept) KEEP(residency) KEEP(repeats) KEEP(tape) KEEP(owner)
-#undef KEEP
-    self->device = device;
-    self->is_exact = is_exact;
-    return reinterpret_cast<PyObject *>(self);
-}
+PyTypeObject *moments_type;
 
 }  // namespace

@@ -149,7 +149,7 @@ void begin(const Way *way, PyObject *settled, const Moment &one, int64_t moment)
 void finish(const Way *way, PyObject *settled, const Moment &one, int64_t moment) {
     if (!one.is_busy) return;
     if (see(way->progress, running_pace) != Py_None) return call_at(settled, s__finish, moment);
-    Own let_go(get(way->owner, s__let_go));
+    Own let_go(take(way->owner, saved_tensors__let_go));
     settle(way, let_go.at);
     for (PyObject *number : one.fetches) {
         Own parcel(Py_XNewRef(find(see(way->progress, running_numbered), number)));

@@ -23,7 +23,7 @@ namespace {
 // Of Python's own, by the names in `classes.py`.
 #define TYPES(X) \
     X(tensor) X(parameter) X(kept) X(kept_storage) X(placeholder) X(untouched) X(view) X(ref) X(unfinished) \
-    X(running) X(value) X(record) X(call) X(operation) X(saved) X(saved_tensors) X(parcel) X(chain) X(weak) X(leaf) \
+    X(running) X(value) X(record) X(call) X(operation) X(saved) X(saved_tensors) X(settled) X(parcel) X(chain) X(weak) X(leaf) \
     X(getter) X(device_context) X(watched_calls) X(residency) X(kept_tensors) X(saved_storages) X(host_tier) \
     X(host_handle) X(arena) X(slot) X(engine) X(queue) X(cuda_copy) X(event) X(events) X(runtime)
 #define OBJECTS(X) \
@@ -82,6 +82,7 @@ NAMES(DECLARE)
     X(residency, known) X(residency, resident_bytes) X(residency, limit_bytes) X(residency, peak_bytes) X(residency, resident) X(residency, away) X(residency, absent) X(residency, _order) X(residency, checks) X(residency, waits) \
     X(kept_tensors, by_address) X(kept_tensors, by_ordinal) X(kept_tensors, released) X(kept_tensors, awaited) X(kept_tensors, in_parts) X(saved_storages, _at) \
     X(weak, cdata) \
+    X(saved_tensors, _let_go) X(saved_tensors, _run) X(saved_tensors, closed) X(saved_tensors, num_used) X(settled, native) \
     X(host_tier, _check) X(host_tier, _closed) X(host_tier, _engine) X(host_tier, arena) X(host_tier, spec) \
     X(host_handle, checksum) X(host_handle, label) X(host_handle, nbytes) X(host_handle, reads) X(host_handle, slot) X(host_handle, written) \
     X(arena, _spare) X(arena, lock) X(arena, peak_bytes) X(arena, used_bytes) X(slot, after) X(slot, extents) X(slot, pieces) \
@@ -316,22 +317,6 @@ struct ErrorAside {  // what is raised, while something else is called
     PyObject *type, *value, *trace;
     ErrorAside() { PyErr_Fetch(&type, &value, &trace); }
     ~ErrorAside() { PyErr_Restore(type, value, trace); }
-};
-
-// A lock that is held for as long as this is there. One that is not waited for may not be held.
-struct Locked {
-    PyObject *lock;
-    bool is_held;
-    explicit Locked(PyObject *given, bool waits = true) : lock(given) {
-        Own taken(checked(PyObject_CallMethodOneArg(lock, s_acquire, waits ? Py_True : Py_False)));
-        is_held = taken.at == Py_True;
-    }
-    ~Locked() {
-        if (!is_held) return;
-        const ErrorAside aside;
-        Own released(PyObject_CallMethodNoArgs(lock, s_release));
-        if (!released) PyErr_WriteUnraisable(lock);
-    }
 };
 
 // What the collector asks of a type of ours, which refers to each of `EACH`: `prefix_traverse`, `_clear` and `_dealloc`.

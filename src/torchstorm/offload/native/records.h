@@ -30,7 +30,7 @@ Answer is_made_outside(PyObject *tape, const at::Tensor &tensor, PyObject *addre
     Own is_leaf(get(tape, s__is_leaf));
     PyObject *owner = PyMethod_Check(is_leaf.at) ? PyMethod_GET_SELF(is_leaf.at) : nullptr;
     if (owner != nullptr && Py_TYPE(owner) == of.saved_tensors) {  // as `SavedTensors.is_leaf`
-        Own run(get(owner, s__run));
+        Own run(take(owner, saved_tensors__run));
         const bool is_fixed = checked(PySet_Contains(see(run.at, running_fixed), address));
         return is_fixed || find(see(run.at, running_inputs), address) != nullptr ? yes : no;
     }

@@ -211,7 +211,7 @@ PyObject *unpack_placeholder(Way *way, PyObject *saved_tensors, PyObject *settle
     const Moment &one = moment_of(way, moment);
     if (one.kind != Moment::unpacks || one.ordinal != see_int(saved.at, saved_ordinal)) return nullptr;
     if (!fits(way, see_int(saved.at, saved_nbytes), one.nbytes)) return nullptr;
-    set_int(saved_tensors, s_num_used, get_int(saved_tensors, s_num_used) + 1);
+    put_int(saved_tensors, saved_tensors_num_used, see_int(saved_tensors, saved_tensors_num_used) + 1);
     put_int(way->progress, running_moment, moment);
     begin(way, settled, one, moment);
     tensor.at = rebuild(way, saved.at, see(placeholder, placeholder_view));
@@ -223,7 +223,7 @@ PyObject *unpack_placeholder(Way *way, PyObject *saved_tensors, PyObject *settle
     }
     settle(way, holding.let_go.at);
     holding.release();
-    if (size_at(holding.let_go.at, s__dropped) || size_of(see(way->kept, kept_tensors_released)))
+    if (size_at(holding.let_go.at, s__dropped) || is_waiting(way))
         Own done(checked(PyObject_CallMethodNoArgs(saved_tensors, s_settle_soon)));
     return tensor.give();
 }

@@ -140,7 +140,7 @@ PyObject *pack_made(Way *way, PyObject *settled, PyObject *object, const at::Ten
         unfinished.at = get(way->tape, s_unfinished);
         if (!is_being_made(way, one, unfinished.at, tensor)) return nullptr;
     }
-    Locked locked(way->lock);
+    const Locked locked(way->lock, true);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
     const int64_t nbytes = value ? see_int(value.at, value_nbytes) : static_cast<int64_t>(tensor.storage().nbytes());
     if (!fits(way, nbytes, one.made_bytes)) return nullptr;
@@ -256,7 +256,7 @@ PyObject *pack_settled(Way *way, PyObject *settled, PyObject *object, const at::
     Own address(address_of(tensor));
     if (checked(PySet_Contains(way->fixed, address.at))) return new_untouched(object, tensor);
     if (has_plan && (!is_planned || moment_of(way, moment).kind == Moment::unpacks)) return nullptr;
-    Locked locked(way->lock);
+    const Locked locked(way->lock, true);
     if (!is_current(way, settled) || see_int(way->progress, running_moment) + 1 != moment) return nullptr;
     settle_kept(way);
     if (!has_plan) return pack_unplanned(way, object, tensor, address.at);

@@ -93,7 +93,7 @@ class Departing:
         run.settled = self._settle_in()
 
     def _departure(self, run: Running, kind: str, ordinal: int, nbytes: int) -> Departure:
-        kept = {one.ordinal: one for one in self._residency.kept.by_ordinal.values() if one.num_live}
+        kept = {one.ordinal: one for one in self._residency.kept.in_step().values() if one.num_live}
         held = self._of_the_step()
         values = {at: one.value for at, one in kept.items()}
         values |= {

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from torchstorm.errors import StorageError
+from torchstorm.offload.native.library import new_lock
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.watched import WatchedCalls
 from torchstorm.offload.step.departing import Departing
@@ -42,8 +42,8 @@ from torchstorm.plan.forecast import KEEP
 from torchstorm.plan.plan import Plan
 from torchstorm.plan.trace import PACK, UNPACK
 
-_APPLY = torch.autograd.Function.apply.__code__
-_PARAMETER, _is_function_mode_enabled = torch.nn.Parameter, torch._C._is_torch_function_mode_enabled
+_APPLY, _PARAMETER = torch.autograd.Function.apply.__code__, torch.nn.Parameter
+_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
 
 class SavedTensors:
@@ -53,9 +53,11 @@ class SavedTensors:
         residency: what is where, and moves it.
     """
 
+    __slots__ = ("__dict__", "__weakref__", "_let_go", "_run", "closed", "num_used")  # places that C++ asks for
+
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._let_go = LetGo(residency, running=lambda: self._run)
         self._locked = Locked(self._lock, settle=self._let_go.settle, unlock=self._unlock)
         self.closed = ""
@@ -300,38 +302,36 @@ class SavedTensors:
             return
         if not run.in_step:
             return
-        self._run.moment += 1
-        if self._run.choose is not None:
-            choose, self._run.choose = self._run.choose, None
+        run.moment += 1
+        if run.choose is not None:
+            choose, run.choose = run.choose, None
             choice = choose((tuple(tensor.shape), tensor.dtype) if tensor is not None else ())
-            self._run.is_exact, self._run.turned = choice.is_exact, choice.turned
-            self._run.pace = choice.measure if isinstance(choice.measure, Pace) else None
-            self._run.recorder = choice.measure if isinstance(choice.measure, Recorder) else None
-            if self._run.recorder is not None:
-                self._run.recorder.arrive()
+            run.is_exact, run.turned = choice.is_exact, choice.turned
+            run.pace = choice.measure if isinstance(choice.measure, Pace) else None
+            run.recorder = choice.measure if isinstance(choice.measure, Recorder) else None
+            if run.recorder is not None:
+                run.recorder.arrive()
             if choice.plan is not None:
-                self._run.policy = Follow(choice.plan, self._spot)
-                recorded = choice.any_other, self._run.watched is None
-                self._run.table = self._tables.follow(choice.plan, choice.others, *recorded)
-                self._run.recorded = self._run.table.recorded
-            elif self._run.recorder is None and self._run.tape is None and self.residency.default_tier == KEEP:
-                self._run.policy = Count()
-            may_repeat = not (self.residency.known or self.residency.checks)
-            self._run.set_up_tape(self.residency, may_repeat=may_repeat)
-            if self._run.plan is not None and self._run.recorder is not None:
-                self._run.recorder.follow(self._run.plan.trace, self._run.plan.placements)
-            self._run.settled = self._settle_in()
-        if self._run.recorder is not None:
-            self._run.recorder.name(kind, ordinal, nbytes)
-            self._run.recorder.watch(self._run.moment, self.residency.known)
-        plan, table = self._run.plan, self._run.table
-        if table is not None and not table.has(self._run.moment, kind, ordinal, nbytes, is_exact=self._run.is_exact):
+                run.policy = Follow(choice.plan, self._spot)
+                run.table = self._tables.follow(choice.plan, choice.others, choice.any_other, run.watched is None)
+                run.recorded = run.table.recorded
+            elif run.recorder is None and run.tape is None and self.residency.default_tier == KEEP:
+                run.policy = Count()
+            run.set_up_tape(self.residency, may_repeat=not (self.residency.known or self.residency.checks))
+            if run.plan is not None and run.recorder is not None:
+                run.recorder.follow(run.plan.trace, run.plan.placements)
+            run.settled = self._settle_in()
+        if run.recorder is not None:
+            run.recorder.name(kind, ordinal, nbytes)
+            run.recorder.watch(run.moment, self.residency.known)
+        plan, table = run.plan, run.table
+        if table is not None and not table.has(run.moment, kind, ordinal, nbytes, is_exact=run.is_exact):
             self._departing.depart(kind, ordinal, nbytes)
             return
-        if self._run.recorder is not None:
-            self._run.recorder.lie_still(self.residency.resident.values())
+        if run.recorder is not None:
+            run.recorder.lie_still(self.residency.resident.values())
         if plan is not None:
-            self._drop(self._run.moment)
+            self._drop(run.moment)
 
     def _table_of(self, plan: Plan) -> Table:
         return self._tables.of(plan, all_recorded=self._run.watched is None)

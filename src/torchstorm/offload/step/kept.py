@@ -3,6 +3,7 @@
 A settled step follows a plan, or keeps everything, and nothing of it is measured or recorded. What stays in such a step
 needs no parcel: only the checks that autograd's own saved tensors have, the guard against resized storages, and its
 bytes. So a saved tensor costs a look-up in a list, in place of all that `hooks` and `residency` do for one that moves.
+C++ keeps still less of it (`Way`), which becomes this once it is asked for here: a step that leaves its plan does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Container, Iterator
 import torch
 
 from torchstorm.errors import TorchstormError
+from torchstorm.offload.native.library import Way
 from torchstorm.offload.step.packed import Keeper, Placeholder
 from torchstorm.offload.step.parcels import Value, in_place_error, resized_error
 from torchstorm.offload.step.views import share_a_counter
@@ -143,6 +145,8 @@ class KeptTensors:
     # These C++ asks for by their places.
     __slots__ = ("__dict__", "awaited", "by_address", "by_ordinal", "in_parts", "released")
 
+    by_cpp: Way | None = None  # the settled step that runs, where C++ keeps what stays until it is asked for here
+
     def __init__(self, count: Callable[[int], None]) -> None:
         self.released: deque[KeptStorage] = deque()
         self.by_ordinal: dict[int, KeptStorage] = {}  # of the step that runs
@@ -158,19 +162,42 @@ class KeptTensors:
         storage.beside = self.by_address.get(storage.address)
         self.by_address[storage.address] = storage
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether autograd has let go of something that is still counted."""
+        return bool(self.released) or (self.by_cpp is not None and self.by_cpp.is_waiting())
+
+    def bring_over(self) -> None:
+        """What C++ keeps is among these from now on."""
+        if self.by_cpp is not None:
+            self.by_cpp.bring_over()
+
+    def in_step(self) -> dict[int, KeptStorage]:
+        """Those of the step that runs, by ordinal."""
+        self.bring_over()
+        return self.by_ordinal
+
+    def at(self, address: int) -> KeptStorage | None:
+        """The latest one at an address."""
+        self.bring_over()
+        return self.by_address.get(address)
+
     def holds(self, address: int) -> bool:
         """Whether the storage at an address is one of these."""
-        return any(storage.num_live for storage in self._at(address))
+        if self.by_cpp is not None and self.by_cpp.holds(address):
+            return True
+        return any(storage.num_live for storage in self._all_at(address))
 
     def has(self, tensor: torch.Tensor, address: int) -> bool:
         """Whether just these bytes of the storage at an address were saved."""
-        for storage in self._at(address):
+        self.bring_over()
+        for storage in self._all_at(address):
             for kept in storage.alive()[:1]:
                 if kept.tensor is not None and kept.version == tensor._version and share_a_counter(kept.tensor, tensor):
                     return True
         return False
 
-    def _at(self, address: int) -> Iterator[KeptStorage]:
+    def _all_at(self, address: int) -> Iterator[KeptStorage]:
         storage = self.by_address.get(address)
         while storage is not None:
             yield storage
@@ -178,6 +205,8 @@ class KeptTensors:
 
     def settle(self) -> None:
         """Uncounts what autograd has let go of."""
+        if self.by_cpp is not None:
+            self.by_cpp.settle()
         released = self.released
         while released:
             storage = released.popleft()
@@ -216,7 +245,7 @@ class KeptTensors:
             why: makes the error for who asks for them, from the name of the module that saved them.
             address: of a storage; None for the step.
         """
-        for storage in self.by_ordinal.values():
+        for storage in self.in_step().values():
             if address not in (None, storage.address):
                 continue
             self._count(-storage.counted_bytes)
@@ -231,6 +260,8 @@ class KeptTensors:
     def give_up(self) -> Iterator[tuple[KeptStorage, list[Kept]]]:
         """The running step is over, or no settled one any more: gives out what autograd still holds, uncounted."""
         self.settle()
+        self.bring_over()
+        self.by_cpp = None
         storages, self.by_ordinal, self.by_address = list(self.by_ordinal.values()), {}, {}
         self.in_parts.clear()
         for storage in storages:

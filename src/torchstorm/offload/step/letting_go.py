@@ -30,7 +30,7 @@ class LetGo:
     @property
     def is_waiting(self) -> bool:
         """Whether there is something to settle."""
-        return bool(self._dropped or self._residency.kept.released)
+        return bool(self._dropped) or self._residency.kept.is_waiting
 
     def add(self, saved: Saved, placeholder_id: int) -> None:
         """Autograd has dropped a placeholder. Needs no lock."""
@@ -39,7 +39,7 @@ class LetGo:
     def settle(self) -> None:
         """Forgets what nobody needs any more; under the lock of the hooks."""
         kept = self._residency.kept
-        if kept.released:
+        if kept.is_waiting:
             kept.settle()
         if not self._dropped and len(kept.awaited) <= self._num_awaited:
             return

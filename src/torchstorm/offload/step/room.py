@@ -102,10 +102,10 @@ class Room:
         stuck: set[Parcel] = set()  # the tiers have no room for these
         while residency.resident_bytes + nbytes > residency.limit_bytes:
             victim = next((parcel for parcel in self._victims() if parcel not in stuck), None)
-            if victim is None and residency.kept.released:  # another thread has let go of it meanwhile
+            if victim is None and residency.kept.is_waiting:  # another thread has let go of it meanwhile
                 residency.kept.settle()
                 continue
-            if victim is None and residency.kept.by_ordinal:  # beside what another step's graph holds
+            if victim is None and residency.kept.in_step():  # beside what another step's graph holds
                 self._give_up_kept()
                 continue
             if victim is None:

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from torchstorm.offload.native.library import library
+from torchstorm.offload.native.library import Way, library
 from torchstorm.offload.recompute.tape import Tape
 from torchstorm.offload.recompute.tensors import has_bytes
 from torchstorm.offload.step.kept import Kept, KeptStorage
@@ -71,6 +71,8 @@ class Settled:
     PACKING: ClassVar[frozenset[types.CodeType]]
     """What runs between the hook and the question which call it is in."""
 
+    __slots__ = ("__dict__", "native")  # which C++ asks for by its place
+
     def __init__(
         self,
         residency: Residency,
@@ -108,11 +110,11 @@ class Settled:
         self._save, self._saved_by_the_same_call, self._seal_if_full = save, saved_by_the_same_call, seal_if_full
         self._pack = self._pack_unplanned if table is None else self._pack_planned
         self._made = table.made if table is not None and repeats is not None else {}
-        self.native: object | None = None
+        self.native: Way | None = None
         if (found := library()) is not None:
             of_step = progress, lock, fixed, residency.kept, residency, repeats, tape, owner
             moments = table.moments_for(found) if table is not None else None
-            self.native = found.Way(moments, *of_step, self._index, is_exact)
+            self.native = residency.kept.by_cpp = found.Way(moments, *of_step, self._index, is_exact)
 
     def pack(self, tensor: torch.Tensor) -> Kept | Placeholder | Untouched | None:
         """What autograd gets for a tensor; None where the long way must be taken."""
@@ -134,7 +136,7 @@ class Settled:
         with self._lock:
             if self._progress.settled is not self:  # another thread has left the plan just now
                 return None
-            if self._kept.released:
+            if self._kept.is_waiting:
                 self._kept.settle()
             if _num_dispatch_modes():
                 with torch._C._DisableTorchDispatch():  # no mode sees what is done here, the tape neither
@@ -221,7 +223,7 @@ class Settled:
             found = KeptStorage(address, ordinal, nbytes, counted_bytes, movable, block)
             kept.add(found)
         else:
-            known = kept.by_ordinal.get(ordinal)
+            known = kept.in_step().get(ordinal)
             if known is None or known.address != address or not known.num_live:
                 return None
             found = known
@@ -235,7 +237,7 @@ class Settled:
 
     def _was_saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> bool:
         """Whether these bytes were saved before: where the plan has others, it is for another step."""
-        if address in self._kept.by_address and self._kept.has(tensor, address):
+        if self._kept.has(tensor, address):
             return True
         known = self._residency.known
         return known.holds(address) and known.find(storage, tensor)[0] is not None
@@ -248,7 +250,7 @@ class Settled:
         is_known = known.holds(address)
         if not is_known and not self._may_leave(table, tensor, storage, ordinal):
             return None
-        if address in self._kept.by_address and self._kept.has(tensor, address):
+        if self._kept.has(tensor, address):
             return None  # what stays in this plan
         is_busy = moment in table.busy
         if is_busy:
@@ -284,7 +286,7 @@ class Settled:
 
     def _pack_unplanned(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Kept | None:
         """Without a plan everything stays, and is only counted."""
-        found = self._kept.by_address.get(address)
+        found = self._kept.at(address)
         if found is None:
             nbytes = storage.nbytes()
             if not nbytes or not self._is_its_own(tensor) or self._residency.known.holds(address):
