@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -214,7 +215,7 @@ class Trace:
         moments if nothing was."""
         return min((one.made for one in self.storages if one.is_of(block)), default=self.num_moments)
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.storages)

@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -132,13 +133,14 @@ class Gradients:
         self, tensors: Iterable[torch.Tensor], *, names: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
         self._names = names
-        self._absent: list[torch.Tensor] = []
+        absent: list[torch.Tensor] = []
+        self._absent = absent
         self._present: list[tuple[torch.Tensor, StorageWeakRef | None, int]] = []
         self.nbytes = 0
         for tensor in tensors:
             gradient = tensor.grad
             if gradient is None:
-                self._absent.append(tensor)
+                absent.append(tensor)
             elif gradient.layout == torch.strided and type(gradient) is torch.Tensor:
                 self._present.append((tensor, StorageWeakRef(gradient.untyped_storage()), gradient._version))
                 self.nbytes += gradient.nbytes
@@ -176,7 +178,7 @@ class Gradients:
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters that an optimizer updates."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def trained(
