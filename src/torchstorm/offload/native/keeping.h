@@ -90,6 +90,7 @@ void bring_over(const Way *way) {
         const Own held(Py_NewRef(reinterpret_cast<PyObject *>(stay)));
         PyObject *storage = PyList_GET_ITEM(storages.at, static_cast<Py_ssize_t>(stay->storage));
         stay->kept = new_kept(THPVariable_Wrap(stay->tensor), stay->version, stay->pointer, storage, released.at);
+        stay->tensor.reset();  // else the memory would stay when the other lets go of it
         staying.stays[at] = nullptr;
         Py_CLEAR(stay->way);
     }
@@ -255,8 +256,17 @@ bool is_of_all(const at::Tensor &tensor, int64_t nbytes) {
 PyObject *pack_unplanned(Way *way, PyObject *object, const at::Tensor &tensor, PyObject *address) {
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (!nbytes || !is_of_all(tensor, nbytes)) return nullptr;
-    if (const StayingStorage *staying = staying_at(way, tensor)) return staying->nbytes == nbytes ? stay_of(way, tensor, staying) : nullptr;
-    if (!is_its_own(way, object, tensor) || is_saved_at(way, address)) return nullptr;
+    if (const StayingStorage *staying = staying_at(way, tensor))
+        return staying->nbytes == nbytes && staying->num_live ? stay_of(way, tensor, staying) : nullptr;
+    Own by_address(take(way->kept, kept_tensors_by_address)), found(Py_XNewRef(find(by_address.at, address)));
+    if (found) {
+        const bool is_in_parts = checked(PySet_Contains(see(way->kept, kept_tensors_in_parts), address));
+        if (is_in_parts || see_int(found.at, kept_storage_nbytes) != nbytes) return nullptr;
+        Own released(take(way->kept, kept_tensors_released));
+        return new_kept(tensor, found.at, released.at);
+    }
+    Own at(saved_at(way));
+    if (!is_its_own(way, object, tensor) || find(at.at, address) != nullptr) return nullptr;
     if (is_input(way, address) || is_small_part(tensor, nbytes) || !count_if_it_fits(way, nbytes)) return nullptr;
     const int64_t num_saved = see_int(way->progress, running_num_saved);
     put_int(way->progress, running_num_saved, num_saved + 1);

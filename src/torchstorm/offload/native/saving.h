@@ -174,7 +174,7 @@ PyObject *pack_leaving(Way *way, PyObject *settled, PyObject *object, const at::
     Own by_address(take(way->kept, kept_tensors_by_address)), at(saved_at(way));
     PyObject *group = find(at.at, address);
     if (group == nullptr) return pack_away(way, settled, object, tensor, address, moment);
-    if (find(by_address.at, address) != nullptr) return nullptr;
+    if (find(by_address.at, address) != nullptr || staying_at(way, tensor) != nullptr) return nullptr;
     Own saved(Py_NewRef(PyList_GET_ITEM(group, 0)));
     PyObject *root = see(saved.at, saved_root), *parcel = see(saved.at, saved_parcel);
     if (see_int(saved.at, saved_ordinal) != one.ordinal || see_int(saved.at, saved_version) != version_of(tensor)) return nullptr;
@@ -227,7 +227,7 @@ PyObject *pack_away(Way *way, PyObject *settled, PyObject *object, const at::Ten
     const int64_t nbytes = static_cast<int64_t>(tensor.storage().nbytes());
     if (one.tier == nullptr || one.ordinal != see_int(way->progress, running_num_saved) || !fits(way, nbytes, one.nbytes)) return nullptr;
     Own by_address(take(way->kept, kept_tensors_by_address));
-    if (find(by_address.at, address) != nullptr || is_input(way, address)) return nullptr;
+    if (find(by_address.at, address) != nullptr || staying_at(way, tensor) != nullptr || is_input(way, address)) return nullptr;
     if (!is_its_own(way, object, tensor)) return nullptr;
     if (is_small_part(tensor, nbytes)) return nullptr;
     if (one.is_saved_again && is_saved_by_a_function()) return nullptr;
