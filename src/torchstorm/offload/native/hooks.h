@@ -83,6 +83,19 @@ PyObject *unpack_stay(PyObject *saved_tensors, Stay *stay) {
     return stay->kept != nullptr ? given_back(saved_tensors, stay->kept) : THPVariable_Wrap(stay->tensor);
 }
 
+// Python has it from now on, if not yet.
+void bring_over_with(PyObject *saved_tensors, Stay *stay) {
+    Own lock(get(saved_tensors, s__lock));
+    const Locked locked(lock.at, true);
+    if (stay->kept != nullptr) return;  // by another thread
+    if (stay->way == nullptr) {  // there was no memory when it was taken over
+        PyErr_NoMemory();
+        throw Failed();
+    }
+    const Own way(Py_NewRef(reinterpret_cast<PyObject *>(stay->way)));
+    bring_over(reinterpret_cast<Way *>(way.at));
+}
+
 // When backward needs a saved tensor.
 PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
     return guarded([&]() -> PyObject * {
@@ -92,10 +105,7 @@ PyObject *unpack_now(PyObject *saved_tensors, PyObject *packed) {
             if (stay->kept == nullptr) {
                 PyObject *tensor = unpack_stay(saved_tensors, stay);
                 if (tensor != nullptr || PyErr_Occurred()) return tensor;
-                if (stay->kept == nullptr) {
-                    const Own way(Py_NewRef(reinterpret_cast<PyObject *>(stay->way)));
-                    bring_over(reinterpret_cast<Way *>(way.at));
-                }
+                bring_over_with(saved_tensors, stay);
             }
             packed = stay->kept;
         }

@@ -68,36 +68,26 @@ PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, Py
     return storage.give();
 }
 
-// From now on `KeptTensors` has what stays, too, and a `Kept` stands for each `Stay`.
+// From now on `KeptTensors` has what stays, too, and a `Kept` stands for each `Stay`. Under the lock.
 void bring_over(const Way *way) {
-    Staying &staying = *way->staying;
-    count(way, -forget_released(staying));
-    if (staying.storages.empty()) return;
+    count(way, -forget_released(*way->staying));
+    if (way->staying->storages.empty()) return;
+    // What is made here may have Python's collector run, and with it anything: nothing is left for that to change.
+    const Leaving leaving(*way->staying);
     Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), by_address(take(way->kept, kept_tensors_by_address));
     Own released(take(way->kept, kept_tensors_released)), storages(checked(PyList_New(0)));
-    for (size_t at = 0; at < staying.storages.size(); ++at) {
-        const StayingStorage is = staying.storages[at];
+    for (const StayingStorage &is : leaving.storages) {
         Own address(checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl *>(is.address)))), ordinal(an_int(is.ordinal));
         Own storage(new_storage(address.at, Py_NewRef(ordinal.at), an_int(is.nbytes), an_int(is.counted_bytes), is.movable, is.block));
-        checked(PyList_Append(storages.at, is.num_live ? storage.at : Py_None));
+        checked(PyList_Append(storages.at, storage.at));
         if (!is.num_live) continue;
         checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
         checked(PyDict_SetItem(by_address.at, address.at, storage.at));
     }
-    for (size_t at = 0; at < staying.stays.size(); ++at) {
-        Stay *stay = staying.stays[at];
-        if (stay == nullptr) continue;
-        const Own held(Py_NewRef(reinterpret_cast<PyObject *>(stay)));
+    for (Stay *stay : leaving.stays) {
         PyObject *storage = PyList_GET_ITEM(storages.at, static_cast<Py_ssize_t>(stay->storage));
         stay->kept = new_kept(THPVariable_Wrap(stay->tensor), stay->version, stay->pointer, storage, released.at);
         stay->tensor.reset();  // else the memory would stay when the other lets go of it
-        staying.stays[at] = nullptr;
-        Py_CLEAR(stay->way);
-    }
-    staying = Staying();
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(storages.at); ++at) {
-        PyObject *storage = PyList_GET_ITEM(storages.at, at);
-        if (storage != Py_None && !see_int(storage, kept_storage_num_live)) forget_kept(way, storage);  // let go meanwhile
     }
 }
 

@@ -45,13 +45,15 @@ struct Classes {
 PyObject *first;  // (0,)
 
 #define NAMES(X) \
-    X(_arrived) X(_awaited) X(_backward_hooks) X(_backward_pre_hooks) X(_begin) X(_buffers) X(_current_level) X(_device) X(_dropped) X(_empty) \
-    X(_finish) X(_forget_unless_new) X(_forward_hooks) X(_forward_pre_hooks) X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_let_go) X(_mark) \
-    X(_modules) X(_name) X(_notice) X(_num_awaited) X(_parameters) X(_records) X(_run) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) X(begin) X(calls) X(capacity_bytes) X(closed) \
-    X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) X(get_state) X(has_changed) X(idle) \
-    X(inplace) X(is_about_to_change) X(is_ready) X(kind) X(known) X(layout) X(leaves) X(let_go) X(made) X(make_room) X(max_norm) X(moved_bytes) X(native) X(new) \
-    X(num_calls) X(num_used) X(out) X(over) X(pack) X(parts) X(passed) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) \
-    X(settle) X(settle_soon) X(shape) X(sources) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
+    X(_arrived) X(_awaited) X(_backward_hooks) X(_backward_pre_hooks) X(_begin) X(_buffers) X(_current_level) \
+    X(_device) X(_dropped) X(_empty) X(_finish) X(_forget_unless_new) X(_forward_hooks) X(_forward_pre_hooks) \
+    X(_give_back) X(_give_back_late) X(_is_compiling_flag) X(_is_leaf) X(_lock) X(_mark) X(_modules) X(_name) \
+    X(_notice) X(_num_awaited) X(_parameters) X(_records) X(_tiers) X(_within) X(acquire) X(append) X(appendleft) \
+    X(begin) X(calls) X(capacity_bytes) X(discard) X(drop) X(dtype) X(fetch) X(free) X(frees) X(generator) X(get) \
+    X(get_state) X(has_changed) X(idle) X(inplace) X(is_about_to_change) X(is_ready) X(kind) X(known) X(layout) \
+    X(leaves) X(let_go) X(made) X(make_room) X(max_norm) X(moved_bytes) X(new) X(num_calls) X(out) X(over) X(pack) \
+    X(parts) X(passed) X(phase) X(popleft) X(read_until) X(release) X(repeats) X(run) X(send) X(settle) \
+    X(settle_soon) X(shape) X(sources) X(unfinished) X(unpack) X(wait) X(wanted) X(within) X(written)
 #define DECLARE(name) PyObject *s_##name;
 NAMES(DECLARE)
 #undef DECLARE

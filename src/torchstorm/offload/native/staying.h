@@ -64,6 +64,25 @@ PyObject *stay_of_new(Way *way, const at::Tensor &tensor, const StayingStorage &
     return new_stay(way, tensor, staying.storages.size() - 1);
 }
 
+// All that stays, taken from its step, and held.
+struct Leaving {
+    std::vector<StayingStorage> storages;
+    std::vector<Stay *> stays;
+    explicit Leaving(Staying &staying) : storages(std::move(staying.storages)) {
+        for (Stay *stay : staying.stays) {
+            if (stay == nullptr) continue;
+            stays.push_back(reinterpret_cast<Stay *>(Py_NewRef(stay)));
+            Py_CLEAR(stay->way);  // whoever calls this holds it, too
+        }
+        staying = Staying();
+    }
+    Leaving(const Leaving &) = delete;
+    Leaving &operator=(const Leaving &) = delete;
+    ~Leaving() {
+        for (Stay *stay : stays) Py_DECREF(stay);
+    }
+};
+
 // Forgets the storages that autograd has let go of. Returns their bytes, which are to be uncounted.
 int64_t forget_released(Staying &staying) {
     int64_t nbytes = 0;
