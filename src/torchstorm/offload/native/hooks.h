@@ -76,7 +76,7 @@ PyObject *unpack_stay(PyObject *saved_tensors, Stay *stay) {
     if (is_closed(saved_tensors)) return nullptr;
     Own run(take(saved_tensors, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
     Way *way = way_of(settled.at, holder);
-    if (way != stay->way || see(run.at, running_open) != Py_None) return nullptr;
+    if (way == nullptr || way != stay->way || see(run.at, running_open) != Py_None) return nullptr;
     const StayingStorage &storage = way->staying->storages[stay->storage];
     if (!arrives(way, settled.at, storage.ordinal, storage.nbytes)) return nullptr;
     count_as_used(saved_tensors);
