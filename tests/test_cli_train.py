@@ -156,6 +156,7 @@ def test_the_entry_point_shows_its_commands(
     assert "train" in capsys.readouterr().out
 
 
+@pytest.mark.no_cover
 def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_losses_of_one_never_killed(
     long_run: list[str], losses_never_stopped: list[float], tmp_path: Path
 ) -> None:

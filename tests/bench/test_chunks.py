@@ -33,6 +33,7 @@ def test_the_small_case_is_split_and_its_gradients_are_those_of_checkpointing(tm
     assert "gradients within 0.0% of checkpointing in as many" in row["note"]
 
 
+@pytest.mark.no_cover
 def test_gradients_that_differ_show_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_compare", lambda *_: 0.5)
     row = run_chunks(SMALL, CPU, steps=1)

@@ -23,6 +23,7 @@ def ticks(spans: list[tuple[int, int]]) -> set[int]:
 
 @settings(max_examples=300, deadline=None)
 @given(copies=intervals, kernels=intervals)
+@pytest.mark.no_cover
 def test_overlap_is_the_share_of_copied_ticks_with_a_kernel(
     copies: list[tuple[int, int]], kernels: list[tuple[int, int]]
 ) -> None:

@@ -39,6 +39,7 @@ def run(text_file: Path, **options: Any) -> tuple[bool, str]:
     return near, said.getvalue()
 
 
+@pytest.mark.no_cover
 def test_losses_are_compared_written_and_drawn(text_file: Path, tmp_path: Path) -> None:
     file, picture = tmp_path / "learn.json", tmp_path / "learn.png"
     near, said = run(text_file, json_path=file, picture=picture)

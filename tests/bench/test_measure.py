@@ -200,6 +200,7 @@ def test_a_step_leaves_no_gradients_and_an_optimizer_changes_the_weights() -> No
         assert any(changed) == optimizer
 
 
+@pytest.mark.no_cover
 def test_a_session_that_measures_as_on_a_gpu_follows_a_plan_often_enough_to_be_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

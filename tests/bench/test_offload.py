@@ -104,6 +104,7 @@ def test_a_part_of_the_ways_runs_with_what_it_is_compared_with(tmp_path: Path) -
     assert [row.way for row in rows] == ["unlimited", "checkpoint", "unlimited-again"]
 
 
+@pytest.mark.no_cover
 def test_parts_of_a_run_come_together_in_one_file(tmp_path: Path) -> None:
     file = tmp_path / "offload.json"
     for name in ("checkpoint", "save_on_cpu"):

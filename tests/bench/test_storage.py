@@ -111,6 +111,7 @@ def test_the_disk_alone_is_checked_too(tmp_path: Path, monkeypatch: pytest.Monke
         loading.read_rows(path, 4096, 96, MIB)
 
 
+@pytest.mark.no_cover
 def test_a_bench_made_in_parts_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_SIZES", (MIB,))
     monkeypatch.setattr(storage, "_DEPTHS", (1,))

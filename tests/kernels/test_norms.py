@@ -167,6 +167,7 @@ def test_opcheck(centred: bool) -> None:
     torch.library.opcheck(norm_backward, (*given, False, False, torch.float32, "torch"))
 
 
+@pytest.mark.no_cover
 def test_compiled_without_a_break_and_not_again_for_another_number_of_rows() -> None:
     weight, bias = torch.randn(8), torch.randn(8)
 

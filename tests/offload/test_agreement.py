@@ -441,6 +441,7 @@ def test_a_step_that_fits_is_not_refused_for_one_before_it_whose_conclusion_has_
         assert all(error.__traceback__ is None for error in session._shared.refused.values()), "frames hold tensors"
 
 
+@pytest.mark.no_cover
 def test_what_waits_for_the_next_step_is_dropped_when_the_session_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = _room_for(monkeypatch, "as a step begins")
     choosing(monkeypatch, LEAN)

@@ -154,6 +154,7 @@ def test_a_choice_that_was_made_of_other_variants_is_not_taken(
 
 
 @pytest.mark.parametrize(("is_slower", "is_same"), [(True, True), (False, True), (True, False)])
+@pytest.mark.no_cover
 def test_the_variants_before_are_back_where_such_steps_take_longer_in_the_new_ones(
     is_slower: bool, is_same: bool, compiled: tuple[Session, CompiledBlocks]
 ) -> None:
@@ -208,6 +209,7 @@ def test_a_step_that_has_compiled_may_choose_if_blocks_were_timed_by_themselves(
 
 
 @pytest.mark.parametrize("is_timed", [False, True])
+@pytest.mark.no_cover
 def test_where_blocks_were_timed_by_themselves_the_second_step_is_planned_for_in_the_variants_that_the_first_chose(
     is_timed: bool, compiled: tuple[Session, CompiledBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,6 +298,7 @@ def test_where_nothing_can_move_blocks_begin_in_what_saves_least_and_a_small_bud
 
 
 @pytest.mark.usefixtures("quickly")
+@pytest.mark.no_cover
 def test_views_of_one_buffer_are_saved_as_one_storage_and_may_come_back_anywhere() -> None:
     """q, k and v are three strided views of one buffer, which moves as one."""
 

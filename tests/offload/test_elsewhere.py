@@ -55,6 +55,7 @@ def test_without_budgets_they_are_shares_of_the_machine() -> None:
     assert plan_of(disk=".").budget.disk == 500 * GIB
 
 
+@pytest.mark.no_cover
 def test_a_faster_machine_is_forecast_faster() -> None:
     times = [plan_of(machine=name).forecast.step_ms for name in ("rtx3090", "rtx4090", "a100", "h100", "gb200")]
     assert times == sorted(times, reverse=True)

@@ -224,6 +224,7 @@ def test_a_longer_step_than_all_before_follows_a_plan_at_once(
 
 
 @pytest.mark.parametrize(("share", "num_plans"), [(1e9, 1), (-1.0, 2)], ids=["as forecast", "otherwise"])
+@pytest.mark.no_cover
 def test_a_longer_step_is_planned_once_if_it_takes_what_was_forecast(
     share: float, num_plans: int, foreseen: list[Planned | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_a_foreseen_plan_goes_on_with_the_times_of_its_first_step_unless_these_a
     assert foresight.came_true(None, planned.trace, machine) is None
 
 
+@pytest.mark.no_cover
 def test_a_step_that_no_plan_fits_raises_before_the_model_runs_and_the_session_goes_on(tmp_path: Path) -> None:
     budget = unlimited_bytes(LONG) * 6 // 10
     plain, model = llama(), llama()

@@ -201,6 +201,7 @@ def test_rows_that_depend_on_others_are_noticed_whatever_is_ignored(
 @pytest.mark.usefixtures("all_are_worth_it")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.no_cover
 def test_steps_within_a_budget_have_the_bits_of_the_model_alone_at_lengths_that_change(
     dtype: torch.dtype, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

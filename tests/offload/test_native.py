@@ -135,6 +135,7 @@ def test_two_processes_that_need_it_at_once_build_it_once(
     assert library._path().read_bytes() == built.read_bytes()
 
 
+@pytest.mark.no_cover
 def test_a_process_that_ends_while_it_is_built_leaves_nothing_half_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

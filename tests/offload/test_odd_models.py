@@ -533,6 +533,7 @@ def test_a_slice_of_a_large_data_set_is_neither_moved_nor_counted_whole(how: str
     assert torch.equal(data, kept)
 
 
+@pytest.mark.no_cover
 def test_data_loader_workers_that_are_forked_in_a_step_do_not_touch_it(tmp_path: Path) -> None:
     """A forked child has the parent's Session; what it frees must not free or overwrite anything of the parent's."""
     torch.manual_seed(0)

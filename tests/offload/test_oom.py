@@ -232,6 +232,7 @@ def test_wherever_it_fails_the_result_is_that_of_the_same_split_without_a_failur
     assert_equal(expected, found)
 
 
+@pytest.mark.no_cover
 def test_what_fails_again_is_split_and_the_choice_remembered() -> None:
     """As if micro-batches of more than 100 samples never fitted."""
     model, sizes = nn.Linear(WIDTH, 8).double(), []
@@ -498,6 +499,7 @@ def test_a_plan_is_made_anew_with_more_slack_and_kept_to(faulty: tuple[Faults, n
     assert storm.report().num_in_force == 1
 
 
+@pytest.mark.no_cover
 def test_slack_that_nothing_fits_with_gives_way(faulty: tuple[Faults, nn.Module, Session]) -> None:
     """However often it fails, and whatever shape comes next: a step that the budget allows is not refused."""
     faults, model, storm = faulty

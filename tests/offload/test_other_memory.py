@@ -230,6 +230,7 @@ def test_a_plan_is_given_up_or_made_anew_where_a_smaller_step_takes_more_than_th
             assert any("allowed" in note or "more than the budget" in note for note in storm.report().notes)
 
 
+@pytest.mark.no_cover
 def test_pinned_memory_that_plans_have_no_use_for_is_given_back_when_the_device_is_idle_at_a_step_s_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -184,6 +184,7 @@ def test_threads_allocate_and_free_at_once(own: Library) -> None:
     assert own.own_memory_figures()[0] == before
 
 
+@pytest.mark.no_cover
 def test_a_forked_process_goes_on_with_it(own: Library) -> None:
     tensor, stop = large().fill_(3), threading.Event()
 

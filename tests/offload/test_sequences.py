@@ -145,6 +145,7 @@ def test_what_stays_waits_only_for_what_is_to_be_computed_again_from_it(
 
 @pytest.mark.parametrize("has_disk", [True, False], ids=["RAM and disk", "RAM alone"])
 @pytest.mark.parametrize("masked_from", [0, 3, NUM_BLOCKS - 1])
+@pytest.mark.no_cover
 def test_two_kinds_of_steps_that_take_turns_follow_two_plans(
     masked_from: int, has_disk: bool, tmp_path: Path, traced: list[Recorder]
 ) -> None:
@@ -180,6 +181,7 @@ def test_what_is_computed_again_is_exact_whichever_plan_a_step_ends_with(
     assert session.report().num_planned > 4
 
 
+@pytest.mark.no_cover
 def test_shorter_steps_go_over_to_the_plans_of_longer_ones(tmp_path: Path, traced: list[Recorder]) -> None:
     plain, model = network(), network()
     session = Session(model, ram=peak_bytes(PLAIN) * 6 // 10, disk=str(tmp_path))

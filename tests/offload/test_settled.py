@@ -80,6 +80,20 @@ class Chain(nn.Module):
         return x
 
 
+class Recurrent(nn.Module):
+    """Saves parts of one storage that have a version counter each, and whole tensors after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, content = self.cell(x)
+        hidden, content = self.cell(hidden, (hidden, content))
+        return self.layer(hidden).tanh().exp() * content
+
+
 def chain() -> Chain:
     torch.manual_seed(0)
     return Chain()
@@ -394,6 +408,43 @@ def test_what_cpp_keeps_is_there_for_python_once_that_asks(way: str, within: str
         assert residency.resident_bytes == residency.staging_bytes
     assert found[-1] >= (way != "tight"), found
     assert counted[-1] == 0
+
+
+@pytest.mark.parametrize(("num_layers", "make"), [(0, Chain), (0, Recurrent), (40, Chain), (40, Recurrent), (5, Chain)])
+def test_all_that_a_step_saved_beside_another_steps_graph_is_counted_off_again(
+    num_layers: int, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """With a budget of so many layers' results, 0 for none: what a plan was made for is not the room that there is."""
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    ram, disk = num_layers * LAYER_BYTES or None, str(tmp_path) if num_layers else None
+    with Session(model, ram=ram, disk=disk, recompute=False, unlimited=not num_layers) as session:
+        residency = session._shared.residency
+
+        def step(index: int) -> None:
+            for one in model, plain:
+                one.zero_grad()
+            with session.step():
+                model(data(index)).square().mean().backward()
+            plain(data(index)).square().mean().backward()
+            assert all(map(torch.equal, gradients(plain), gradients(model))), index
+
+        for index in range(5):
+            step(index)
+        with session.step():
+            held = model(data(5)).square().mean()
+        for index in range(3):
+            step(index)
+        held.backward()
+        plain(data(5)).square().mean().backward()
+        assert all(map(torch.equal, gradients(plain), gradients(model)))
+        with session._shared.saved._locked:
+            assert residency.resident_bytes == residency.staging_bytes
+        for index in range(3):
+            step(index)
+            with session._shared.saved._locked:
+                assert residency.resident_bytes == residency.staging_bytes, index
 
 
 def test_what_a_dropped_step_kept_is_gone_and_not_counted(way: str, tmp_path: Path) -> None:
@@ -803,6 +854,9 @@ def bytes_kept(model: nn.Module, *, by_cpp: bool) -> tuple[list[int], Counter[st
             with session.step():
                 model(data(index)).square().mean().backward()
             counted.append(session.usage().ram_bytes)
+            residency = session._shared.residency
+            with session._shared.saved._locked:
+                assert residency.resident_bytes == residency.staging_bytes, index
     return counted[4:], calls
 
 
@@ -814,7 +868,7 @@ def counting(method: Callable[..., object], name: str, calls: Counter[str]) -> C
     return counted
 
 
-@pytest.mark.parametrize("make", [Chain, Parts])
+@pytest.mark.parametrize("make", [Chain, Parts, Recurrent])
 def test_what_is_kept_without_a_plan_is_counted_alike_and_needs_no_python(make: Callable[[], nn.Module]) -> None:
     has_cpp = library.library() is not None
     by_python, _ = bytes_kept(make(), by_cpp=False)

@@ -127,6 +127,7 @@ def test_sizes_at_random_and_of_batches_too_are_exact_and_within_the_budget(tmp_
     assert training.largest.smaller
 
 
+@pytest.mark.no_cover
 def test_where_only_one_size_is_known_a_ninth_smaller_step_is_traced_and_tells_of_the_others(
     followed: list[Planned | None],
 ) -> None:
@@ -161,6 +162,7 @@ def test_sizes_of_which_the_traces_do_not_tell_are_told_by_a_step_that_is_traced
     assert followed[-1] is training.largest.smaller[3, FULL, 3, FULL]
 
 
+@pytest.mark.no_cover
 def test_operations_are_recorded_where_only_a_plan_for_smaller_steps_computes_anything_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -175,6 +177,7 @@ def test_operations_are_recorded_where_only_a_plan_for_smaller_steps_computes_an
     assert not plans.needs_operations(lambda _: False)
 
 
+@pytest.mark.no_cover
 def test_a_model_whose_steps_are_much_the_same_size_is_never_traced_for_smaller_ones(
     followed: list[Planned | None],
 ) -> None:
@@ -185,6 +188,7 @@ def test_a_model_whose_steps_are_much_the_same_size_is_never_traced_for_smaller_
     assert not training.largest.smaller
 
 
+@pytest.mark.no_cover
 def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
 ) -> None:
@@ -207,6 +211,7 @@ def test_a_plan_for_sizes_that_were_foreseen_too_small_is_given_up_and_the_repor
     assert "follow the one for larger steps again" in training.session.report().notes[-1]
 
 
+@pytest.mark.no_cover
 def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
     followed: list[Planned | None], beside: tuple[Training, Beside]
 ) -> None:
@@ -222,6 +227,7 @@ def test_a_better_plan_for_smaller_steps_is_searched_for_beside_training(
     assert followed[-1] is found
 
 
+@pytest.mark.no_cover
 def test_another_state_of_the_model_forgets_plans_for_smaller_steps(followed: list[Planned | None]) -> None:
     training = Training(0.6)
     for length in (SHORTER, FULL, FULL, FULL, 100, 100):
@@ -305,6 +311,7 @@ def test_no_memory_where_a_step_has_gone_over_from_a_plan_for_smaller_ones_costs
     assert len(given_up) == len(set(given_up)) == 1
 
 
+@pytest.mark.no_cover
 def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found_at_once(
     followed: list[Planned | None], beside: tuple[Training, Beside]
 ) -> None:
@@ -317,6 +324,7 @@ def test_where_the_process_that_searches_fails_plans_for_smaller_steps_are_found
     assert followed[-1] is training.largest.smaller[4, 100, 4, 100]
 
 
+@pytest.mark.no_cover
 def test_a_few_steps_alone_are_ready_to_be_traced_for_smaller_ones(
     monkeypatch: pytest.MonkeyPatch, followed: list[Planned | None]
 ) -> None:

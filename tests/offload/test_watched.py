@@ -156,6 +156,7 @@ CHANGES = [scaled, dropping, other_activation, other_branch, skipping, under_aut
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.no_cover
 def test_what_changes_between_two_steps_changes_their_gradients_and_nothing_else(
     change: Callable[[Ways], None], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ MIB = 2**20
 SLOW = Machine(name="slow", d2h_bytes_per_s=5e8, h2d_bytes_per_s=5e8)
 
 
+@pytest.mark.no_cover
 def test_more_budget_is_never_slower_and_ends_where_everything_is_kept() -> None:
     found = curve(blocks_trace(6, 4), SLOW, Budget(ram=2**34), num_points=8)
     assert found.tier == "vram"

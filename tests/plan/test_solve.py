@@ -94,6 +94,7 @@ def test_the_traces_of_these_tests_are_ones_that_a_recorder_makes(trace: Trace) 
 
 @settings(max_examples=80, deadline=None)
 @given(case=feasible(), machine=machines())
+@pytest.mark.no_cover
 def test_the_forecast_keeps_to_the_budget_and_is_what_the_placements_come_to(
     case: tuple[Trace, Budget], machine: Machine
 ) -> None:
@@ -129,6 +130,7 @@ def test_placements_follow_the_order_of_moments(case: tuple[Trace, Budget], mach
 
 @quick
 @given(trace=traces(padding=False, with_ops=False), machine=machines())
+@pytest.mark.no_cover
 def test_below_what_moving_everything_takes_there_is_no_plan(trace: Trace, machine: Machine) -> None:
     """Moving everything takes least where each travels alone and nobody else still holds it when it is needed."""
     assume(all(parcel.num_storages == 1 and parcel.owned <= parcel.needed for parcel in trace.parcels))
@@ -354,6 +356,7 @@ few_bytes = st.integers(0, 100_000)
 
 @quick
 @given(case=feasible(), machine=machines(), fast=few_bytes, ram=few_bytes, disk=few_bytes)
+@pytest.mark.no_cover
 def test_spare_is_room_that_nothing_planned_gets(
     case: tuple[Trace, Budget], machine: Machine, fast: int, ram: int, disk: int
 ) -> None:
@@ -413,6 +416,7 @@ def test_without_a_slower_tier_both_budgets_named_have_the_spare_in_them(
 
 @quick
 @given(trace=traces(), machine=machines(), spare_bytes=st.integers(1, 100_000))
+@pytest.mark.no_cover
 def test_what_a_slower_tier_lacks_has_the_spare_in_it(trace: Trace, machine: Machine, spare_bytes: int) -> None:
     limit = all_away_bytes(trace)
     slow = "disk" if trace.device == "cpu" else "ram"

@@ -286,6 +286,7 @@ def _work_in_a_spawned_process(path: str, index: int) -> int:
         return turn_of(index + 1, volume["x"][index + 1])
 
 
+@pytest.mark.no_cover
 def test_spawned_workers_open_it_for_themselves(tmp_path: Path) -> None:
     path = tmp_path / "spawned"
     with Volume.create(path, kinds={"x": KIND}) as volume:

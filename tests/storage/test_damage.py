@@ -86,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(bit=st.integers(0, 8 * SIZE - 1))
 @example(bit=0)
 @example(bit=8 * 4096 + 3)
+@pytest.mark.no_cover
 def test_a_flipped_bit_anywhere_is_told_or_is_padding(bit: int, folder: Path) -> None:
     content = bytearray(whole(folder))
     assert len(content) == SIZE
@@ -95,6 +96,7 @@ def test_a_flipped_bit_anywhere_is_told_or_is_padding(bit: int, folder: Path) ->
 
 @settings(max_examples=60, deadline=None)
 @given(sector=st.integers(0, SIZE // 512 - 1), kind=st.sampled_from(["zeros", "ones", "another", "noise"]))
+@pytest.mark.no_cover
 def test_a_sector_that_was_lost_or_came_from_elsewhere_is_told_or_is_padding(
     sector: int, kind: str, folder: Path
 ) -> None:

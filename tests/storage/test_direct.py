@@ -153,6 +153,7 @@ def test_offsets_no_file_has_are_refused(place: Path, offset: int) -> None:
         file.write_from(torch.zeros(1), offset)
 
 
+@pytest.mark.no_cover
 def test_neighbours_in_one_block_lose_nothing(place: Path) -> None:
     """Odd-sized pieces written side by side, at once, by many threads, through two files and another process."""
     path = place / "neighbours"

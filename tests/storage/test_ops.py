@@ -52,6 +52,7 @@ def test_both_pass_opcheck(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.no_cover
 def test_compiled_they_stay_in_the_graph(path: str) -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def add(x: torch.Tensor, offset: int) -> torch.Tensor:

@@ -62,6 +62,7 @@ def test_whole_pages_go_out_and_come_back_without_a_thread(file: DirectFile) -> 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
+@pytest.mark.no_cover
 def test_whatever_is_asked_for_has_the_bytes_that_were_written_last(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

@@ -81,6 +81,7 @@ actions = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(record_bytes=st.sampled_from([1, 7, 512, 4096, 5000]), todo=actions, seed=st.integers(0, 99))
+@pytest.mark.no_cover
 def test_any_writes_and_reads_agree_with_a_table_in_memory(
     record_bytes: int, todo: list[tuple[str, int, int]], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -123,6 +123,7 @@ def test_no_command_is_larger_than_asked_for(opened: Open) -> None:
     assert opened("mdts=1048576").command_bytes == 2**18
 
 
+@pytest.mark.no_cover
 def test_neighbours_in_one_sector_lose_nothing(opened: Open, disk: Path) -> None:
     sizes = [random.Random(0).choice([1, 3, 100, 777, 4096, 5000]) for _ in range(120)]
     offsets = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -151,6 +151,7 @@ def test_a_stop_in_the_last_step_still_ends_before_the_comparison(
     assert find_checkpoint(Path(options["out"])).record["run"]["weights_sha256"]
 
 
+@pytest.mark.no_cover
 def test_a_budget_below_what_is_needed_is_refused_before_any_weight_has_moved(
     options: dict[str, Any], tmp_path: Path, console: Console
 ) -> None:

@@ -48,6 +48,7 @@ def opened(path: Path, *, batch: int = 4, seq: int = 32, tokenizer: str = "bytes
     batch=st.integers(1, 9),
     seed=st.integers(0, 2**40),
 )
+@pytest.mark.no_cover
 def test_the_batches_are_those_of_the_text_for_any_lengths(
     tmp_path_factory: pytest.TempPathFactory, num_bytes: int, packed_seq: int, seq: int, batch: int, seed: int
 ) -> None:
@@ -132,6 +133,7 @@ def test_resuming_with_the_volume_of_another_text_is_refused(
         job.train({"data": str(tmp_path / "other.storm")}, resume=Path(options["out"]), console=console)
 
 
+@pytest.mark.no_cover
 def test_a_compared_run_under_a_budget_reads_the_same_batches_twice(
     options: dict[str, Any], volume: Path, tmp_path: Path, console: Console
 ) -> None:

@@ -72,7 +72,7 @@ PyObject *given_back(PyObject *saved_tensors, PyObject *kept) {
 
 // A tensor that stays, as backward needs it; nullptr without an error where Python must have it first.
 PyObject *unpack_stay(PyObject *saved_tensors, Stay *stay) {
-    if (version_of(stay->tensor) != stay->version || stay->tensor.const_data_ptr() != stay->pointer) return nullptr;
+    if (version_of(stay->tensor) != stay->version || stay->tensor.data_ptr() != stay->pointer) return nullptr;
     if (is_closed(saved_tensors)) return nullptr;
     Own run(take(saved_tensors, saved_tensors__run)), settled(take(run.at, running_settled)), holder;
     Way *way = way_of(settled.at, holder);

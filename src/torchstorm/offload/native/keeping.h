@@ -50,7 +50,7 @@ PyObject *new_kept(PyObject *alias, int64_t version, const void *pointer, PyObje
 }
 
 PyObject *new_kept(const at::Tensor &tensor, PyObject *storage, PyObject *released) {
-    return new_kept(THPVariable_Wrap(tensor.tensor_data()), version_of(tensor), tensor.const_data_ptr(), storage, released);
+    return new_kept(THPVariable_Wrap(tensor.tensor_data()), version_of(tensor), tensor.data_ptr(), storage, released);
 }
 
 // With the numbers' references taken over.

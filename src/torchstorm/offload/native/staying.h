@@ -38,7 +38,7 @@ PyObject *new_stay(Way *way, const at::Tensor &tensor, size_t storage) {
     Stay *self = reinterpret_cast<Stay *>(allocate(stay_type));
     new (&self->tensor) at::Tensor(tensor.tensor_data());
     self->version = version_of(tensor);
-    self->pointer = tensor.const_data_ptr();
+    self->pointer = tensor.data_ptr();  // not that of another storage, whose copy it is until it is written to
     self->way = reinterpret_cast<Way *>(Py_NewRef(way));
     self->storage = storage;
     self->place = way->staying->stays.size();
@@ -61,7 +61,12 @@ PyObject *stay_of_new(Way *way, const at::Tensor &tensor, const StayingStorage &
     Staying &staying = *way->staying;
     staying.by_address[storage.address] = staying.storages.size();
     staying.storages.push_back(storage);
-    return new_stay(way, tensor, staying.storages.size() - 1);
+    try {
+        return new_stay(way, tensor, staying.storages.size() - 1);
+    } catch (...) {
+        staying.released.push_back(staying.storages.size() - 1);  // its bytes are counted
+        throw;
+    }
 }
 
 // All that stays, taken from its step, and held.

@@ -157,7 +157,7 @@ class SavedTensors:
             self._run.tape.clear(is_over=not self.residency.known)
         # These refer back to it: without that, its end need not wait for the garbage collector.
         self._run.settled = self._run.watched = self._run.change = None
-        self._run, self.residency.waits = Running(policy=self._spot), None
+        self._run, self.residency.waits, self.residency.kept.by_cpp = Running(policy=self._spot), None, None
 
     # ------------------------------------------------------------------ hooks
 

@@ -167,9 +167,9 @@ class KeptTensors:
         """Whether autograd has let go of something that is still counted."""
         return bool(self.released) or (self.by_cpp is not None and self.by_cpp.is_waiting())
 
-    def bring_over(self) -> None:
-        """What C++ keeps is among these from now on."""
-        if self.by_cpp is not None:
+    def bring_over(self, address: int | None = None) -> None:
+        """What C++ keeps is among these from now on; with an address, if something there is among it."""
+        if self.by_cpp is not None and (address is None or self.by_cpp.holds(address)):
             self.by_cpp.bring_over()
 
     def in_step(self) -> dict[int, KeptStorage]:
@@ -179,7 +179,7 @@ class KeptTensors:
 
     def at(self, address: int) -> KeptStorage | None:
         """The latest one at an address."""
-        self.bring_over()
+        self.bring_over(address)
         return self.by_address.get(address)
 
     def holds(self, address: int) -> bool:
@@ -190,7 +190,7 @@ class KeptTensors:
 
     def has(self, tensor: torch.Tensor, address: int) -> bool:
         """Whether just these bytes of the storage at an address were saved."""
-        self.bring_over()
+        self.bring_over(address)
         for storage in self._all_at(address):
             for kept in storage.alive()[:1]:
                 if kept.tensor is not None and kept.version == tensor._version and share_a_counter(kept.tensor, tensor):
@@ -245,7 +245,8 @@ class KeptTensors:
             why: makes the error for who asks for them, from the name of the module that saved them.
             address: of a storage; None for the step.
         """
-        for storage in self.in_step().values():
+        self.bring_over(address)
+        for storage in self.by_ordinal.values():
             if address not in (None, storage.address):
                 continue
             self._count(-storage.counted_bytes)
@@ -261,7 +262,6 @@ class KeptTensors:
         """The running step is over, or no settled one any more: gives out what autograd still holds, uncounted."""
         self.settle()
         self.bring_over()
-        self.by_cpp = None
         storages, self.by_ordinal, self.by_address = list(self.by_ordinal.values()), {}, {}
         self.in_parts.clear()
         for storage in storages:
