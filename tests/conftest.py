@@ -72,9 +72,9 @@ QUICK = {
     "train/test_texts.py",
     "transfer/test_extents.py",
 }
-# Of a test's cases, so many are measured by coverage: the others reach nearly the same lines, and being measured takes
-# as long again as most tests do.
-NUM_CASES_MEASURED = 1
+# Of a test's cases, so many are measured by coverage: the others reach the same lines, and being measured takes as long
+# again as most tests do.
+NUM_CASES_MEASURED = 2
 
 
 @pytest.hookimpl(tryfirst=True)

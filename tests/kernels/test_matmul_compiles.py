@@ -91,7 +91,6 @@ def test_what_idle_warps_do_for_a_layer_compiles_without_spills(kind: str, dtype
 
 
 @pytest.mark.parametrize("arch", SHARED_BYTES)
-@pytest.mark.no_cover
 def test_cutlass_compiles(arch: str) -> None:
     layouts = tuple(LAYOUTS["wide" if arch == "sm_80" else "wide, both transposed"].items())
     registers, spilled = check(KERNELS["cutlass"].source(torch.bfloat16, layouts), arch)

@@ -154,7 +154,6 @@ def test_a_choice_that_was_made_of_other_variants_is_not_taken(
 
 
 @pytest.mark.parametrize(("is_slower", "is_same"), [(True, True), (False, True), (True, False)])
-@pytest.mark.no_cover
 def test_the_variants_before_are_back_where_such_steps_take_longer_in_the_new_ones(
     is_slower: bool, is_same: bool, compiled: tuple[Session, CompiledBlocks]
 ) -> None:
