@@ -58,10 +58,6 @@ bool arrives(Way *way, PyObject *settled, int64_t ordinal, int64_t nbytes) {
     return true;
 }
 
-void count_as_used(PyObject *saved_tensors) {
-    put_int(saved_tensors, saved_tensors_num_used, see_int(saved_tensors, saved_tensors_num_used) + 1);
-}
-
 // A tensor whose moment has come.
 PyObject *given_back(PyObject *saved_tensors, PyObject *kept) {
     if (see(kept, kept_placeholder) != Py_None)  // it has left the plan just now

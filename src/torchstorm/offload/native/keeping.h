@@ -70,17 +70,20 @@ PyObject *new_storage(PyObject *address, PyObject *ordinal, PyObject *nbytes, Py
 
 // From now on `KeptTensors` has what stays, too, and a `Kept` stands for each `Stay`. Under the lock.
 void bring_over(const Way *way) {
-    count(way, -forget_released(*way->staying));
+    settle_staying(way);
     if (way->staying->storages.empty()) return;
     // What is made here may have Python's collector run, and with it anything: nothing is left for that to change.
     const Leaving leaving(*way->staying);
     Own by_ordinal(take(way->kept, kept_tensors_by_ordinal)), by_address(take(way->kept, kept_tensors_by_address));
     Own released(take(way->kept, kept_tensors_released)), storages(checked(PyList_New(0)));
     for (const StayingStorage &is : leaving.storages) {
+        if (!is.num_live) {  // autograd has let go of it
+            checked(PyList_Append(storages.at, Py_None));
+            continue;
+        }
         Own address(checked(PyLong_FromVoidPtr(const_cast<c10::StorageImpl *>(is.address)))), ordinal(an_int(is.ordinal));
         Own storage(new_storage(address.at, Py_NewRef(ordinal.at), an_int(is.nbytes), an_int(is.counted_bytes), is.movable, is.block));
         checked(PyList_Append(storages.at, storage.at));
-        if (!is.num_live) continue;
         checked(PyDict_SetItem(by_ordinal.at, ordinal.at, storage.at));
         checked(PyDict_SetItem(by_address.at, address.at, storage.at));
     }

@@ -165,9 +165,14 @@ PyObject *way_holds(PyObject *self, PyObject *address) {
     });
 }
 
+// Uncounts what autograd has let go of, of what C++ keeps alone.
+void settle_staying(const Way *way) {
+    if (!way->staying->released.empty()) count(way, -forget_released(*way->staying));
+}
+
 // As `KeptTensors.settle`.
 void settle_kept(const Way *way) {
-    if (!way->staying->released.empty()) count(way, -forget_released(*way->staying));
+    settle_staying(way);
     Own released(take(way->kept, kept_tensors_released));
     while (size_of(released.at)) {
         Own storage(checked(PyObject_CallMethodNoArgs(released.at, s_popleft)));
@@ -185,8 +190,7 @@ void settle_kept(const Way *way) {
 
 PyObject *way_settle(PyObject *self, PyObject *) {
     return guarded([&]() -> PyObject * {
-        const Way *way = reinterpret_cast<Way *>(self);
-        count(way, -forget_released(*way->staying));
+        settle_staying(reinterpret_cast<Way *>(self));
         Py_RETURN_NONE;
     });
 }

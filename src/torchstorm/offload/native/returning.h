@@ -198,6 +198,10 @@ PyObject *rebuild(const Way *way, PyObject *saved, PyObject *view) {
     return tensor != nullptr ? tensor : checked(PyObject_CallMethodOneArg(view, s_over, there.at));
 }
 
+void count_as_used(PyObject *saved_tensors) {
+    put_int(saved_tensors, saved_tensors_num_used, see_int(saved_tensors, saved_tensors_num_used) + 1);
+}
+
 // As `SavedTensors.unpack` for a placeholder; nullptr without an error where that must be called.
 PyObject *unpack_placeholder(Way *way, PyObject *saved_tensors, PyObject *settled, PyObject *placeholder) {
     Own saved(take(placeholder, placeholder_saved)), tensor;
@@ -211,7 +215,7 @@ PyObject *unpack_placeholder(Way *way, PyObject *saved_tensors, PyObject *settle
     const Moment &one = moment_of(way, moment);
     if (one.kind != Moment::unpacks || one.ordinal != see_int(saved.at, saved_ordinal)) return nullptr;
     if (!fits(way, see_int(saved.at, saved_nbytes), one.nbytes)) return nullptr;
-    put_int(saved_tensors, saved_tensors_num_used, see_int(saved_tensors, saved_tensors_num_used) + 1);
+    count_as_used(saved_tensors);
     put_int(way->progress, running_moment, moment);
     begin(way, settled, one, moment);
     tensor.at = rebuild(way, saved.at, see(placeholder, placeholder_view));

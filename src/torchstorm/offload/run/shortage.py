@@ -133,14 +133,13 @@ class Gradients:
         self, tensors: Iterable[torch.Tensor], *, names: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> None:
         self._names = names
-        absent: list[torch.Tensor] = []
-        self._absent = absent
+        self._absent: list[torch.Tensor] = []
         self._present: list[tuple[torch.Tensor, StorageWeakRef | None, int]] = []
         self.nbytes = 0
         for tensor in tensors:
             gradient = tensor.grad
             if gradient is None:
-                absent.append(tensor)
+                self._absent.append(tensor)
             elif gradient.layout == torch.strided and type(gradient) is torch.Tensor:
                 self._present.append((tensor, StorageWeakRef(gradient.untyped_storage()), gradient._version))
                 self.nbytes += gradient.nbytes

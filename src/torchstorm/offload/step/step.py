@@ -62,8 +62,7 @@ class Step:
         shared.plans.begin(state)
         optimizer = shared.state.optimizer()
         held = held_by(optimizer) if optimizer is not None else []
-        are_of_model = tensors.numbers.issuperset(map(id, held))
-        others = () if are_of_model else {id(one): one for one in held if id(one) not in tensors.numbers}.values()
+        others = {id(one): one for one in held if id(one) not in tensors.numbers}.values()
         self._gradients = Gradients([*tensors.parameters, *others], names=partial(trained, shared.model, optimizer))
         self._inputs = NoteInputs(shared.saved, self._foresee)
         self._key: tuple[Any, ...] | None = None  # None: the step has saved nothing so far
