@@ -162,7 +162,17 @@ def test_one_whose_result_backward_saves_is_no_part_of_the_forward() -> None:
     assert forward_of_operations(replace(trace, storages=storages, moments=moments)) == [0.1, 0.0, 0.2, 0.0]
 
 
-def test_operations_tell_nothing_where_they_made_little_of_what_is_saved_or_run_on_a_cpu() -> None:
+def test_what_saved_a_storage_and_is_not_known_takes_what_was_measured() -> None:
+    trace = saving_step(1.0, 0.1, 0.2, 0.4)
+    storages = (*trace.storages[:2], replace(trace.storages[2], value=-1))
+    unknown = replace(trace, storages=storages, ops=trace.ops[:2], values=trace.values[:2])
+    assert forward_of_operations(unknown) == [0.1, 0.0, 0.2, 1.0, 0.0]
+    assert forward_of_operations(unknown, [2.0] * 5) == [0.1, 0.0, 0.2, 2.0, 0.0]
+    late = without_waiting(unknown)
+    assert [one.compute_s for one in late.moments] == [0.1, 0.0, 0.2, 1.0, 0.0, 0.5, 0.5, 0.5]
+
+
+def test_operations_tell_nothing_where_they_made_nothing_of_what_is_saved_or_run_on_a_cpu() -> None:
     assert forward_of_operations(saving_step(1.0, 0.1, 0.2, is_known=False)) is None
     assert forward_of_operations(saving_step(1.0, 0.1, 0.2, device="cpu")) is None
 
@@ -199,8 +209,8 @@ def test_a_compiled_block_that_was_timed_ran_in_the_interval_before_its_first_sa
     expected[ats[0]], expected[ats[1]] = 0.3, 0.5
     assert forward_of_operations(timed) == expected
     assert forward_of_operations(replace(timed, ops=())) is None, "nobody knows what else there was"
-    only_one = replace(timed, blocks_s=(("h.0", 0.3),))  # most bytes are of a block that was not
-    assert forward_of_operations(only_one) is None
+    expected[ats[1]] = expected[ats[2]] = 1.0  # as was measured
+    assert forward_of_operations(replace(timed, blocks_s=(("h.0", 0.3),))) == expected
 
 
 def test_what_was_compiled_in_backward_is_not_taken_for_the_models_work() -> None:

@@ -31,7 +31,6 @@ _FASTEST = 50  # the fastest 1/50 of these tells it
 _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
 LATE = 1.25  # times what its work takes: of a part of a step in which the device has waited for the host
-_MOST = 0.9  # of the saved bytes
 _BACKWARD = 2  # times what a forward takes
 _MOST_OF_BLOCKS = 0.25
 MOST_OF_FORWARD = 0.9  # after that, the last operations are often long, and the device comes late for them alone
@@ -64,36 +63,42 @@ def typical_ops(trace: Trace) -> tuple[Op, ...]:
     return taking(trace.ops, _at_the_memory_s_speed(trace, found) if trace.device == "cuda" else found)
 
 
-def forward_of_operations(trace: Trace) -> list[float] | None:
+def forward_of_operations(trace: Trace, measured: Sequence[float] | None = None) -> list[float] | None:
     """Seconds that the operations in every interval before backward take a GPU, however late the host may come.
 
     An operation ran before what it made, or what later ones made, was saved first; and a compiled block before what it
-    saved.
+    saved. What is not known to have made a saved storage, as a compiled loss, takes what was measured before it was.
+
+    Args:
+        trace: of the step.
+        measured: seconds of its intervals; None for those of the trace.
 
     Returns:
-        None on a CPU, where no operation was recorded, and where what made most of the saved bytes is not known, as in
-        a compiled block of which nothing was timed.
+        None on a CPU, and where nothing is known to have made what is saved.
     """
     if trace.device != "cuda" or not trace.ops:
         return None
-    movable = [one for one in trace.storages if one.parcel >= 0]
-    known_bytes = sum(
-        one.nbytes
-        for one in movable
-        if (one.value >= 0 and trace.values[one.value].op >= 0) or any(one.is_of(name) for name, _ in trace.blocks_s)
-    )
-    if known_bytes < _MOST * sum(one.nbytes for one in movable):
+    measured = [one.compute_s for one in trace.moments[: trace.turn]] if measured is None else measured
+    seconds, knows_any = [0.0] * trace.turn, False
+    for one in trace.storages:
+        if one.parcel < 0:
+            continue
+        if (one.value >= 0 and trace.values[one.value].op >= 0) or any(one.is_of(name) for name, _ in trace.blocks_s):
+            knows_any = True
+        elif one.made <= len(seconds):
+            seconds[one.made - 1] = measured[one.made - 1]
+    if not knows_any:
         return None
-    seconds = [0.0] * trace.turn
+    unknown = {at for at, took_s in enumerate(seconds) if took_s}
     for name, took_s in trace.blocks_s:
         at = trace.first_save(name) - 1
-        if at < len(seconds):
+        if at < len(seconds) and at not in unknown:
             seconds[at] += took_s
     at = trace.num_moments - 1
     for op in reversed(trace.ops):
         saved = [trace.values[value].storage for value in op.outputs]
         at = max(0, min([at, *(trace.storages[one].made - 1 for one in saved if one >= 0)]))
-        if at < len(seconds):  # backward saves, too, where a model's own checkpointing runs blocks again in it
+        if at < len(seconds) and at not in unknown:  # backward saves, too, where checkpointing runs blocks again in it
             seconds[at] += op.compute_s
     return seconds if any(seconds) else None
 

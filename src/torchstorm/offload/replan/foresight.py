@@ -77,7 +77,7 @@ def foresee(
         except BudgetError as too_little:
             error = error or too_little
             continue
-        found.kind = _kind(group, sizes, inputs)
+        found.kind, found.is_foreseen = _kind(group, sizes, inputs), True
         return found
     if error is not None and is_sure:
         raise error

@@ -70,8 +70,10 @@ class Planned:
         is_quick: whether it was found in little time, and a better one is searched for when its steps have been timed.
         is_unrecorded: whether the step was traced without its operations, and the next one is to be traced with them.
         stands_for_smaller: whether it stands for all plans that it can; see `Plans.stand_for_smaller`.
+        is_foreseen: whether what such steps take was never measured, but follows from steps of other sizes.
         margin_bytes: kept free beside the slack, by this plan and by better ones for such steps. As long as no step of
-            just their sizes has followed one, that is what may be missing from its forecast; then what was.
+            just their sizes has followed one, and where they are foreseen, that is what may be missing from its
+            forecast; else what was.
         smaller: those for much smaller steps, by the sizes of what the model is given in the largest of these. One has
             no plan while that is searched for, and where none fits.
         num_marked: steps that marked their waits, since it is in use.
@@ -101,6 +103,7 @@ class Planned:
     is_quick: bool = False
     is_unrecorded: bool = False
     stands_for_smaller: bool = False
+    is_foreseen: bool = False
     margin_bytes: int = 0
     smaller: dict[tuple[int, ...], Planned] = field(default_factory=dict)
     num_marked: int = 0
@@ -118,7 +121,8 @@ class Planned:
     def took_bytes(self, vram_bytes: int, *, is_exact: bool) -> None:
         """A step has followed it whose peak was this; `is_exact`: it was of just the sizes that the plan is for."""
         missed_bytes = max(0, vram_bytes - self.forecast.vram_bytes)
-        self.margin_bytes = missed_bytes if is_exact else max(self.margin_bytes, missed_bytes)
+        may_be_more = self.is_foreseen or not is_exact
+        self.margin_bytes = max(self.margin_bytes, missed_bytes) if may_be_more else missed_bytes
 
     def told(self) -> None:
         """Such a step is traced."""

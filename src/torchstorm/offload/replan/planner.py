@@ -70,7 +70,7 @@ class Planner(Problems):
         else:
             found = self.plan_within(0, trace, base_bytes, num_measured)
         if earlier is not None:
-            found.is_over, found.is_least = earlier.is_over, earlier.is_least
+            found.is_over, found.is_least, found.is_foreseen = earlier.is_over, earlier.is_least, earlier.is_foreseen
         return found
 
     def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:

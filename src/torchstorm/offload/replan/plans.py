@@ -197,8 +197,7 @@ class Plans:
         """Steps follow this plan from now on, maybe in another one's place."""
         if instead_of is not None:
             planned.kind = instead_of.kind
-            if instead_of in self._all:
-                self._all.remove(instead_of)
+            self._all = [one for one in self._all if one.kind is not planned.kind]
         elif planned.kind.is_of_rest:
             # What the first part of the other one was said to be made by was another step's.
             for one in [one for one in self._all if one.kind.is_of_rest and _are_alike(one, planned)]:

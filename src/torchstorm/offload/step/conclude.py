@@ -145,6 +145,7 @@ def _plan_next(shared: Shared, ended: Ended, recorder: Recorder | Pace) -> Plann
         found = found or planner.plan(
             trace, base_bytes=base, num_measured=num_measured, earlier=planned, margin_bytes=margin_bytes
         )
+        found.is_foreseen &= isinstance(recorder, Pace)
         blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
     except BudgetError as error:
         if planned is not None and planned.plan is not None and isinstance(recorder, Pace):

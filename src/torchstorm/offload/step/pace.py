@@ -142,7 +142,7 @@ class Pace:
         told_s = {id(mark): at for mark, at in self._marks}
         began_s = [told_s.get(id(left), math.inf) for (_, _, left, _), _ in intervals]  # the step's entry is no mark
         ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
-        return _stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
+        return stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
 
     def _without_own_cost(self, trace: Trace, plan: Plan, again: Mapping[int, Replay], seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
@@ -153,7 +153,7 @@ class Pace:
             return trace
         own = host_cost()
         following_s = own_s(own, again.values(), num_moved=plan.num_moved)
-        operations = forward_of_operations(trace)
+        operations = forward_of_operations(trace, seconds[:forward])
         if device_s > _LITTLE_MORE * host_s:
             if operations is not None:  # they were timed one by one, on a device that had rested before each
                 trace = slower(trace, min(_MOST_SLOWER, max(1.0, sum(seconds[:forward]) / sum(operations))))
@@ -183,7 +183,7 @@ class Pace:
             return 0.0, 0.0, 0.0
         marks = [(mark, at) for mark, at in self._marks if at <= stop_s]
         took_s = [after - before for (_, before), (_, after) in pairwise(marks)]
-        stalls_s = _stalls(took_s)
+        stalls_s = stalls(took_s)
         host_s = list(accumulate(map(operator.sub, took_s, stalls_s), initial=0.0))
         num_most = sum(passed_s <= MOST_OF_FORWARD * host_s[-1] for passed_s in host_s)
         if num_most < _FEW:
@@ -222,9 +222,9 @@ class Pace:
                 yield moment, max(0.0, took_s - again_s)
 
 
-def _stalls(took_s: list[float]) -> list[float]:
-    """Of times that the host took between marks, what it stood still: for a size that is new, cuDNN plans its attention
-    for 0.1 s, and cuBLAS chooses its kernels."""
+def stalls(took_s: list[float]) -> list[float]:
+    """Of seconds that the host took between marks, what it stood still: for a size that is new, cuDNN plans its
+    attention for 0.1 s, and cuBLAS chooses its kernels."""
     usual_s = sorted(took_s)[len(took_s) * 9 // 10] if took_s else 0.0
     return [one - usual_s if one > max(_STALL_S, _STALL * usual_s) else 0.0 for one in took_s]
 

@@ -204,7 +204,8 @@ class Step:
         if planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
             return None
-        if not self._fast.counts_all or planned.num_measured > 1 or not self._is_exact:
+        is_known = planned.num_measured > 1 or planned is self._foreseen  # all but its times
+        if not self._fast.counts_all or is_known or not self._is_exact:
             return Pace(self._fast, self._span.start)
         return self._recorder()
 
@@ -308,10 +309,11 @@ class Step:
             times = 1.0 if self._is_exact else shared.plans.nearly(followed, self._key, sizes)
         if self._larger is not None:
             times = 0.0
-        if followed is not None and fast.counts_all and vram > shared.tiers.fast_bytes and not times:
+        is_over = fast.counts_all and vram > shared.tiers.fast_bytes and not isinstance(recorder, Recorder)
+        if planned is not None and is_over and not times:
             if self._larger is not None:
-                give_up(followed, shared.planner, f"a step took {format_size(vram)}, more than the budget.")
-            elif shared.planner.learn_peak(followed, vram):
+                give_up(planned, shared.planner, f"a step took {format_size(vram)}, more than the budget.")
+            elif shared.planner.learn_peak(planned, vram):
                 shared.measured.plan_changed()
         if times and followed is not shared.plans.in_force:
             shared.plans.in_force = followed
