@@ -96,7 +96,7 @@ def times(trace: Trace) -> list[float]:
 
 
 def test_between_two_marks_time_is_shared_out_as_it_was_known(clock: Hand) -> None:
-    pace = Pace(ByHand(clock), 0.0)
+    pace = Pace(ByHand(clock), Span(clock))
     clock.now = 4.0
     pace.stop()
     clock.now = 9.0  # waited for a copy
@@ -107,14 +107,14 @@ def test_between_two_marks_time_is_shared_out_as_it_was_known(clock: Hand) -> No
 
 
 def test_what_was_not_known_is_shared_out_evenly(clock: Hand) -> None:
-    pace = Pace(ByHand(clock), 0.0)
+    pace = Pace(ByHand(clock), Span(clock))
     clock.now = 6.0
     pace.end(2)
     assert times(refined(pace, trace_of(0.0, 0.0, 0.0))) == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
-    pace = Pace(ByHand(clock), 0.0)
+    pace = Pace(ByHand(clock), Span(clock))
     for now in (1.0, 2.0):
         clock.now = now
         pace.stop()
@@ -126,7 +126,7 @@ def test_several_stops_at_a_moment_count_as_one(clock: Hand) -> None:
 
 
 def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
-    pace = Pace(ByHand(clock), 0.0)
+    pace = Pace(ByHand(clock), Span(clock))
     clock.now = 6.0
     pace.end(1)
     trace = trace_of(1.0, 1.0, 1.0)
@@ -143,7 +143,7 @@ def test_a_step_that_broke_off_says_nothing(clock: Hand) -> None:
 def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
     host_s: float, expected: list[float], clock: Hand, host_clock: Hand
 ) -> None:
-    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), Span(clock))
     clock.now = 4.0
     pace.stop()
     clock.now, host_clock.now = 9.0, host_s
@@ -154,7 +154,7 @@ def test_where_a_gpu_waits_for_the_host_alone_the_clock_goes_on(
 
 
 def test_what_copies_have_taken_from_the_cores_is_no_time_of_the_model(clock: Hand) -> None:
-    pace = Pace(ByHand(clock), 0.0)
+    pace = Pace(ByHand(clock), Span(clock))
     clock.now = 8.0
     pace.end(3)
     trace = with_parcel(trace_of(1.0, 1.0, 1.0, 1.0), nbytes=100)
@@ -170,7 +170,7 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
 
 
 @pytest.mark.usefixtures("short_way")
-@pytest.mark.parametrize("stall_s", [0.0, 0.09], ids=["", "once stood still"])
+@pytest.mark.parametrize("stalled", [0, 4, 1], ids=["", "once stood still", "stood still before the first mark"])
 @pytest.mark.parametrize(
     ("device_s", "copies_s", "idle_s", "forward_s"),
     [
@@ -181,12 +181,14 @@ def with_parcel(trace: Trace, *, nbytes: int) -> Trace:
     ],
 )
 def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_it(
-    device_s: float, copies_s: float, idle_s: float, forward_s: float, stall_s: float, clock: Hand, host_clock: Hand
+    device_s: float, copies_s: float, idle_s: float, forward_s: float, stalled: int, clock: Hand, host_clock: Hand
 ) -> None:
-    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    span, clock.now = Span(clock), clock.now + 1e-9
+    pace = Pace(ByHand(clock, is_beside_host=True), span)  # by a mark of its own, a little after the step's entry
     for moment in range(1, 11):  # the host is on its way for 1 ms before each moment of forward
-        host_clock.now += 1e-3 + stall_s * (moment == 4)  # as where a library chooses kernels for sizes that are new
-        clock.now += device_s + stall_s * (moment == 4)
+        stall_s = 0.09 * (moment == stalled)  # as where a library chooses kernels for sizes that are new
+        host_clock.now += 1e-3 + stall_s
+        clock.now += device_s + stall_s
         pace.stop()
         clock.now += copies_s
         pace.go_on(moment)
@@ -256,7 +258,7 @@ def test_operations_that_run_again_show_how_long_the_device_waited_within_their_
     gap_s: float, host_s: float, expected: float, clock: Hand, host_clock: Hand
 ) -> None:
     trace, plan = with_recomputing(gap_s=gap_s, seconds=5.0)
-    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), Span(clock))
     for moment in range(11, 21):
         clock.now, host_clock.now = clock.now + 1.0, host_clock.now + 0.1
         pace.stop()
@@ -272,7 +274,7 @@ def test_operations_of_a_forward_take_no_longer_together_than_it_was_seen_to_tak
 ) -> None:
     trace, _ = with_recomputing(gap_s=2.0, seconds=3.0)
     plan = plan_of(trace, *[Placement(tier="keep")] * 10)
-    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), Span(clock))
     for moment in range(1, 21):
         clock.now, host_clock.now = clock.now + 4.0, host_clock.now + 4.0  # the device may have waited for the host
         pace.stop()
@@ -297,7 +299,7 @@ def test_operations_take_a_gpu_that_is_always_at_work_as_much_longer_as_its_forw
     trace, _ = with_recomputing(gap_s=0.0, seconds=4.0)
     trace = replace(trace, blocks_s=(("a compiled block that saves nothing", 1e-9),))
     plan = plan_of(trace, *[Placement(tier="keep")] * 10)
-    pace = Pace(ByHand(clock, is_beside_host=True), 0.0)
+    pace = Pace(ByHand(clock, is_beside_host=True), Span(clock))
     for moment in range(1, 21):
         if moment != 11:  # nothing lies between what forward saves last and backward
             clock.now, host_clock.now = clock.now + took_s, host_clock.now + host_s

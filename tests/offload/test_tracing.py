@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchstorm.offload.fast import Cpu
 from torchstorm.offload.step import tracing
-from torchstorm.offload.step.clock import Clock
+from torchstorm.offload.step.clock import Clock, Span
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.trace import PACK
 
@@ -51,7 +51,7 @@ def measured(device: Late, steps: list[tuple[float, float, float]], *, reads: bo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "is_reached", device.is_reached)
         patch.setattr(time, "perf_counter", lambda: device.host_s)
-        recorder = Recorder(device, device.mark(), base_bytes=0, staging_bytes=0)
+        recorder = Recorder(device, Span(device), base_bytes=0, staging_bytes=0)
         recorder.arrive()
         for number, (host_s, device_s, hook_s) in enumerate(steps):
             recorder.name(PACK, number, 8)

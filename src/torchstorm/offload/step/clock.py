@@ -66,13 +66,14 @@ class Span:
 
     Attributes:
         start: its entry.
+        began_s: the host's clock then.
         waits: marks before and after the device may have had to wait for a copy; None where nobody takes them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.start = clock.mark()
-        self._began_s = time.perf_counter()
+        self.began_s = time.perf_counter()
         self.waits: list[tuple[object, object]] | None = None
         self._num_waits = 0  # in forward
         self._told: Took | None = None
@@ -87,7 +88,7 @@ class Span:
 
     def turned(self) -> None:
         """Backward begins."""
-        self._turn, self._host_s = self._clock.mark(), time.perf_counter() - self._began_s
+        self._turn, self._host_s = self._clock.mark(), time.perf_counter() - self.began_s
         self._num_waits = len(self.waits or ())
 
     def end(self) -> None:

@@ -6,7 +6,6 @@ looks as if there were time for many more copies.
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from torchstorm.offload.fast import FastTier
 from torchstorm.offload.native.library import library
 from torchstorm.offload.recompute import fused
 from torchstorm.offload.recompute.traced_ops import call_seconds
-from torchstorm.offload.step.clock import is_reached, seconds_between
+from torchstorm.offload.step.clock import Span, is_reached, seconds_between
 from torchstorm.offload.step.parcels import Call
 from torchstorm.plan.forecast import DISK, RAM, own_s
 from torchstorm.plan.machine import Machine
@@ -60,7 +59,7 @@ class Pace:
 
     Args:
         fast: the fast device.
-        start: the clock's mark at the step's entry.
+        span: of the step, which begins at its entry.
 
     Attributes:
         clock: of the device.
@@ -68,13 +67,14 @@ class Pace:
             host was ahead of it.
     """
 
-    def __init__(self, fast: FastTier, start: object) -> None:
+    def __init__(self, fast: FastTier, span: Span) -> None:
         self.clock = fast.clock()
         self.calls: list[Call] = []
         self._fast = fast
         self._marks: list[tuple[object, float]] = []  # and when the host has made each
         self._stopped = self.mark()
-        self._points: list[_Point] = [(0, start, start, 0.0)]
+        self._span = span
+        self._points: list[_Point] = [(0, span.start, span.start, 0.0)]
 
     def mark(self) -> object:
         """Takes the time."""
@@ -139,8 +139,8 @@ class Pace:
 
     def _stalls_within(self, intervals: list[tuple[_Point, _Point]]) -> list[float]:
         """What the host stood still in each."""
-        told_s = {id(mark): at for mark, at in self._marks}
-        began_s = [told_s.get(id(left), math.inf) for (_, _, left, _), _ in intervals]  # the step's entry is no mark
+        told_s = {id(mark): at for mark, at in [(self._span.start, self._span.began_s), *self._marks]}
+        began_s = [told_s[id(left)] for (_, _, left, _), _ in intervals]
         ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
         return stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
 
@@ -225,7 +225,7 @@ class Pace:
 def stalls(took_s: list[float]) -> list[float]:
     """Of seconds that the host took between marks, what it stood still: for a size that is new, cuDNN plans its
     attention for 0.1 s, and cuBLAS chooses its kernels."""
-    usual_s = sorted(took_s)[len(took_s) * 9 // 10] if took_s else 0.0
+    usual_s = sorted(took_s)[(len(took_s) - 1) * 9 // 10] if took_s else 0.0
     return [one - usual_s if one > max(_STALL_S, _STALL * usual_s) else 0.0 for one in took_s]
 
 

@@ -192,7 +192,7 @@ class Step:
 
     def _recorder(self) -> Recorder:
         staging_bytes = self._shared.residency.staging_bytes
-        return Recorder(self._fast, self._span.start, base_bytes=self._base_bytes, staging_bytes=staging_bytes)
+        return Recorder(self._fast, self._span, base_bytes=self._base_bytes, staging_bytes=staging_bytes)
 
     def _measure(self, planned: Planned) -> Recorder | Pace | None:
         """Who measures a step that follows a plan."""
@@ -206,7 +206,7 @@ class Step:
             return None
         is_known = planned.num_measured > 1 or planned is self._foreseen  # all but its times
         if not self._fast.counts_all or is_known or not self._is_exact:
-            return Pace(self._fast, self._span.start)
+            return Pace(self._fast, self._span)
         return self._recorder()
 
     def _change(self, departure: Departure, before: Table, table_of: TableOf) -> Choice:

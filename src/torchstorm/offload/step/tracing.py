@@ -10,7 +10,7 @@ from itertools import chain, repeat
 
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.traced_ops import TracedOps, call_seconds, made_before
-from torchstorm.offload.step.clock import is_reached, seconds_between
+from torchstorm.offload.step.clock import Span, is_reached, seconds_between
 from torchstorm.offload.step.known import SavedStorages
 from torchstorm.offload.step.pace import host_cost, stalls
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
@@ -65,12 +65,12 @@ class Recorder:
 
     Args:
         fast: the fast device.
-        start: the clock's mark at the step's entry.
+        span: of the step, which begins at its entry.
         base_bytes: as in `Trace`.
         staging_bytes: as in `Trace`.
     """
 
-    def __init__(self, fast: FastTier, start: object, *, base_bytes: int, staging_bytes: int) -> None:
+    def __init__(self, fast: FastTier, span: Span, *, base_bytes: int, staging_bytes: int) -> None:
         self.clock = fast.clock()
         self.calls: list[Call] = []  # whose times are being measured
         self._storages: list[StorageRecord] = []
@@ -90,8 +90,7 @@ class Recorder:
         self._planned_before: list[int] = []  # what the Session alone holds, by moment
         self._planned: list[int] = []
         self._is_paused = False
-        self._left = start
-        self._left_s = time.perf_counter()
+        self._left, self._left_s = span.start, span.began_s
         self._behind: object = None  # marks where the device begins to let the host ahead
         self._num_idle = 0  # times at which it had nothing to do then
         # What the Session held alone in the interval that is running: it is not "other".
