@@ -21,6 +21,7 @@ from torch import nn
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.replan import planner as planning
+from torchstorm.offload.replan import problems
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.planner import Planner
 from torchstorm.offload.report import first_said
@@ -52,7 +53,7 @@ def _beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans are made beside training, and the quick ones are stopped so soon that there may always be a better one.
     Training leaves a core for the search: steps that share theirs with it take very different times."""
     monkeypatch.setenv(PLAN_NOW, "0")
-    monkeypatch.setattr(planning, "_QUICK_S", 0.0)
+    monkeypatch.setattr(planning, "QUICK_S", 0.0)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -353,7 +354,7 @@ def test_a_plan_that_was_searched_for_by_times_which_steps_have_shown_to_be_wron
     planned.recent = [Took(0.5, waited_s=0.1)]
     trace = replace(planned.trace)
     monkeypatch.setattr(planning, "is_too_slow", lambda *_: True)
-    monkeypatch.setattr(planning, "explained", lambda *_: (trace, 1.0))
+    monkeypatch.setattr(problems, "explained", lambda *_: (trace, 1.0))
     before = planned.plan.placements
     is_another = storm._shared.planner.take_better()
     if num_lessons:  # enough
@@ -365,7 +366,7 @@ def test_a_plan_that_was_searched_for_by_times_which_steps_have_shown_to_be_wron
         assert planned.forecast.step_ms == 500.0
         assert planned.num_lessons == 1
         assert planned.asked is not None
-        assert planned.asked.time_limit_s == planning._QUICK_S
+        assert planned.asked.time_limit_s == planning.QUICK_S
     monkeypatch.undo()
     search_out(storm)
 
@@ -398,7 +399,8 @@ def test_on_a_gpu_steps_that_follow_a_quick_plan_are_timed_before_a_better_one_i
     assert now.plan.placements == quick.plan.placements
     assert not now.is_quick
     assert now.asked is not None
-    assert now.asked.time_limit_s == (planning._QUICK_S if is_late else planning._FULL_S)
+    assert now.asked.time_limit_s == (planning.QUICK_S if is_late else planning.FULL_S)
+    assert now.asked.start == now.plan.tiers, "the search begins with what is there"
     assert now.num_lessons == quick.num_lessons + is_late  # which are so many at most
     assert now.asked.than_s == pytest.approx(0.5, rel=0.1)  # by times that explain what the steps took
     search_out(storm)
@@ -675,7 +677,7 @@ from torch import nn
 from torchstorm import Session
 from torchstorm.offload.replan import planner
 
-planner._QUICK_S = 0.0
+planner.QUICK_S = 0.0
 model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(8)])
 storm = Session(model, ram="1200KiB")
 for index in range(4):
@@ -715,5 +717,5 @@ def test_a_quick_plan_that_smaller_steps_alone_follow_is_not_waited_for_to_be_ti
         with storm.step():
             storm._shared.model(torch.randn(192 + index, 64)).square().mean().backward()
     assert quick.asked is not None
-    assert quick.asked.time_limit_s == planning._FULL_S
+    assert quick.asked.time_limit_s == planning.FULL_S
     search_out(storm)

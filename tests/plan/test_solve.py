@@ -16,9 +16,10 @@ from plan import naive
 from plan.naive import all_away_bytes, all_kept_bytes
 from plan.traces import is_parcel_valid, machines, trace_of, traces
 from torchstorm.errors import BudgetError, PlanError
-from torchstorm.plan.forecast import Placement
+from torchstorm.plan.forecast import DISK, KEEP, RAM, Placement
 from torchstorm.plan.machine import Machine
 from torchstorm.plan.plan import Budget, Plan
+from torchstorm.plan.recompute import RECOMPUTE
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Op, SavedStorage, Trace, Value
 
@@ -264,6 +265,18 @@ def test_without_a_slower_tier_what_can_be_computed_again_makes_room(trace: Trac
 def test_the_same_question_has_the_same_answer(case: tuple[Trace, Budget], machine: Machine) -> None:
     trace, budget = case
     assert solve(trace, machine, budget) == solve(trace, machine, budget)
+
+
+@pytest.mark.no_cover
+@quick
+@given(case=feasible(), machine=machines(), data=st.data())
+def test_whatever_a_search_begins_with_a_plan_keeps_to_the_budget(
+    case: tuple[Trace, Budget], machine: Machine, data: st.DataObject
+) -> None:
+    trace, budget = case
+    tiers, num = st.sampled_from([KEEP, RECOMPUTE, RAM, DISK]), len(trace.parcels)
+    start = data.draw(st.lists(tiers, min_size=num, max_size=num))
+    assert_keeps_to(solve(trace, machine, budget, time_limit_s=0.0, start=start), budget)
 
 
 @quick

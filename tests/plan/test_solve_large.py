@@ -136,6 +136,28 @@ def test_the_best_plan_so_far_is_taken_when_time_runs_out(time_limit_s: float) -
     assert plan.notes == (f"The planner stopped after {time_limit_s:g} s with the best plan it had found.",)
 
 
+@pytest.mark.parametrize("ram", [AMPLE, 0], ids=["", "no slower tier"])
+def test_another_plan_shows_the_way_in_no_time(ram: int) -> None:
+    trace = gpt_trace(10, tokens=4096, sequences=4)
+    budget = Budget(vram=10 * GIB if ram else 14 * GIB, ram=ram)
+    found = solve(trace, H200, budget, time_limit_s=UNHURRIED_S)
+    shown = solve(trace, H200, budget, time_limit_s=0.0, start=found.tiers)
+    assert shown.forecast.step_ms <= found.forecast.step_ms * 1.001
+    alone = solve(trace, H200, budget, time_limit_s=0.0)
+    assert alone.forecast.step_ms > found.forecast.step_ms * 1.01
+    assert solve(trace, H200, budget, time_limit_s=0.0, start=found.tiers[1:]).placements == alone.placements
+
+
+@pytest.mark.parametrize("ram", [AMPLE, 0], ids=["", "no slower tier"])
+def test_a_plan_that_needs_too_much_for_a_larger_step_shows_the_way_all_the_same(ram: int) -> None:
+    budget = Budget(vram=10 * GIB if ram else 14 * GIB, ram=ram)
+    smaller, larger = (gpt_trace(10, tokens=tokens, sequences=4) for tokens in (4096, 4224))
+    found = solve(smaller, H200, budget, time_limit_s=UNHURRIED_S)
+    shown, alone = (solve(larger, H200, budget, time_limit_s=0.0, start=one) for one in (found.tiers, ()))
+    assert_keeps_to(shown, budget)
+    assert shown.forecast.step_ms < alone.forecast.step_ms
+
+
 def test_a_search_is_no_longer_than_what_it_may_gain_repays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same step on a device ten thousand times as fast, where there is next to nothing to gain: far fewer choices
     are tried, and the plan is as good."""

@@ -39,7 +39,7 @@ class Problem:
     """What `solve` is asked.
 
     Attributes:
-        trace, machine, budget, spare, time_limit_s, fixed: as in `solve`.
+        trace, machine, budget, spare, time_limit_s, fixed, start: as in `solve`.
         than_s: seconds of a step by the plan that the answer is to be better than.
         blocks: of which variants are chosen first, from plans that each take so much time; None for a plan alone.
     """
@@ -51,6 +51,7 @@ class Problem:
     time_limit_s: float
     than_s: float
     fixed: dict[int, str]
+    start: tuple[str, ...] = ()
     blocks: Blocks | None = None
 
 
@@ -185,14 +186,14 @@ def main() -> None:
 
 
 def _solved(problem: Problem) -> dict[str, object] | Choice | None:
-    def plan_of(trace: Trace, fixed: dict[int, str]) -> Plan:
-        budget, limit_s = problem.budget, problem.time_limit_s
-        return solve(trace, problem.machine, budget, spare=problem.spare, time_limit_s=limit_s, fixed=fixed)
+    def plan_of(trace: Trace, fixed: dict[int, str], start: tuple[str, ...]) -> Plan:
+        asked = trace, problem.machine, problem.budget
+        return solve(*asked, spare=problem.spare, time_limit_s=problem.time_limit_s, fixed=fixed, start=start)
 
     if (blocks := problem.blocks) is not None:
-        return choose_variants(problem.trace, blocks, lambda trace: plan_of(trace, {}))
+        return choose_variants(problem.trace, blocks, lambda trace: plan_of(trace, {}, ()))
     with suppress(BudgetError):
-        plan = plan_of(problem.trace, problem.fixed)
+        plan = plan_of(problem.trace, problem.fixed, problem.start)
         return {"placements": plan.placements, "forecast": plan.forecast, "notes": plan.notes}
     return None
 

@@ -73,6 +73,11 @@ class Plan:
     simulated: bool = False
     workload: Workload | None = None
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """What becomes of each parcel: its placement's tier."""
+        return tuple(one.tier for one in self.placements)
+
     def moved_bytes(self, tier: str) -> int:
         """Bytes that a step moves to a tier ("ram" or "disk")."""
         return sum(

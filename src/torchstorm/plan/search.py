@@ -88,10 +88,16 @@ class Search:
         limit: bytes of the fast tier.
         deadline: end of the search, by `time.perf_counter`.
         fixed: code of every parcel whose choice is made already.
+        start: a choice that is likely to be good; None where there is none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, limit: int, deadline: float, fixed: Mapping[int, int] = MappingProxyType({})
+        self,
+        scheduler: Scheduler,
+        limit: int,
+        deadline: float,
+        fixed: Mapping[int, int] = MappingProxyType({}),
+        start: bytes | None = None,
     ) -> None:
         self.scheduler, self.limit, self.deadline = scheduler, limit, deadline
         self.complete = True
@@ -105,6 +111,7 @@ class Search:
         # The search for a choice that fits must not depend on measured times: a budget that an error message names as
         # sufficient must be sufficient in the next step, whose times differ.
         self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
+        self._start = start
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
         self._has_fitting = False  # whether a choice that fits is known
@@ -126,7 +133,7 @@ class Search:
         if math.prod(len(choices) for choices in options) <= _EXHAUSTIVE:
             return self._try_all(options)
         ranked = self._ranked(self._starts(self._groups))[:_STARTS]
-        fitting = self._ranked(self._fitting())[:_STARTS]
+        fitting = self._ranked(itertools.chain(self._begun(), self._fitting()))[:_STARTS]
         if ranked[0].over_bytes and not any(found.fits for found in fitting):
             ranked, fitting = self._ranked(self._starts(self._by_bytes))[:_STARTS], []
         starts = sorted([*ranked, *fitting], key=lambda found: found.score)
@@ -255,15 +262,35 @@ class Search:
                 sorted(rest, key=lambda number: (-parcels[number].nbytes, parcels[number].sealed)),
                 rest[::-1],
             ):
-                low, high = 1, len(order)
-                while low < high:
-                    middle = (low + high) // 2
-                    if self._is_too_much(_changed(bytes(base), (order[:middle], away))):
-                        low = middle + 1
-                    else:
-                        high = middle
-                if order:
-                    yield _changed(bytes(base), (order[:low], away))
+                yield from self._least(bytes(base), order, away)
+
+    def _begun(self) -> Iterator[bytes]:
+        """The start; where it is too much, with as few more parcels that move, or are computed again, as have to."""
+        if self._start is None:
+            return
+        yield self._start
+        if self._is_too_much(self._start):
+            code = self.scheduler.away if self.scheduler.away != KEPT else RECOMPUTED
+            kept = [
+                number
+                for one in self._groups
+                for number in one.members
+                if self._start[number] == KEPT and (code != RECOMPUTED or self._able[number])
+            ]
+            for order in kept, kept[::-1]:
+                yield from self._least(self._start, order, code)
+
+    def _least(self, base: bytes, order: list[int], code: int) -> Iterator[bytes]:
+        """The choice in which the fewest parcels, the first in an order, have a code for the rest to fit."""
+        low, high = 1, len(order)
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_too_much(_changed(base, (order[:middle], code))):
+                low = middle + 1
+            else:
+                high = middle
+        if order:
+            yield _changed(base, (order[:low], code))
 
     def _is_too_much(self, choice: bytes | bytearray) -> bool:
         least = self.scheduler.lower_bound(bytes(choice))

@@ -7,7 +7,7 @@ Memory is limited in every interval. `search` generates choices, `schedule` comp
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -40,6 +40,7 @@ def solve(
     slow_own_bytes: int = 0,
     time_limit_s: float = 10.0,
     fixed: Mapping[int, str] = MappingProxyType({}),
+    start: Sequence[str] = (),
 ) -> Plan:
     """Plans a step.
 
@@ -53,6 +54,8 @@ def solve(
         slow_own_bytes: bytes of a slower tier that a Session needs besides planned ones, before it has a plan.
         time_limit_s: seconds after which the best plan found so far is returned, with a note.
         fixed: parcel -> its tier, where that is decided already. Where no plan fits with these, they are left out.
+        start: of every parcel the tier that it has by another plan, for a step like this one. The search begins with
+            it, so that it is soon as good. Empty for none, and left out where it is of another number of parcels.
 
     Returns:
         The fastest plan found whose forecast is within the budget on every tier. With few parcels all choices are
@@ -74,7 +77,8 @@ def solve(
         disk_bytes=budget.disk - spare.disk if budget.disk else None,
     )
     codes = {number: _code(tier, scheduler) for number, tier in fixed.items()}
-    search = Search(scheduler, limit, deadline, codes)
+    begin = bytes(_code(tier, scheduler) for tier in start) if len(start) == len(trace.parcels) else None
+    search = Search(scheduler, limit, deadline, codes, begin)
     found = search.run()
     if codes and not found.fits:
         search = Search(scheduler, limit, deadline)

@@ -73,7 +73,8 @@ def foresee(
                 planner.quick_plan(trace, base_bytes)  # where the least that it takes fits, the step itself will tell
                 is_sure = False
                 continue
-            found = planner.plan(trace, base_bytes=base_bytes, num_measured=1)
+            like = max(group, key=lambda one: one.planned.trace.saved_bytes).planned.plan
+            found = planner.plan(trace, base_bytes=base_bytes, num_measured=1, like=like)
         except BudgetError as too_little:
             error = error or too_little
             continue

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from torchstorm.errors import BudgetError
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan.explain import MISS, explained, is_too_slow, stated
+from torchstorm.offload.replan.explain import MISS, is_too_slow, stated
 from torchstorm.offload.replan.planned import NOISE, NUM_JUDGED, Planned
 from torchstorm.offload.replan.plans import Plans
-from torchstorm.offload.replan.problems import Problems
+from torchstorm.offload.replan.problems import FULL_S, QUICK_S, SHORT_S, Problems
 from torchstorm.offload.replan.proven import as_it_was, last_proven
 from torchstorm.offload.run.shortage import Shortage, plan_with_slack
 from torchstorm.offload.step.clock import Took
@@ -30,7 +30,6 @@ from torchstorm.sizes import format_size
 _MOST_LESSONS = 3  # of one plan: a machine whose times keep changing is not chased for ever
 _MARGIN_BYTES = 2**20
 _NUM_UNTIMED = 12  # smaller steps by a quick plan, while none tells what it takes
-_QUICK_S, _FULL_S = 0.3, 10.0  # time limits of the search: while a step waits, and else
 
 
 class Planner(Problems):
@@ -50,13 +49,21 @@ class Planner(Problems):
         self._chosen: tuple[Planned, Blocks, Choice] | None = None
 
     def plan(
-        self, trace: Trace, *, base_bytes: int, num_measured: int, earlier: Planned | None = None, margin_bytes: int = 0
+        self,
+        trace: Trace,
+        *,
+        base_bytes: int,
+        num_measured: int,
+        earlier: Planned | None = None,
+        margin_bytes: int = 0,
+        like: Plan | None = None,
     ) -> Planned:
         """Makes a plan that keeps the slack free, and a margin if any does: `unseen_bytes` where none was followed yet.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
             earlier, margin_bytes: the plan that such steps followed, and what it kept free beside the slack.
+            like: a plan for steps of the same operations.
 
         Raises:
             BudgetError: as `solve` does.
@@ -64,29 +71,31 @@ class Planner(Problems):
         margin_bytes = self.unseen_bytes if num_measured == 1 else margin_bytes
         for free_bytes in sorted({self.slack_bytes + margin_bytes, self.slack_bytes} - {0}, reverse=True):
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
-                found = self.plan_within(free_bytes, trace, base_bytes, num_measured)
+                found = self.plan_within(free_bytes, trace, base_bytes, num_measured, like)
                 found.margin_bytes = free_bytes - self.slack_bytes
                 break
         else:
-            found = self.plan_within(0, trace, base_bytes, num_measured)
+            found = self.plan_within(0, trace, base_bytes, num_measured, like)
         if earlier is not None:
             found.is_over, found.is_least, found.is_foreseen = earlier.is_over, earlier.is_least, earlier.is_foreseen
         return found
 
-    def plan_within(self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int) -> Planned:
+    def plan_within(
+        self, slack_bytes: int, trace: Trace, base_bytes: int, num_measured: int, like: Plan | None = None
+    ) -> Planned:
         """Makes a plan that keeps so much of the budget free, and has a better one searched for if there may be one.
 
         Raises:
             BudgetError: as `solve` does, however quick: no time limit ends its search before a plan fits.
         """
-        problem = self._problem(
-            slack_bytes, trace, base_bytes, time_limit_s=_FULL_S if self._beside is None else _QUICK_S
-        )
+        limit_s = FULL_S if self._beside is None else QUICK_S if like is None else SHORT_S
+        problem = self._problem(slack_bytes, trace, base_bytes, time_limit_s=limit_s, start=like)
         found = self._solve(problem)
         plan = stated(found, self.machine())
         planned = Planned(plan, trace, plan.forecast, base_bytes, num_measured)
         if self._beside is not None and plan.notes:  # the time was up
-            planned.asked = replace(problem, time_limit_s=_FULL_S, than_s=found.forecast.step_ms / 1e3)
+            than_s = found.forecast.step_ms / 1e3
+            planned.asked = replace(problem, time_limit_s=FULL_S, than_s=than_s, start=found.tiers)
             self._beside.ask(planned.asked)
         return planned
 
@@ -108,14 +117,14 @@ class Planner(Problems):
         """
         found = replace(planned, num_measured=num_measured, times_s=[], recent=[], num_marked=0, num_far=0)
         if self._beside is not None:  # else the search has failed meanwhile
-            self._search_beside(self._beside, found, plan, trace, limit_s=_QUICK_S, blocks=blocks)
+            self._search_beside(self._beside, found, plan, trace, limit_s=QUICK_S, blocks=blocks)
         return found
 
     def search_after_choice(self, planned: Planned, blocks: Blocks | None) -> None:
         """Compiled blocks stay as they are, so what was put off is searched for; or other variants, of these blocks."""
         if self._beside is not None and planned.plan is not None:
             known = planned, planned.plan, planned.trace, planned.forecast
-            self._search_beside(self._beside, *known, limit_s=_QUICK_S, blocks=blocks)
+            self._search_beside(self._beside, *known, limit_s=QUICK_S, blocks=blocks)
 
     @property
     def has_chosen(self) -> bool:
@@ -141,9 +150,8 @@ class Planner(Problems):
     ) -> None:
         """A plan goes on for a step of other times, and a better one is searched for. Its forecast is what it takes by
         those times, or what was measured."""
-        problem = self._problem(
-            self.slack_bytes + planned.margin_bytes, trace, planned.base_bytes, time_limit_s=limit_s
-        )
+        slack_bytes = self.slack_bytes + planned.margin_bytes
+        problem = self._problem(slack_bytes, trace, planned.base_bytes, time_limit_s=limit_s, start=plan)
         than_s = forecast_s(problem.trace, plan.placements, problem.machine)
         planned.trace, planned.asked = trace, replace(problem, than_s=than_s, blocks=blocks)
         plan = replace(plan, trace=problem.trace)
@@ -165,7 +173,7 @@ class Planner(Problems):
         if planned.num_smaller >= _NUM_UNTIMED:
             planned.is_quick = False
             known = planned, planned.plan, planned.trace, planned.forecast
-            self._search_beside(self._beside, *known, limit_s=_FULL_S)
+            self._search_beside(self._beside, *known, limit_s=FULL_S)
 
     def plan_smaller(self, larger: Planned, trace: Trace) -> Planned:
         """A plan for smaller steps than another's, of the same operations: it has none as long as that is searched for
@@ -177,7 +185,7 @@ class Planner(Problems):
         """
         found = replace(larger, plan=None, trace=trace, smaller={}, untold={}, asked=None, replaced=None)
         found.margin_bytes = self.unseen_bytes
-        time_limit_s, free_bytes = _QUICK_S if self._beside is None else _FULL_S, self.slack_bytes + found.margin_bytes
+        time_limit_s, free_bytes = QUICK_S if self._beside is None else FULL_S, self.slack_bytes + found.margin_bytes
         problem = self._problem(free_bytes, trace, larger.base_bytes, time_limit_s=time_limit_s)
         if self._beside is not None:
             found.asked = problem
@@ -199,10 +207,6 @@ class Planner(Problems):
             tier=self._tiers.fast.name,
         )
         return anew
-
-    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan:
-        """A plan that need not be the best, to compare many steps by. Raises BudgetError as `solve` does."""
-        return self._solve(self._problem(self.slack_bytes, trace, base_bytes, time_limit_s=_QUICK_S))
 
     def renewed(self, planned: Planned, base_bytes: int) -> Planned:  # pragma: gpu
         """A plan for the same step beside so much memory that is not the Session's.
@@ -268,10 +272,10 @@ class Planner(Problems):
         if planned.plan is None:  # it is for smaller steps, which have followed a larger plan so far
             planned.plan, planned.forecast = plan, plan.forecast
             return False
-        may_be_wrong = problem.time_limit_s < _FULL_S and planned.num_lessons < _MOST_LESSONS
+        may_be_wrong = problem.time_limit_s < FULL_S and planned.num_lessons < _MOST_LESSONS
         if may_be_wrong and is_too_slow(planned.trace, planned.plan, planned.recent):
             planned.num_lessons += 1  # steps have shown meanwhile that it is no plan for them
-            self._search_by_steps(beside, planned, planned.plan, planned.took_s, limit_s=_QUICK_S)
+            self._search_by_steps(beside, planned, planned.plan, planned.took_s, limit_s=QUICK_S)
             return False
         is_better = better.forecast.step_ms < problem.than_s * 1e3 and plan.forecast.step_ms < planned.to_beat_ms
         now = planned
@@ -279,13 +283,12 @@ class Planner(Problems):
             now = replace(planned, plan=plan, forecast=plan.forecast, times_s=[], recent=[], num_marked=0)
             now.fastest_s = math.inf
             now.replaced = last_proven(planned)
-        is_quick = bool(better.notes) and problem.time_limit_s < _FULL_S  # the time was up
+        is_quick = bool(better.notes) and problem.time_limit_s < FULL_S  # the time was up
         if is_quick and self._times_first:
             now.is_quick, now.num_smaller = True, 0
         elif is_quick:
-            now.asked = replace(
-                problem, time_limit_s=_FULL_S, than_s=min(problem.than_s, better.forecast.step_ms / 1e3)
-            )
+            than_s = min(problem.than_s, better.forecast.step_ms / 1e3)
+            now.asked = replace(problem, time_limit_s=FULL_S, than_s=than_s, start=better.tiers)
             beside.ask(now.asked)
         elif not is_better:
             planned.plan = replace(planned.plan, notes=better.notes)
@@ -362,7 +365,7 @@ class Planner(Problems):
             is_poor = min(one.waited_s or 0.0 for one in planned.recent) > NOISE * measured_s
             is_poor &= planned.num_lessons < _MOST_LESSONS
             searched = replace(planned, times_s=[], num_lessons=planned.num_lessons + is_poor)
-            limit_s = _QUICK_S if is_poor else _FULL_S
+            limit_s = QUICK_S if is_poor else FULL_S
             self._search_by_steps(self._beside, searched, plan, measured_s, limit_s=limit_s)
             return searched
         if planned.num_lessons >= _MOST_LESSONS or abs(measured_s - expected_s) <= NOISE * measured_s:
@@ -379,7 +382,7 @@ class Planner(Problems):
             self.lessons.append(said + "the forecast was corrected.")
             return corrected
         if self._beside is not None:
-            self._search_by_steps(self._beside, corrected, plan, measured_s, limit_s=_QUICK_S)
+            self._search_by_steps(self._beside, corrected, plan, measured_s, limit_s=QUICK_S)
             self.lessons.append(said + "the forecast was corrected, and a better plan is searched for beside training.")
             return corrected
         trace = self._explained(planned, plan)
@@ -391,10 +394,3 @@ class Planner(Problems):
             self.lessons.append(said + "such steps were planned anew.")
             return anew
         return corrected
-
-    def _explained(self, planned: Planned, plan: Plan) -> Trace:
-        """The trace with times that explain what steps took: the fastest one."""
-        trace, self._link_share = explained(
-            *(planned.trace, plan, planned.recent, planned.fastest_s, self._tiers.machine()), self._link_share
-        )
-        return trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchstorm.offload.budget import Tiers
-from torchstorm.offload.replan.explain import counted_on, slowed
+from torchstorm.offload.replan.explain import counted_on, explained, slowed
 from torchstorm.offload.replan.planned import Planned
 from torchstorm.offload.replan.plans import Plans
 from torchstorm.plan.beside import Problem
@@ -15,6 +15,8 @@ from torchstorm.plan.plan import Plan
 from torchstorm.plan.solve import shift_base, solve
 from torchstorm.plan.trace import Trace
 
+# Time limits of the search: while a step waits, where another plan shows it the way or none does, and else.
+SHORT_S, QUICK_S, FULL_S = 0.1, 0.3, 10.0
 _UNSEEN_PART = 100  # of the budget
 
 
@@ -53,7 +55,9 @@ class Problems:
         is_less = delta < -limit // 20 and not planned.is_from_user
         return delta > self._tiers.spare.vram // 2 or is_less
 
-    def _problem(self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float) -> Problem:
+    def _problem(
+        self, slack_bytes: int, trace: Trace, base_bytes: int, *, time_limit_s: float, start: Plan | None = None
+    ) -> Problem:
         return Problem(
             trace=shift_base(trace, base_bytes - trace.base_bytes) if self._tiers.fast.counts_all else trace,
             machine=counted_on(self.machine()),
@@ -62,6 +66,7 @@ class Problems:
             time_limit_s=time_limit_s,
             than_s=math.inf,
             fixed=self._plans.placed_before(trace),
+            start=start.tiers if start is not None else (),
         )
 
     def _solve(self, problem: Problem) -> Plan:
@@ -75,4 +80,16 @@ class Problems:
             slow_own_bytes=max((parcel.nbytes for parcel in problem.trace.parcels), default=0) + SLOT_BYTES,
             time_limit_s=problem.time_limit_s,
             fixed=problem.fixed,
+            start=problem.start,
         )
+
+    def quick_plan(self, trace: Trace, base_bytes: int) -> Plan:
+        """A plan that need not be the best, to compare many steps by. Raises BudgetError as `solve` does."""
+        return self._solve(self._problem(self.slack_bytes, trace, base_bytes, time_limit_s=QUICK_S))
+
+    def _explained(self, planned: Planned, plan: Plan) -> Trace:
+        """The trace with times that explain what steps took: the fastest one."""
+        trace, self._link_share = explained(
+            *(planned.trace, plan, planned.recent, planned.fastest_s, self._tiers.machine()), self._link_share
+        )
+        return trace
