@@ -24,6 +24,7 @@ from torchstorm.offload.session import Session
 from torchstorm.offload.step import step as step_module
 from torchstorm.offload.step.pace import Pace
 from torchstorm.offload.step.saving import buffers_of
+from torchstorm.offload.step.shared import Retiming
 from torchstorm.offload.step.tracing import Recorder
 from torchstorm.plan.forecast import forecast_s
 from torchstorm.plan.scaled import Known, scaled
@@ -231,27 +232,41 @@ def test_on_a_gpu_a_foreseen_step_is_timed_and_its_memory_is_not_measured_anew(
         gradients(model, LONG, session)
         assert began == [Pace]
         gradients(model, LONG, session)
-    assert began == [Pace, Pace], "now that libraries have chosen their kernels"
+        assert began == [Pace, Pace], "now that libraries have chosen their kernels"
+        # One that comes while the device has not come to the end of a timed step is timed the next time.
+        pending = session._shared.retiming = Retiming(Mock(is_reached=False), Mock(), 1.0)
+        gradients(model, 2 * LONG, session)
+        assert foreseen[-1] is not None
+        assert began == [Pace, Pace]
+        assert session._shared.retiming is pending
+        session._shared.retiming = None
+        gradients(model, 2 * LONG, session)
+    assert began == [Pace] * 3
 
 
 @pytest.mark.no_cover
 def test_on_a_gpu_a_foreseen_step_that_exceeds_the_budget_is_planned_anew_at_once(
     foreseen: list[Planned | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, more_bytes, peak_bytes = Rehearsal(monkeypatch, link_bytes_per_s=1e12), [0], Fast.peak_bytes
-    monkeypatch.setattr(Fast, "peak_bytes", lambda self: peak_bytes(self) + more_bytes[0])
-    with gpu.meter, gpu.session(model := llama(), vram := 2**27) as session:
+    gpu, least_bytes, peak_bytes = Rehearsal(monkeypatch, link_bytes_per_s=1e12), [0], Fast.peak_bytes
+    monkeypatch.setattr(Fast, "peak_bytes", lambda self: max(peak_bytes(self), least_bytes[0]))
+    with gpu.meter, gpu.session(model := llama(), vram := 2**25) as session:
         for length in (SHORT, SHORT, LONGER, LONGER):
             gradients(model, length, session)
-        more_bytes[0] = vram
+        least_bytes[0] = vram + 1000
         gradients(model, LONG, session)
-        planner, told = session._shared.planner, foreseen[-1]
-        now = session._shared.plans.in_force
+        told, now = foreseen[-1], session._shared.plans.in_force
+        least_bytes[0] = 0
+        gradients(model, LONG, session)
+        then = session._shared.plans.in_force
     assert told is not None
-    assert now is not None
-    assert now.kind is told.kind
-    assert now.is_over or now.is_least
-    assert any("forecast" in lesson for lesson in planner.lessons)
+    assert told.plan is not None
+    for planned in now, then:
+        assert planned is not None
+        assert planned.plan is not None
+        assert planned.kind is told.kind
+        assert planned.is_over
+        assert planned.plan.forecast.vram_bytes < told.plan.forecast.vram_bytes
 
 
 @pytest.mark.no_cover

@@ -212,6 +212,15 @@ def test_what_a_plan_takes_the_host_of_a_gpu_counts_where_the_device_waits_for_i
     assert sum(times(found)[10:]) == pytest.approx(5e-3)
 
 
+def test_a_stall_is_what_is_far_beyond_the_usual_time_of_as_many_moments_and_few_tell_nothing() -> None:
+    usual = [1e-3] * 10
+    assert pacing._stalls([*usual, 60e-3], [1] * 11) == pytest.approx([0.0] * 10 + [59e-3])
+    assert pacing._stalls([*usual, 60e-3], [*[1] * 10, 55]) == [0.0] * 11, "it has as many moments"
+    assert pacing._stalls([*usual, 160e-3], [*[1] * 10, 55]) == pytest.approx([0.0] * 10 + [105e-3])
+    assert pacing._stalls([1e-3, 1e-3, 60e-3], [1, 1, 1]) == [0.0] * 3
+    assert pacing._stalls([], []) == []
+
+
 def with_recomputing(*, gap_s: float, seconds: float) -> tuple[Trace, Plan]:
     """Ten storages, each computed again by its own operation, which is said to take `gap_s` longer than it does."""
     num = 10

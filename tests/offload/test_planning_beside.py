@@ -54,6 +54,7 @@ def _beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Training leaves a core for the search: steps that share theirs with it take very different times."""
     monkeypatch.setenv(PLAN_NOW, "0")
     monkeypatch.setattr(planning, "QUICK_S", 0.0)
+    monkeypatch.setattr(problems, "QUICK_S", 0.0)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

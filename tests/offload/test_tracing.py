@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +48,6 @@ def measured(device: Late, steps: list[tuple[float, float, float]], *, reads: bo
     returns what each interval is said to take. The host reads the result of each, if it does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "is_reached", device.is_reached)
-        patch.setattr(time, "perf_counter", lambda: device.host_s)
         recorder = Recorder(device, Span(device), base_bytes=0, staging_bytes=0)
         recorder.arrive()
         for number, (host_s, device_s, hook_s) in enumerate(steps):
@@ -81,22 +78,8 @@ def test_an_interval_takes_what_the_device_takes_for_it_and_the_step_no_longer_t
 
 
 def test_a_host_that_is_late_for_longer_than_the_device_is_told_to_wait_is_noticed() -> None:
-    found = measured(Late(), [(4e-3, 1e-4, 1e-4), (AHEAD_S + 9e-3, 1e-4, 1e-4), (4e-3, 1e-4, 1e-4)])
+    found = measured(Late(), [(1e-3, 1e-4, 1e-4), (AHEAD_S + 5e-3, 1e-4, 1e-4), (1e-3, 1e-4, 1e-4)])
     assert found[1] > 1e-3
-
-
-def test_a_device_has_no_work_while_its_host_stands_still_as_for_a_size_that_is_new() -> None:
-    usual = (1e-3, 3e-4, 1e-4)
-    found = measured(Late(), [*[usual] * 10, (0.1, 3e-4, 1e-4), *[usual] * 9])
-    assert found[10] <= usual[0] + 1e-9
-    assert found[:10] + found[11:] == pytest.approx([3e-4] * 19)
-
-
-def test_a_host_that_stood_still_since_it_waited_for_the_device_takes_no_known_work_off_it() -> None:
-    interval = tracing._Interval(marks=[(0.0, 0.1)])
-    assert interval.took_s(0.09, 0.0) == pytest.approx(0.01)
-    assert interval.took_s(0.09, 0.04) == pytest.approx(0.04)
-    assert interval.took_s(0.09, 0.2) == pytest.approx(0.1)
 
 
 def test_a_host_that_waits_for_the_device_all_the_time_is_not_made_to_wait_each_time() -> None:

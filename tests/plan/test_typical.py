@@ -12,6 +12,7 @@ from torchstorm.plan.typical import (
     forward_of_operations,
     spare_s,
     typical,
+    with_forward,
     without_compilation,
     without_waiting,
 )
@@ -166,10 +167,29 @@ def test_what_saved_a_storage_and_is_not_known_takes_what_was_measured() -> None
     trace = saving_step(1.0, 0.1, 0.2, 0.4)
     storages = (*trace.storages[:2], replace(trace.storages[2], value=-1))
     unknown = replace(trace, storages=storages, ops=trace.ops[:2], values=trace.values[:2])
-    assert forward_of_operations(unknown) == [0.1, 0.0, 0.2, 1.0, 0.0]
-    assert forward_of_operations(unknown, [2.0] * 5) == [0.1, 0.0, 0.2, 2.0, 0.0]
-    late = without_waiting(unknown)
-    assert [one.compute_s for one in late.moments] == [0.1, 0.0, 0.2, 1.0, 0.0, 0.5, 0.5, 0.5]
+    assert forward_of_operations(unknown, [0.1, 0.0, 0.2, 2.0, 0.0]) == [0.1, 0.0, 0.2, 2.0, 0.0]
+    late = without_waiting(unknown)  # all take 1.0, and of the 4.0 beside it operations take 0.3
+    assert [one.compute_s for one in late.moments] == pytest.approx([0.1, 0.0, 0.2, 0.075, 0.0, 0.5, 0.5, 0.5])
+
+
+def test_what_an_unknown_function_takes_lies_before_the_first_of_what_it_saves() -> None:
+    trace = saving_step(1.0, 0.1, 0.2, 0.4)  # of the three, the first is saved twice
+    storages = (*trace.storages[:2], replace(trace.storages[2], value=-1))
+    measured = [0.1, 0.0, 6.0, 1e-6, 0.0]  # it saved what the second operation made, and then something of its own
+    unknown = replace(trace, storages=storages, ops=trace.ops[:2], values=trace.values[:2])
+    assert forward_of_operations(unknown, measured) == pytest.approx([0.1, 0.0, 6.0, 0.0, 0.0], rel=1e-4)
+
+
+def test_what_is_unknown_is_late_with_what_is_known() -> None:
+    trace = saving_step(0.2, 0.1, 0.2, 0.4)
+    storages = (*trace.storages[:2], replace(trace.storages[2], value=-1))
+    unknown = replace(trace, storages=storages, ops=trace.ops[:2], values=trace.values[:2])
+    measured = [0.2, 0.2, 0.2, 0.6, 0.0]  # of the 0.6 s beside it, operations take 0.3
+    found = forward_of_operations(unknown, measured)
+    assert found == pytest.approx([0.1, 0.0, 0.2, 0.3, 0.0])
+    stretched = with_forward(unknown, found or [], 6.0)
+    again = forward_of_operations(stretched)
+    assert again == pytest.approx(found), "however often a forward is made as long as its host takes"
 
 
 def test_operations_tell_nothing_where_they_made_nothing_of_what_is_saved_or_run_on_a_cpu() -> None:
@@ -209,8 +229,8 @@ def test_a_compiled_block_that_was_timed_ran_in_the_interval_before_its_first_sa
     expected[ats[0]], expected[ats[1]] = 0.3, 0.5
     assert forward_of_operations(timed) == expected
     assert forward_of_operations(replace(timed, ops=())) is None, "nobody knows what else there was"
-    expected[ats[1]] = expected[ats[2]] = 1.0  # as was measured
-    assert forward_of_operations(replace(timed, blocks_s=(("h.0", 0.3),))) == expected
+    expected[ats[1]] = expected[ats[2]] = 1.0 * 0.3 / 3.0  # as late as the block that was timed, and what is beside it
+    assert forward_of_operations(replace(timed, blocks_s=(("h.0", 0.3),))) == pytest.approx(expected)
 
 
 def test_what_was_compiled_in_backward_is_not_taken_for_the_models_work() -> None:

@@ -1,8 +1,9 @@
 """What a Session costs the host: steps so small that the device waits for it, and where their time goes.
 
-Hugging Face models with random weights, on 64 tokens. A Session that keeps everything only counts and guards. One that
-follows the plan of a full batch, within the peak of the model's own checkpointing, also moves and computes again what
-that plan says, however little of it there is.
+Hugging Face models with random weights, on 64 tokens. Hooks that do nothing show what PyTorch takes to call any, and a
+Session must have some. One that keeps everything only counts and guards. One that follows the plan of a full batch,
+within the peak of the model's own checkpointing, also moves and computes again what that plan says, however little of
+it there is.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
     measure("none", contextlib.nullcontext)
     budget = _peak_of(Meter(training), partial(checkpointing, None), device)
     measure("checkpoint", contextlib.nullcontext, around=partial(checkpointing, None))
+    measure("hooks that do nothing", partial(torch.autograd.graph.saved_tensors_hooks, _as_it_is, _as_it_is))
     with Session(training.model, optimizer=training.optimizer, unlimited=True) as session:
         library.wait()  # what a compiler builds beside a machine's first Session
         measure("session, unlimited", session.step, session)
@@ -172,6 +174,10 @@ def run_host(case: ModelCase, device: torch.device, record: Record[HostRow], *, 
         _settle(Meter(training), session, _FULL_STEPS)
         measure("session, plan of a full batch", session.step, session)
     clean(device)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _few_tokens_of(training: Training) -> Training:

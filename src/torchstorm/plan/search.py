@@ -111,7 +111,7 @@ class Search:
         # The search for a choice that fits must not depend on measured times: a budget that an error message names as
         # sufficient must be sufficient in the next step, whose times differ.
         self._by_bytes = sorted(self._groups, key=lambda one: (-one.nbytes, one.members))
-        self._start = start
+        self._start = self._allowed(start) if start is not None else None
         self._largest_step = 1 << max((len(one.members) for one in self._groups), default=1).bit_length() - 1
         self._seen: dict[bytes, Schedule | None] = {}
         self._has_fitting = False  # whether a choice that fits is known
@@ -152,7 +152,7 @@ class Search:
         if best.seconds > self.scheduler.compute_s * (1 + _GOOD):
             # A step cannot become faster than its compute. Where that is close, as in steps of a few milliseconds, a
             # long search takes more than a training would ever gain. The forecast says how close, and no clock does, so
-            # that a trace always has the same plan.
+            # that a trace always has the same plan, if the search begins alike.
             num_parcels = len(self._able)
             repaid = (best.seconds - self.scheduler.compute_s) * _REPAID / (_STEP_S * num_parcels)
             most = min(_STEPS * num_parcels, _STEPS * 10_000 // num_parcels)
@@ -160,6 +160,12 @@ class Search:
             if repaid > most:
                 best = self._exchanged(best, most)
         return self._keeping_more(best)
+
+    def _allowed(self, choice: bytes) -> bytes:
+        """A choice with what is fixed as it is, and nothing computed again that cannot be."""
+        codes = dict(enumerate(choice)) | self._fixed
+        able, away = self._able, self.scheduler.away
+        return bytes(away if code == RECOMPUTED and not able[at] else code for at, code in codes.items())
 
     def _annealed(self, best: Schedule, num_steps: int) -> Schedule:
         groups = [(one.members, tuple(self._options(one))) for one in self._groups]
@@ -271,12 +277,8 @@ class Search:
         yield self._start
         if self._is_too_much(self._start):
             code = self.scheduler.away if self.scheduler.away != KEPT else RECOMPUTED
-            kept = [
-                number
-                for one in self._groups
-                for number in one.members
-                if self._start[number] == KEPT and (code != RECOMPUTED or self._able[number])
-            ]
+            numbers = (number for one in self._groups for number in one.members if self._start[number] == KEPT)
+            kept = [number for number in numbers if code != RECOMPUTED or self._able[number]]
             for order in kept, kept[::-1]:
                 yield from self._least(self._start, order, code)
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from torchstorm.plan.trace import Op, Trace, taking
+from torchstorm.plan.trace import PACK, Op, Trace, taking
 
 _FAR = 2.0  # times as long as usual
 _FEW = 4  # of a kind, of which nobody knows what is usual
@@ -30,6 +30,7 @@ _LARGE_BYTES = 2**25  # of an operation that tells the memory's speed
 _FASTEST = 50  # the fastest 1/50 of these tells it
 _SLOWER = 1.5  # than that speed, most are
 _BEGIN_S = 5e-6
+_BETWEEN_SAVES_S = 1e-5  # more than two marks with nothing between them
 LATE = 1.25  # times what its work takes: of a part of a step in which the device has waited for the host
 _BACKWARD = 2  # times what a forward takes
 _MOST_OF_BLOCKS = 0.25
@@ -67,7 +68,8 @@ def forward_of_operations(trace: Trace, measured: Sequence[float] | None = None)
     """Seconds that the operations in every interval before backward take a GPU, however late the host may come.
 
     An operation ran before what it made, or what later ones made, was saved first; and a compiled block before what it
-    saved. What is not known to have made a saved storage, as a compiled loss, takes what was measured before it was.
+    saved. What is not known to have made a saved storage, as a compiled loss, takes what was measured before it saved
+    anything; by as much less as was measured beside the operations that are known.
 
     Args:
         trace: of the step.
@@ -79,17 +81,16 @@ def forward_of_operations(trace: Trace, measured: Sequence[float] | None = None)
     if trace.device != "cuda" or not trace.ops:
         return None
     measured = [one.compute_s for one in trace.moments[: trace.turn]] if measured is None else measured
-    seconds, knows_any = [0.0] * trace.turn, False
+    seconds, unknown, knows_any = [0.0] * trace.turn, set[int](), False
     for one in trace.storages:
         if one.parcel < 0:
             continue
         if (one.value >= 0 and trace.values[one.value].op >= 0) or any(one.is_of(name) for name, _ in trace.blocks_s):
             knows_any = True
         elif one.made <= len(seconds):
-            seconds[one.made - 1] = measured[one.made - 1]
+            unknown.add(_begin_of(trace, one.made - 1, measured))
     if not knows_any:
         return None
-    unknown = {at for at, took_s in enumerate(seconds) if took_s}
     for name, took_s in trace.blocks_s:
         at = trace.first_save(name) - 1
         if at < len(seconds) and at not in unknown:
@@ -100,7 +101,19 @@ def forward_of_operations(trace: Trace, measured: Sequence[float] | None = None)
         at = max(0, min([at, *(trace.storages[one].made - 1 for one in saved if one >= 0)]))
         if at < len(seconds) and at not in unknown:  # backward saves, too, where checkpointing runs blocks again in it
             seconds[at] += op.compute_s
+    beside_s = sum(took_s for at, took_s in enumerate(measured) if at not in unknown)
+    share = min(1.0, sum(seconds) / beside_s) if beside_s else 1.0
+    for at in unknown:
+        seconds[at] = measured[at] * share
     return seconds if any(seconds) else None
+
+
+def _begin_of(trace: Trace, at: int, measured: Sequence[float]) -> int:
+    """The interval in which a function ran that had saved something at its end. It saves all at once, whoever has made
+    it, and a device has nothing to do in between."""
+    while at and measured[at] < _BETWEEN_SAVES_S and trace.moments[at].kind == PACK:
+        at -= 1
+    return at
 
 
 def beside_the_host(operations: list[float], base_s: float) -> tuple[list[float], float]:

@@ -55,20 +55,21 @@ class Planner(Problems):
         base_bytes: int,
         num_measured: int,
         earlier: Planned | None = None,
-        margin_bytes: int = 0,
+        margin_bytes: int | None = None,
         like: Plan | None = None,
     ) -> Planned:
         """Makes a plan that keeps the slack free, and a margin if any does: `unseen_bytes` where none was followed yet.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
-            earlier, margin_bytes: the plan that such steps followed, and what it kept free beside the slack.
+            earlier, margin_bytes: the plan that such steps followed, and what is kept free beside the slack; None: its.
             like: a plan for steps of the same operations.
 
         Raises:
             BudgetError: as `solve` does.
         """
-        margin_bytes = self.unseen_bytes if num_measured == 1 else margin_bytes
+        if num_measured == 1 or margin_bytes is None:
+            margin_bytes = self.unseen_bytes if num_measured == 1 else earlier.margin_bytes if earlier else 0
         for free_bytes in sorted({self.slack_bytes + margin_bytes, self.slack_bytes} - {0}, reverse=True):
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
                 found = self.plan_within(free_bytes, trace, base_bytes, num_measured, like)
@@ -88,7 +89,8 @@ class Planner(Problems):
         Raises:
             BudgetError: as `solve` does, however quick: no time limit ends its search before a plan fits.
         """
-        limit_s = FULL_S if self._beside is None else QUICK_S if like is None else SHORT_S
+        is_shown = like is not None and len(like.placements) == len(trace.parcels)
+        limit_s = FULL_S if self._beside is None else SHORT_S if is_shown else QUICK_S
         problem = self._problem(slack_bytes, trace, base_bytes, time_limit_s=limit_s, start=like)
         found = self._solve(problem)
         plan = stated(found, self.machine())
@@ -219,7 +221,8 @@ class Planner(Problems):
                 f"The plan that was given takes {format_size(planned.base_bytes)} of other memory for granted, and "
                 f"there are {format_size(base_bytes)}: such steps are planned anew."
             )
-        return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured)
+        earlier = replace(planned, is_least=False)
+        return self.plan(planned.trace, base_bytes=base_bytes, num_measured=planned.num_measured, earlier=earlier)
 
     def learn(self, steps: list[Took], vram_bytes: int) -> bool:
         """Compares what steps that followed the plan in force took with its forecast.
@@ -288,7 +291,8 @@ class Planner(Problems):
             now.is_quick, now.num_smaller = True, 0
         elif is_quick:
             than_s = min(problem.than_s, better.forecast.step_ms / 1e3)
-            now.asked = replace(problem, time_limit_s=FULL_S, than_s=than_s, start=better.tiers)
+            start = better.tiers if is_better else planned.plan.tiers
+            now.asked = replace(problem, time_limit_s=FULL_S, than_s=than_s, start=start)
             beside.ask(now.asked)
         elif not is_better:
             planned.plan = replace(planned.plan, notes=better.notes)

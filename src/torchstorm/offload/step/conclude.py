@@ -10,6 +10,7 @@ from torchstorm.errors import BudgetError
 from torchstorm.offload.replan.foresight import came_true
 from torchstorm.offload.replan.mistaken import correct
 from torchstorm.offload.replan.planned import Kind, Planned
+from torchstorm.offload.replan.plans import Plans
 from torchstorm.offload.replan.smaller import ask_for_plan
 from torchstorm.offload.replan.workload import workload_of
 from torchstorm.offload.run.split import with_micro_batch
@@ -60,6 +61,11 @@ class Ended:
         """The plan that it has followed to its end."""
         return self.last if not self.left_plan else None
 
+    def tells_of(self, plans: Plans) -> bool:
+        """Whether what was measured is for a plan that steps follow still, or for a new one."""
+        is_followed = self.planned is None or plans.has(self.planned)  # else it has shown to exceed the budget
+        return self.is_planned_for and is_followed
+
     def scale_of(self, planned: Planned) -> float:
         """How many times the work of this step its plan is for."""
         return 1.0 if self.is_exact or self.key is None else planned.work_over(self.key)
@@ -83,7 +89,7 @@ def conclude(shared: Shared, ended: Ended) -> None:
         shared.planner.lessons.append("The given plan is for another step: a new plan is made for these steps.")
     elif isinstance(recorder, Pace) and planned is not None and shared.planner.is_beside and not other_variants:
         shared.retiming = Retiming(recorder, planned, ended.scale_of(planned))
-    elif recorder is not None and ended.is_planned_for and ended.key is not None and not other_variants:
+    elif recorder is not None and ended.key is not None and ended.tells_of(plans) and not other_variants:
         found = _plan_next(shared, ended, recorder)
         is_measured = True  # and planned for, or the next one, in which compiled blocks run otherwise, will be
         if found is not None:

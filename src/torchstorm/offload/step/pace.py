@@ -39,7 +39,7 @@ _RECORD_IN_CPP_S = 20e-6  # as much less as it is on a CPU: docs/decisions/0021
 _MOST_OF_OWN = 0.5  # that following a plan may have in what was measured
 _MOST_SLOWER = 1.25  # times what operations take a GPU that has rested: one that is always at work has a slower clock
 _FEW = 8  # marks that tell too little
-_STALL_S, _STALL = 10e-3, 4.0  # so long at least, and so many times as long as nine in ten
+_STALL_S, _STALL = 10e-3, 4.0  # beyond what nine in ten take, so long at least, and so many times as long
 
 _Point = tuple[int, object, object, float]
 """A moment, when the interval before it ended, when the one after it began, and what the host took in between."""
@@ -142,7 +142,8 @@ class Pace:
         told_s = {id(mark): at for mark, at in [(self._span.start, self._span.began_s), *self._marks]}
         began_s = [told_s[id(left)] for (_, _, left, _), _ in intervals]
         ended_s = [told_s[id(arrived)] for _, (_, arrived, _, _) in intervals]
-        return stalls([max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)])
+        took_s = [max(0.0, end - begin) for begin, end in zip(began_s, ended_s, strict=True)]
+        return _stalls(took_s, [last - first for (first, *_), (last, *_) in intervals])
 
     def _without_own_cost(self, trace: Trace, plan: Plan, again: Mapping[int, Replay], seconds: list[float]) -> Trace:
         """Takes out of the forward's seconds what following this plan took the host, as far as the device waited, and
@@ -183,7 +184,7 @@ class Pace:
             return 0.0, 0.0, 0.0
         marks = [(mark, at) for mark, at in self._marks if at <= stop_s]
         took_s = [after - before for (_, before), (_, after) in pairwise(marks)]
-        stalls_s = stalls(took_s)
+        stalls_s = _stalls(took_s, [1] * len(took_s))
         host_s = list(accumulate(map(operator.sub, took_s, stalls_s), initial=0.0))
         num_most = sum(passed_s <= MOST_OF_FORWARD * host_s[-1] for passed_s in host_s)
         if num_most < _FEW:
@@ -222,11 +223,19 @@ class Pace:
                 yield moment, max(0.0, took_s - again_s)
 
 
-def stalls(took_s: list[float]) -> list[float]:
-    """Of seconds that the host took between marks, what it stood still: for a size that is new, cuDNN plans its
-    attention for 0.1 s, and cuBLAS chooses its kernels."""
-    usual_s = sorted(took_s)[(len(took_s) - 1) * 9 // 10] if took_s else 0.0
-    return [one - usual_s if one > max(_STALL_S, _STALL * usual_s) else 0.0 for one in took_s]
+def _stalls(took_s: list[float], nums: list[int]) -> list[float]:
+    """What the host stood still: for a size that is new, cuDNN plans its attention for 0.1 s, and cuBLAS chooses its
+    kernels.
+
+    Args:
+        took_s: seconds of the host between marks; few tell nothing.
+        nums: of moments in each.
+    """
+    if len(took_s) < _FEW:
+        return [0.0] * len(took_s)
+    usual_s = sorted(one / max(1, num) for one, num in zip(took_s, nums, strict=True))[(len(took_s) - 1) * 9 // 10]
+    beyond_s = (one - usual_s * max(1, num) for one, num in zip(took_s, nums, strict=True))
+    return [one if one > max(_STALL_S, (_STALL - 1) * usual_s) else 0.0 for one in beyond_s]
 
 
 def _compute_s(trace: Trace, made: Replay) -> float:

@@ -204,7 +204,7 @@ class Step:
         if planned.num_measured == 2:  # pragma: gpu
             planned.num_measured = 3
             return None
-        is_known = planned.num_measured > 1 or planned is self._foreseen  # all but its times
+        is_known = planned.num_measured > 1 or planned.is_foreseen  # all but its times
         if not self._fast.counts_all or is_known or not self._is_exact:
             return Pace(self._fast, self._span)
         return self._recorder()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
 
 from torchstorm.offload.fast import FastTier
 from torchstorm.offload.recompute.traced_ops import TracedOps, call_seconds, made_before
 from torchstorm.offload.step.clock import Span, is_reached, seconds_between
 from torchstorm.offload.step.known import SavedStorages
-from torchstorm.offload.step.pace import host_cost, stalls
+from torchstorm.offload.step.pace import host_cost
 from torchstorm.offload.step.parcels import Call, Parcel, Saved, Value, bytes_in_a_buffer
 from torchstorm.offload.step.views import has_expired, held_only_here
 from torchstorm.plan.forecast import Placement, held_before_profile, held_profile
@@ -44,14 +42,7 @@ class _Interval:
     """What was measured of one stretch of the user's own work, in one piece or several."""
 
     marks: list[tuple[object, object]] = field(default_factory=list)
-    host_s: float = 0.0  # what the host took for it
     peak_bytes: int = 0
-
-    def took_s(self, stood_s: float, known_s: float) -> float:
-        """What it took the device, which had no work while the host stood still for so long. A host that has waited for
-        the device stood still as well, but no longer than that takes for work that is known."""
-        took_s = sum(max(0.0, seconds_between(*marks)) for marks in self.marks)
-        return max(0.0, took_s - stood_s, min(took_s, known_s))
 
 
 class Recorder:
@@ -90,7 +81,7 @@ class Recorder:
         self._planned_before: list[int] = []  # what the Session alone holds, by moment
         self._planned: list[int] = []
         self._is_paused = False
-        self._left, self._left_s = span.start, span.began_s
+        self._left = span.start
         self._behind: object = None  # marks where the device begins to let the host ahead
         self._num_idle = 0  # times at which it had nothing to do then
         # What the Session held alone in the interval that is running: it is not "other".
@@ -196,7 +187,6 @@ class Recorder:
         if self._is_paused:
             return
         self._is_paused = True
-        self._interval.host_s += time.perf_counter() - self._left_s
         self._interval.marks.append((self._left, self.clock.mark()))
         self._interval.peak_bytes = max(self._interval.peak_bytes, self._fast.peak_bytes())
 
@@ -204,7 +194,7 @@ class Recorder:
         self.peak_bytes = max(self.peak_bytes, self._fast.peak_bytes())
         self._fast.reset_peak()
         self._let_host_ahead()
-        self._left, self._left_s = self.clock.mark(), time.perf_counter()
+        self._left = self.clock.mark()
         self._is_paused = False
 
     def _let_host_ahead(self) -> None:
@@ -323,7 +313,7 @@ class Recorder:
     def refine(self, trace: Trace) -> Trace:
         """The same step with this run's times and memory: the first step's hold warm-up and much measuring. Only CUDA's
         memory is asked for a second time."""
-        moments = self._moments(trace)
+        moments = self._moments()
         if len(moments) != trace.num_moments:
             return trace
         seconds = {call.number: call_seconds(call) for call in self.calls}
@@ -334,30 +324,20 @@ class Recorder:
         )
         return without_waiting(typical(replace(trace, base_bytes=self._base_bytes, moments=found, ops=ops)))
 
-    def _moments(self, before: Trace | None = None) -> tuple[Moment, ...]:
-        """What was measured.
-
-        Args:
-            before: the trace of such a step, by times that are known; None for none.
-        """
+    def _moments(self) -> tuple[Moment, ...]:
         self._fast.synchronize()
         num_before = len(self._moments_before)
-        hosts_s = [interval.host_s for interval in self._intervals]
-        stood_s = stalls(hosts_s) if self._fast.is_beside_host else [0.0] * len(hosts_s)
-        known = before.moments[num_before:] if before is not None else ()
-        known_s = chain((one.compute_s for one in known), repeat(0.0))
-        took_s = map(_Interval.took_s, self._intervals, stood_s, known_s)
         return self._moments_before + tuple(
             Moment(
                 kind=kind,
                 storage=storage,
                 nbytes=nbytes,
-                compute_s=seconds,
+                compute_s=sum(max(0.0, seconds_between(*marks)) for marks in interval.marks),
                 other_bytes=max(0, interval.peak_bytes),
                 still_bytes=max(0, still),
             )
-            for (kind, storage, nbytes), interval, still, seconds in zip(
-                self._signatures[num_before:], self._intervals, self._stills, took_s, strict=True
+            for (kind, storage, nbytes), interval, still in zip(
+                self._signatures[num_before:], self._intervals, self._stills, strict=True
             )
         )
 
