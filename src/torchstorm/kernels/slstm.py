@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from torchstorm.errors import ShapeError
 from torchstorm.kernels.dtypes import FLOATS, wide
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 
 
@@ -105,7 +106,7 @@ def _in_order(x: Tensor) -> Tensor:
     return x if x.is_cuda else x.contiguous()
 
 
-@torch.library.custom_op("torchstorm::slstm_fwd", mutates_args=())
+@operator("slstm_fwd")
 def _slstm_fwd(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,7 +137,7 @@ def _forward(
     return h_all, c_all, n_all, m_all
 
 
-@_slstm_fwd.register_fake
+@fake(_slstm_fwd)
 def _(
     x_BSHGD: Tensor, r_HDF: Tensor, h0: Tensor, c0: Tensor, n0: Tensor, m0: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -145,7 +146,7 @@ def _(
     return x_BSHGD.new_empty(B, S, H, D), c, n, m
 
 
-@torch.library.custom_op("torchstorm::slstm_bwd", mutates_args=())
+@operator("slstm_bwd")
 def _slstm_bwd(
     dh_BSHD: Tensor,
     x_BSHGD: Tensor,
@@ -188,7 +189,7 @@ def _backward_of(
     return draw.to(x_BSHGD.dtype), dr.to(r_HDF.dtype)
 
 
-@_slstm_bwd.register_fake
+@fake(_slstm_bwd)
 def _(
     dh_BSHD: Tensor,
     x_BSHGD: Tensor,
@@ -219,7 +220,8 @@ def _backward(ctx: Any, dh: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     return dx, dr, None, None, None, None
 
 
-_slstm_fwd.register_autograd(_backward, setup_context=_setup_context)
+differentiable(_slstm_bwd, None)
+differentiable(_slstm_fwd, _backward, setup_context=_setup_context)
 
 
 def slstm(x_BSHGD: Tensor, r_HDF: Tensor, *, initial_state: SLSTMState | None = None) -> tuple[Tensor, SLSTMState]:

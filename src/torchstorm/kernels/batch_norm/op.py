@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchstorm.kernels.batch_norm.plain import reference
 from torchstorm.kernels.dtypes import wide
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.second_order import own_views
 
 _IMPLEMENTATIONS = {
@@ -32,7 +33,7 @@ def _per_channel(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[1],), dtype=wide(x.dtype))
 
 
-@torch.library.custom_op("torchstorm::batch_norm_act", mutates_args=())
+@operator("batch_norm_act")
 def batch_norm_act_op(
     x: Tensor,
     weight: Tensor | None,
@@ -63,7 +64,7 @@ def batch_norm_act_op(
     return y, mean, rstd, var
 
 
-@batch_norm_act_op.register_fake
+@fake(batch_norm_act_op)
 def _(
     x: Tensor,
     weight: Tensor | None,
@@ -77,7 +78,7 @@ def _(
     return torch.empty_like(x), _per_channel(x), _per_channel(x), _per_channel(x)
 
 
-@torch.library.custom_op("torchstorm::batch_norm_act_backward", mutates_args=())
+@operator("batch_norm_act_backward")
 def batch_norm_act_backward(
     dy: Tensor,
     x: Tensor,
@@ -103,7 +104,7 @@ def batch_norm_act_backward(
     return dx, d_weight, d_bias
 
 
-@batch_norm_act_backward.register_fake
+@fake(batch_norm_act_backward)
 def _(
     dy: Tensor,
     x: Tensor,
@@ -177,5 +178,5 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     return *(None if each is None else next(second) for each in own), *(None,) * 6
 
 
-batch_norm_act_op.register_autograd(_backward, setup_context=_keep)
-batch_norm_act_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+differentiable(batch_norm_act_op, _backward, setup_context=_keep)
+differentiable(batch_norm_act_backward, _second_backward, setup_context=_keep_for_second_backward)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from torchstorm.kernels.dropout.philox import scale_of
+from torchstorm.kernels.operator import differentiable, fake, operator
 
 _IMPLEMENTATIONS = {"torch": "torchstorm.kernels.dropout.plain", "parallel": "torchstorm.kernels.dropout.parallel"}
 _BY_TRITON = "torchstorm.kernels.dropout.dropout_triton"
 
 
-@torch.library.custom_op("torchstorm::dropout", mutates_args=())
+@operator("dropout")
 def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
     """x / (1 - p) for kept elements, x times 0 for the others; contiguous."""
     x = x.contiguous()
@@ -27,7 +28,7 @@ def dropout_op(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
     return y
 
 
-@dropout_op.register_fake
+@fake(dropout_op)
 def _(x: Tensor, seed: Tensor, p: float, variant: str) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -42,4 +43,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     return dropout_op(dy, seed, ctx.p, ctx.variant), None, None, None
 
 
-dropout_op.register_autograd(_backward, setup_context=_keep_seed)
+differentiable(dropout_op, _backward, setup_context=_keep_seed)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.elementwise.layout import empty_result
 from torchstorm.kernels.elementwise.operations import OPERATIONS, Operation
+from torchstorm.kernels.operator import differentiable, fake, operator
 
 _IMPLEMENTATIONS = {
     "torch": "torchstorm.kernels.elementwise.plain",
@@ -35,25 +36,25 @@ def _implementation(variant: str) -> Any:
 def _register(operation: Operation) -> tuple[Any, Any]:
     """The operators of an activation and of its gradient, which is differentiable to any order."""
 
-    @torch.library.custom_op(f"torchstorm::{operation.name}", mutates_args=())
+    @operator(operation.name)
     def forward(x: Tensor, variant: str) -> Tensor:
         y = torch.empty_like(x)
         with torch.cuda.device_of(x):
             _implementation(variant).unary(operation.name, x, y, variant)
         return y
 
-    @torch.library.custom_op(f"torchstorm::{operation.name}_backward", mutates_args=())
+    @operator(f"{operation.name}_backward")
     def backward(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         dx = torch.empty_like(x)
         with torch.cuda.device_of(x):
             _implementation(variant).unary_backward(operation.name, dy, x, dx, variant)
         return dx
 
-    @forward.register_fake
+    @fake(forward)
     def _(x: Tensor, variant: str) -> Tensor:
         return torch.empty_like(x)
 
-    @backward.register_fake
+    @fake(backward)
     def _(dy: Tensor, x: Tensor, variant: str) -> Tensor:
         return torch.empty_like(x)
 
@@ -77,8 +78,8 @@ def _register(operation: Operation) -> tuple[Any, Any]:
             to_x = (ddx * (dy * operation.second_derivative(x.to(wide(x.dtype))))).to(x.dtype)
         return to_dy, to_x, None
 
-    forward.register_autograd(to_x, setup_context=keep_one)
-    backward.register_autograd(to_dy_and_x, setup_context=keep_dy_and_x)
+    differentiable(forward, to_x, setup_context=keep_one)
+    differentiable(backward, to_dy_and_x, setup_context=keep_dy_and_x)
     return forward, backward
 
 
@@ -88,7 +89,7 @@ for _operation in OPERATIONS:
     FORWARD[_operation.name], BACKWARD[_operation.name] = _register(_operation)
 
 
-@torch.library.custom_op("torchstorm::product_sum", mutates_args=())
+@operator("product_sum")
 def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
     """a, or a * b with b broadcast to a, summed to the shape `size`."""
     out = a.new_empty(size)
@@ -97,7 +98,7 @@ def product_sum(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) 
     return out
 
 
-@product_sum.register_fake
+@fake(product_sum)
 def _(a: Tensor, b: Tensor | None, size: Sequence[int], variant: str) -> Tensor:
     return a.new_empty(size)
 
@@ -118,10 +119,10 @@ def _spread(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, Tensor | None, None
     return to_a, to_b, None, None
 
 
-product_sum.register_autograd(_spread, setup_context=_keep_factors)
+differentiable(product_sum, _spread, setup_context=_keep_factors)
 
 
-@torch.library.custom_op("torchstorm::add", mutates_args=())
+@operator("add")
 def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a + b with broadcasting."""
     y = empty_result(a, b)
@@ -130,7 +131,7 @@ def add_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     return y
 
 
-@torch.library.custom_op("torchstorm::mul", mutates_args=())
+@operator("mul")
 def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a * b with broadcasting."""
     y = empty_result(a, b)
@@ -139,7 +140,7 @@ def mul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     return y
 
 
-@torch.library.custom_op("torchstorm::mul_backward", mutates_args=())
+@operator("mul_backward")
 def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     """Both gradients of a * b. dy has a's shape, and b broadcasts to it."""
     da, db = torch.empty_like(a), torch.empty_like(b)
@@ -148,13 +149,13 @@ def mul_backward(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor
     return da, db
 
 
-@add_op.register_fake
-@mul_op.register_fake
+@fake(add_op)
+@fake(mul_op)
 def _(a: Tensor, b: Tensor, variant: str) -> Tensor:
     return empty_result(a, b)
 
 
-@mul_backward.register_fake
+@fake(mul_backward)
 def _(dy: Tensor, a: Tensor, b: Tensor, variant: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(a), torch.empty_like(b)
 
@@ -207,6 +208,6 @@ def _to_all(ctx: Any, dda: Tensor, ddb: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return dda * b + ddb * a, ddb * dy, (dda * dy).sum_to_size(b.shape), None
 
 
-add_op.register_autograd(_to_terms, setup_context=_keep_shapes)
-mul_op.register_autograd(_to_factors, setup_context=_keep_both)
-mul_backward.register_autograd(_to_all, setup_context=_keep_all)
+differentiable(add_op, _to_terms, setup_context=_keep_shapes)
+differentiable(mul_op, _to_factors, setup_context=_keep_both)
+differentiable(mul_backward, _to_all, setup_context=_keep_all)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.kernels.linear import plain
 from torchstorm.kernels.linear.plain import keeps
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 
@@ -25,7 +26,7 @@ BACKWARD_RUNGS = {
 _WITHOUT_BIAS = ("mixed", "cublaslt")  # variants that save z without the bias
 
 
-@torch.library.custom_op("torchstorm::linear_forward", mutates_args=())
+@operator("linear_forward")
 def linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +67,7 @@ def _on_gpu(
     return blas.forward(x, weight, bias, activation, keep)
 
 
-@linear_forward.register_fake
+@fake(linear_forward)
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ def _(
     return x.new_empty(size), x.new_empty(size if keep and keeps(activation) == "z" else (0,))
 
 
-@torch.library.custom_op("torchstorm::linear_backward", mutates_args=())
+@operator("linear_backward")
 def linear_backward(
     dy: Tensor,
     x: Tensor,
@@ -114,7 +115,7 @@ def linear_backward(
     )
 
 
-@linear_backward.register_fake
+@fake(linear_backward)
 def _(
     dy: Tensor,
     x: Tensor,
@@ -180,8 +181,8 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     return *(None if t is None else next(second) for t in own), *[None] * 6
 
 
-linear_forward.register_autograd(_backward, setup_context=_keep_for_backward)
-linear_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+differentiable(linear_forward, _backward, setup_context=_keep_for_backward)
+differentiable(linear_backward, _second_backward, setup_context=_keep_for_second_backward)
 
 
 @register_flop_formula(torch.ops.torchstorm.linear_forward)

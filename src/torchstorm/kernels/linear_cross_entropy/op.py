@@ -18,13 +18,14 @@ from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.linear_cross_entropy import chunks
 from torchstorm.kernels.linear_cross_entropy.chunks import Wanted
 from torchstorm.kernels.linear_cross_entropy.rows_torch import Options
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 
 _Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _NUM_OPTIONS = 9  # number of the forward operator's arguments after the tensors
 
 
-@torch.library.custom_op("torchstorm::linear_cross_entropy_forward", mutates_args=())
+@operator("linear_cross_entropy_forward")
 def linear_cross_entropy_forward(
     x: Tensor,
     weight: Tensor,
@@ -59,7 +60,7 @@ def linear_cross_entropy_forward(
     return loss, lse, sums.dx, sums.dweight.to(_kept(x)), sums.dbias, outer
 
 
-@linear_cross_entropy_forward.register_fake
+@fake(linear_cross_entropy_forward)
 def _(
     x: Tensor,
     weight: Tensor,
@@ -88,7 +89,7 @@ def _(
     )
 
 
-@torch.library.custom_op("torchstorm::linear_cross_entropy_backward", mutates_args=())
+@operator("linear_cross_entropy_backward")
 def linear_cross_entropy_backward(
     dloss: Tensor,
     x: Tensor,
@@ -112,7 +113,7 @@ def linear_cross_entropy_backward(
     return sums.dx, sums.dweight.to(weight.dtype), sums.dbias.to(x.dtype)
 
 
-@linear_cross_entropy_backward.register_fake
+@fake(linear_cross_entropy_backward)
 def _(
     dloss: Tensor,
     x: Tensor,
@@ -183,7 +184,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor
     return *(grad if wanted else None for grad, wanted in zip(grads, ctx.wanted, strict=True)), *[None] * _NUM_OPTIONS
 
 
-linear_cross_entropy_forward.register_autograd(_backward, setup_context=_keep_for_backward)
+differentiable(linear_cross_entropy_forward, _backward, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.torchstorm.linear_cross_entropy_forward)
@@ -203,3 +204,6 @@ def _backward_flops(
 ) -> int:  # fmt: skip
     """FLOPs of the matrix products, with the recomputed logits."""
     return 2 * x[0] * x[1] * weight[0] * (1 + wants_dx + wants_dweight)
+
+
+differentiable(linear_cross_entropy_backward, None)

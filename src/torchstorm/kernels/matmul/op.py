@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.errors import ConfigError, ShapeError
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 
 
-@torch.library.custom_op("torchstorm::matmul", mutates_args=())
+@operator("matmul")
 def matmul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
     """a (..., M, K) @ b (..., K, N): (..., M, N), contiguous."""
     if a.numel() == 0 or b.numel() == 0:
@@ -26,7 +27,7 @@ def matmul_op(a: Tensor, b: Tensor, variant: str) -> Tensor:
         return (_on_gpu if a.is_cuda else _on_cpu)(a, b, variant)
 
 
-@matmul_op.register_fake
+@fake(matmul_op)
 def _(a: Tensor, b: Tensor, variant: str) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
@@ -72,7 +73,7 @@ def _backward(ctx: Any, dc: Tensor) -> tuple[Tensor | None, Tensor | None, None]
     return da, db, None
 
 
-matmul_op.register_autograd(_backward, setup_context=_keep)
+differentiable(matmul_op, _backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.torchstorm.matmul)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.mlstm import chunkwise
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 
@@ -32,7 +33,7 @@ _FLOP_CHUNK = 64  # tokens per chunk, for counting FLOPs
 _NUM_OUTPUTS = 4
 
 
-@torch.library.custom_op("torchstorm::mlstm_forward", mutates_args=())
+@operator("mlstm_forward")
 def mlstm_forward(
     q: Tensor,
     k: Tensor,
@@ -54,7 +55,7 @@ def mlstm_forward(
     return h, C, n, m, den, row_m, states
 
 
-@mlstm_forward.register_fake
+@fake(mlstm_forward)
 def _(
     q: Tensor,
     k: Tensor,
@@ -77,7 +78,7 @@ def _(
     return v.new_empty((B, H, S, V)), *state, den, row_m, states
 
 
-@torch.library.custom_op("torchstorm::mlstm_backward", mutates_args=())
+@operator("mlstm_backward")
 def mlstm_backward(
     dh: Tensor,
     dC: Tensor | None,
@@ -115,7 +116,7 @@ def mlstm_backward(
     return dq, dk, dv, di, df, dC0, dn0, dm0
 
 
-@mlstm_backward.register_fake
+@fake(mlstm_backward)
 def _(
     dh: Tensor,
     dC: Tensor | None,
@@ -215,8 +216,8 @@ def _second_backward(ctx: Any, *grads_of_grads: Tensor | None) -> tuple[Tensor |
     return *(None if x is None else next(second) for x in own), *[None] * ctx.num_others
 
 
-mlstm_forward.register_autograd(_backward, setup_context=_keep_for_backward)
-mlstm_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+differentiable(mlstm_forward, _backward, setup_context=_keep_for_backward)
+differentiable(mlstm_backward, _second_backward, setup_context=_keep_for_second_backward)
 
 
 @register_flop_formula(torch.ops.torchstorm.mlstm_forward)

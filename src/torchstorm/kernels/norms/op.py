@@ -13,12 +13,13 @@ from torch import Tensor
 
 from torchstorm.kernels.dtypes import wide
 from torchstorm.kernels.norms.reference import gradients, norm_gradients, statistics
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.variants import has_triton_for
 
 
-@torch.library.custom_op("torchstorm::norm_forward", mutates_args=())
+@operator("norm_forward")
 def norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +43,7 @@ def norm_forward(
     return (y, mean, rstd) if keep else (y, wide_empty(x, 0), wide_empty(x, 0))
 
 
-@norm_forward.register_fake
+@fake(norm_forward)
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool, keep: bool, variant: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +51,7 @@ def _(
     return x.new_empty(x.shape), wide_empty(x, M if centred else 0), wide_empty(x, M)
 
 
-@torch.library.custom_op("torchstorm::norm_backward", mutates_args=())
+@operator("norm_backward")
 def norm_backward(
     dy: Tensor,
     x: Tensor,
@@ -81,7 +82,7 @@ def norm_backward(
             return launch_triton.backward(*given, chosen)
 
 
-@norm_backward.register_fake
+@fake(norm_backward)
 def _(
     dy: Tensor,
     x: Tensor,
@@ -226,5 +227,5 @@ def _second_backward(
     return *(None if t is None else next(found) for t in own), *[None] * 8
 
 
-norm_forward.register_autograd(_backward, setup_context=_keep_for_backward)
-norm_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+differentiable(norm_forward, _backward, setup_context=_keep_for_backward)
+differentiable(norm_backward, _second_backward, setup_context=_keep_for_second_backward)

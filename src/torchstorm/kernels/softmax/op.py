@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchstorm.kernels.operator import differentiable, fake, operator
 from torchstorm.kernels.pytorch_fallback import without_autocast
 from torchstorm.kernels.second_order import own_views
 from torchstorm.kernels.softmax.reference import log_softmax_reference, softmax_gradient, softmax_reference
 from torchstorm.kernels.variants import has_triton_for
 
 
-@torch.library.custom_op("torchstorm::softmax_forward", mutates_args=())
+@operator("softmax_forward")
 def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """y (..., N), contiguous."""
     chosen = _resolve(variant, x, mask)
@@ -35,12 +36,12 @@ def softmax_forward(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> 
         return launch_triton.forward(x, mask, log, chosen)
 
 
-@softmax_forward.register_fake
+@fake(softmax_forward)
 def _(x: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("torchstorm::softmax_backward", mutates_args=())
+@operator("softmax_backward")
 def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     """dx (..., N), contiguous. The mask is used only for log-softmax."""
     chosen = _resolve(variant, y, mask if log else None)
@@ -56,7 +57,7 @@ def softmax_backward(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, vari
         return launch_triton.backward(dy, y, mask, log, chosen)
 
 
-@softmax_backward.register_fake
+@fake(softmax_backward)
 def _(dy: Tensor, y: Tensor, mask: Tensor | None, log: bool, variant: str) -> Tensor:
     return y.new_empty(y.shape)
 
@@ -107,5 +108,5 @@ def _second_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
     return d_dy, d_y, None, None, None
 
 
-softmax_forward.register_autograd(_backward, setup_context=_keep_for_backward)
-softmax_backward.register_autograd(_second_backward, setup_context=_keep_for_second_backward)
+differentiable(softmax_forward, _backward, setup_context=_keep_for_backward)
+differentiable(softmax_backward, _second_backward, setup_context=_keep_for_second_backward)
