@@ -18,12 +18,12 @@ def scaled(x: Tensor, y: Tensor | None, factor: float, how: str) -> tuple[Tensor
     """x times a factor and times y, and how much of it there is."""
     with torch.autocast("cpu", enabled=False):
         product = x * factor if y is None else x * factor * y
-    return product, torch.tensor([x.numel()])
+    return product, torch.tensor([float(x.numel())])
 
 
 @fake(scaled)
 def _(x: Tensor, y: Tensor | None, factor: float, how: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((1,), dtype=torch.int64)
+    return torch.empty_like(x), torch.empty((1,))
 
 
 @operator("test_scaled_backward")
@@ -36,9 +36,13 @@ def _(dy: Tensor, factor: float) -> Tensor:
     return torch.empty_like(dy)
 
 
+kept: list[str] = []
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, y, ctx.factor, how = inputs
     assert how == "as given"
+    kept.append(how)
     ctx.save_for_backward(x, y)
     ctx.mark_non_differentiable(output[1])
 
@@ -67,9 +71,6 @@ def alone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-differentiable(alone, None)
-
-
 def test_its_derivatives_are_those_that_it_was_given() -> None:
     x, y = (torch.randn(3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(lambda x, y: scaled(x, y, 3.0, "as given")[0], (x, y))
@@ -94,10 +95,12 @@ def test_it_is_one_operation_to_what_sees_operations_and_has_no_graph_where_none
         assert seen == ["torchstorm.test_scaled.default"]
         product.backward(torch.ones(3))
     assert seen.count("torchstorm.test_scaled_backward.default") == 1
-    assert "aten.mul.Tensor" not in seen
+    assert product.grad_fn.name() == "test_scaled_Backward"
+    kept.clear()
     with torch.no_grad():
         assert scaled(x, None, 2.0, "as given")[0].grad_fn is None
     assert scaled(x.detach(), None, 2.0, "as given")[0].grad_fn is None
+    assert not kept
 
 
 def test_one_without_a_derivative_says_so_instead_of_giving_a_wrong_one() -> None:
@@ -132,13 +135,39 @@ def test_dynamo_does_not_look_into_one_that_is_called_outside_of_a_graph(monkeyp
 
     monkeypatch.setattr(ConvertFrame, "__call__", noted)
     x = torch.ones(2)
-    assert torch.equal(torch.compile(calls, backend="eager")(x), x)
-    assert seen == ["calls"]
+    compiled = torch.compile(calls, backend="eager")
+    assert torch.equal(compiled(x), x)
+    assert torch.equal(compiled(x.requires_grad_()), x)
+    assert set(seen) == {"calls"}
+
+
+def test_dynamo_tells_the_backward_of_many_operators_apart() -> None:
+    own = [grad_fn_of(name).backward.__code__ for name in ("one", "other")]
+    assert own[0] is not own[1]
+    assert own[0] != own[1]
+
+
+def grad_fn_of(name: str) -> Any:
+    @operator(f"test_{name}")
+    def same(x: Tensor) -> Tensor:
+        return x.clone()
+
+    return same(torch.ones(1, requires_grad=True)).grad_fn._forward_cls
+
+
+def test_one_may_be_defined_again_as_its_module_is_imported_again() -> None:
+    assert grad_fn_of("again") is not grad_fn_of("again")
 
 
 def test_its_arguments_come_without_defaults() -> None:
-    with pytest.raises(ValueError, match="default"):
+    with pytest.raises(ValueError, match=r"factor: 'float' = 2\.0 has a default"):
 
         @operator("test_default")
         def _(x: Tensor, factor: float = 2.0) -> Tensor:
+            return x * factor
+
+    with pytest.raises(ValueError, match="by keyword alone"):
+
+        @operator("test_keyword")
+        def _(x: Tensor, *, factor: float) -> Tensor:
             return x * factor

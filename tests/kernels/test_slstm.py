@@ -84,9 +84,12 @@ def test_the_same_bits_twice_and_from_strided_inputs() -> None:
 def test_the_operator_is_what_it_says() -> None:
     x, r = inputs(5)
     zeros = torch.zeros(2, 3, 5, dtype=torch.float64)
-    torch.library.opcheck(
-        torch.ops.torchstorm.slstm_fwd.default, (x, r, zeros, zeros, zeros, torch.full_like(zeros, -math.inf))
-    )
+    start = zeros, zeros, zeros, torch.full_like(zeros, -math.inf)
+    forward, backward = torch.ops.torchstorm.slstm_fwd.default, torch.ops.torchstorm.slstm_bwd.default
+    torch.library.opcheck(forward, (x, r, *start))
+    x, r = x.detach(), r.detach()
+    made = forward(x, r, *start)
+    torch.library.opcheck(backward, (torch.randn_like(made[0]), x, r, *made, *start))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

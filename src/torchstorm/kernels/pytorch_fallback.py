@@ -1,7 +1,8 @@
 """Calls PyTorch's own functions without an operator around them, with their own gradients, if "auto" chooses them.
 
-An operator would add 20 to 100 us of host time per call, which is most of the time for a small tensor. For the same
-reason the checks here and in the callers are the fastest ones: x.device.type takes as long as all of `call_pytorch`.
+An operator would add tens of microseconds of host time per call, which is most of the time for a small tensor. For the
+same reason the checks here and in the callers are the fastest ones: x.device.type takes as long as all of
+`call_pytorch`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def prefers_pytorch(*tensors: Tensor) -> bool:
 def is_small(*tensors: Tensor) -> bool:
     """Whether launching our kernels takes more host time for these tensors than the kernels could save.
 
-    On a GPU our operators need 50 to 100 us more host time than PyTorch's. Reading and writing 64 MiB takes 31 us at
-    4.3 TB/s, of which our kernels save a part. On a CPU our kernels save memory traffic, but up to 1 MiB stays in a
-    core's cache.
+    On a GPU our operators needed 50 to 100 us more host time than PyTorch's before docs/decisions/0049. Reading and
+    writing 64 MiB takes 31 us at 4.3 TB/s, of which our kernels save a part. On a CPU our kernels save memory traffic,
+    but up to 1 MiB stays in a core's cache.
 
     While torch.compile traces: never on a GPU, where a call has no such host time, and a choice by size would cause
     recompilation; always on a CPU, where the compiler can fuse PyTorch's own functions.

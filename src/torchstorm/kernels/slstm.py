@@ -220,7 +220,6 @@ def _backward(ctx: Any, dh: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     return dx, dr, None, None, None, None
 
 
-differentiable(_slstm_bwd, None)
 differentiable(_slstm_fwd, _backward, setup_context=_setup_context)
 
 

@@ -204,6 +204,3 @@ def _backward_flops(
 ) -> int:  # fmt: skip
     """FLOPs of the matrix products, with the recomputed logits."""
     return 2 * x[0] * x[1] * weight[0] * (1 + wants_dx + wants_dweight)
-
-
-differentiable(linear_cross_entropy_backward, None)
