@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -130,10 +130,10 @@ def test_not_in_training_and_without_a_chance() -> None:
     assert dropout(torch.ones(()), 0.5, seed=1).shape == ()
 
 
-def test_without_numba_pytorch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_pytorch_does_it(uninstall: Callable[[str], None]) -> None:
     x = torch.randn(50)
     wanted = dropout(x, 0.5, seed=9, variant="torch")
-    monkeypatch.setitem(sys.modules["torchstorm.kernels.variants"]._found, "numba", False)
+    uninstall("numba")
     assert torch.equal(dropout(x, 0.5, seed=9), wanted)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -242,8 +241,8 @@ def test_errors_say_what_was_given_and_what_there_is() -> None:
     assert variants("linear") == ("naive", "fused", "persistent", "mixed", "cublaslt", "wgmma", "torch")
 
 
-def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules["torchstorm.kernels.variants"]._found, "triton", False)
+def test_a_cpu_needs_no_triton(uninstall: Callable[[str], None]) -> None:
+    uninstall("triton")
     x, weight = torch.randn(4, 6), torch.randn(3, 6)
     assert torch.equal(linear(x, weight, variant="fused"), linear(x, weight))
     rounded = linear(x.bfloat16(), weight.bfloat16())

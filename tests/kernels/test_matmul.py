@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -260,9 +260,8 @@ def test_every_name_is_listed_once_and_has_its_lesson() -> None:
     assert all(variant.lesson and variant.costs for variant in MATMUL)
 
 
-def test_without_numba_its_variants_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    # By its full name: in the package the same name is the function that lists them.
-    monkeypatch.setitem(sys.modules["torchstorm.kernels.variants"]._found, "numba", False)
+def test_without_numba_its_variants_say_so(uninstall: Callable[[str], None]) -> None:
+    uninstall("numba")
     a, b = draw(((3, 4), (4, 5)), torch.float32)
     with pytest.raises(DeviceError, match=r"it needs numba, which is not installed. Here there are 'torch' and 'auto'"):
         matmul(a, b, variant="parallel")

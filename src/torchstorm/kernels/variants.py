@@ -89,6 +89,9 @@ def available(ladder: Ladder, device: torch.device, dtype: torch.dtype) -> Ladde
     return tuple(variant for variant in ladder if not variant.why_not(device, dtype))
 
 
+_chosen: set[tuple[str, str, torch.device, torch.dtype]] = set()  # what `choose` has found to run
+
+
 def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[], str]) -> str:
     """Resolves and checks the `variant` argument of an operation.
 
@@ -105,6 +108,10 @@ def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[
     """
     if variant == "auto":
         return auto()
+    asked = op, variant, x.device, x.dtype
+    is_traced = torch.compiler.is_compiling()  # Dynamo would guard on all that is in there
+    if not is_traced and asked in _chosen:
+        return variant
     named = [each for each in ladder if each.name == variant]
     if not named:
         known = ", ".join(map(repr, names(ladder)))
@@ -114,4 +121,6 @@ def choose(op: str, ladder: Ladder, variant: str, x: Tensor, *, auto: Callable[[
     if why_not:
         here = ", ".join(repr(each.name) for each in available(ladder, x.device, x.dtype)) or "none"
         raise DeviceError(f"variant={variant!r} of {op}: {why_not}. Here there are {here} and 'auto'.")
+    if not is_traced:
+        _chosen.add(asked)
     return variant
