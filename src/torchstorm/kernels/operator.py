@@ -35,7 +35,7 @@ class _Derivative:
         self.setup_context: Callable[[Any, tuple[Any, ...], Any], None] = lambda *_: None
 
 
-_derivatives: dict[OpOverload, _Derivative] = {}
+_derivatives: dict[str, _Derivative] = {}  # by operator; apart, since a library goes when nothing refers to it
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
@@ -61,7 +61,7 @@ def operator(name: str) -> Callable[[Callable[..., Any]], OpOverload]:
         _libraries[name] = library = torch.library.Library(_NAMESPACE, "FRAGMENT")
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         defined: OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-        _derivatives[defined] = derivative = _Derivative()
+        _derivatives[name] = derivative = _Derivative()
         # Dynamo would trace both where a compiled function calls the operator outside of its graphs.
         library.impl(name, _disable_dynamo(function), "CompositeExplicitAutograd")
         library.impl(name, _disable_dynamo(_with_autograd(name, defined, derivative)), "Autograd", with_keyset=True)
@@ -92,7 +92,7 @@ def differentiable(
             more than there are arguments.
         setup_context: called with the context, the operator's arguments and what it returned, to save for backward.
     """
-    derivative = _derivatives[defined]
+    derivative = _derivatives[defined._opname]
     derivative.backward, derivative.setup_context = backward, setup_context
 
 

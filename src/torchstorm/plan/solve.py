@@ -81,7 +81,7 @@ def solve(
     search = Search(scheduler, limit, deadline, codes, begin)
     found = search.run()
     if codes and not found.fits:
-        search = Search(scheduler, limit, deadline)
+        search = Search(scheduler, limit, deadline, start=begin)
         found = search.run()
     if found.over_bytes:
         raise _too_little(scheduler, found, budget, spare, own_bytes or (lambda _: trace.staging_bytes), fast)

@@ -55,21 +55,19 @@ class Planner(Problems):
         base_bytes: int,
         num_measured: int,
         earlier: Planned | None = None,
-        margin_bytes: int | None = None,
         like: Plan | None = None,
     ) -> Planned:
         """Makes a plan that keeps the slack free, and a margin if any does: `unseen_bytes` where none was followed yet.
 
         Args:
             trace, base_bytes, num_measured: as in `Planned`.
-            earlier, margin_bytes: the plan that such steps followed, and what is kept free beside the slack; None: its.
+            earlier: the plan that such steps followed, whose margin this one keeps, too.
             like: a plan for steps of the same operations.
 
         Raises:
             BudgetError: as `solve` does.
         """
-        if num_measured == 1 or margin_bytes is None:
-            margin_bytes = self.unseen_bytes if num_measured == 1 else earlier.margin_bytes if earlier else 0
+        margin_bytes = self.unseen_bytes if num_measured == 1 else earlier.margin_bytes if earlier is not None else 0
         for free_bytes in sorted({self.slack_bytes + margin_bytes, self.slack_bytes} - {0}, reverse=True):
             with suppress(BudgetError):  # nothing fits with so much kept free, so less has to do
                 found = self.plan_within(free_bytes, trace, base_bytes, num_measured, like)

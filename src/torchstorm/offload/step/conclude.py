@@ -147,11 +147,10 @@ def _plan_next(shared: Shared, ended: Ended, recorder: Recorder | Pace) -> Plann
     try:
         foreseen = planned if planned is ended.foreseen and isinstance(recorder, Pace) else None
         found = came_true(foreseen, trace, planner.machine())
-        margin_bytes = planned.margin_bytes if planned is not None and isinstance(recorder, Pace) else 0
-        found = found or planner.plan(
-            trace, base_bytes=base, num_measured=num_measured, earlier=planned, margin_bytes=margin_bytes
-        )
-        found.is_foreseen &= isinstance(recorder, Pace)
+        earlier = planned
+        if planned is not None and isinstance(recorder, Recorder):  # it has told what memory such steps take
+            earlier = replace(planned, margin_bytes=0, is_foreseen=False)
+        found = found or planner.plan(trace, base_bytes=base, num_measured=num_measured, earlier=earlier)
         blind = blind and found.forecast.step_ms > trace.compute_s * 1e3 * _FREE
     except BudgetError as error:
         if planned is not None and planned.plan is not None and isinstance(recorder, Pace):
